@@ -1,4 +1,4 @@
-"""CTC-CRF: what `train.objective=ctc_crf` needs of the training transcripts besides the losses of CTC."""
+"""CTC-CRF: the label model, denominator and losses of `train.objective=ctc_crf`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Crf:
 
     @classmethod
     def of(cls, train: TrainConfig, alphabet: Alphabet, utterances: Sequence[Utterance]) -> Crf:
-        """Build the model from `train.denominator_text`, or from the transcripts: the same wherever these are the same.
+        """Build the model from `train.denominator_text`, or from the transcripts; a function of these alone.
 
         Raises:
             LanguageModelError: the text or the settings do not allow it; the message says what to change.

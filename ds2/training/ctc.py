@@ -1,4 +1,4 @@
-"""CTC loss per utterance, with the utterances that no alignment can produce named rather than turned into infinity."""
+"""CTC loss per utterance: 0, not infinity, for infeasible ones, whose frames are too few for any alignment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds2.text.alphabet import BLANK
 
 
 def min_frames(labels: Tensor, label_lengths: Tensor) -> Tensor:
-    """The fewest frames that can carry each transcript: one a label, and one blank between equal neighbours.
+    """Return the fewest frames of each transcript: one a label, and one blank between equal neighbours.
 
     Args:
         labels: (B, L) integer labels, padded.
@@ -30,7 +30,7 @@ def min_frames(labels: Tensor, label_lengths: Tensor) -> Tensor:
 
 
 def feasible_rows(frames: Tensor, labels: Tensor, label_lengths: Tensor) -> Tensor:
-    """(B,) bool: which transcripts have frames (B,) enough; the other arguments are those of `min_frames`."""
+    """Return (B,) bool: which transcripts have enough frames (B,); other arguments as `min_frames`."""
     return frames >= min_frames(labels, label_lengths)
 
 
@@ -63,9 +63,9 @@ def ctc_losses(logits: Tensor, frames: Tensor, labels: Tensor, label_lengths: Te
 
 
 def divergence(logits: Tensor) -> Tensor:
-    """How far two views of utterances are apart: 1/2 sum over t of KL(b || a) + KL(a || b), in nats.
+    """Return the divergence of two views: 1/2 sum over t of KL(b || a) + KL(a || b), in nats.
 
-    Each divergence teaches its second argument only; the first counts as given (CR-CTC, Yao et al. 2025, equation 4).
+    Gradients flow into the second argument of each KL only, the first is detached (CR-CTC, Yao et al. 2025, (4)).
 
     Args:
         logits: (T, 2 B, V), all utterances in view a, then all in view b; equal past their lengths.
@@ -118,7 +118,7 @@ class _CtcLoss(torch.autograd.Function):
         extended = targets.new_full(log_alpha[:, 0].shape, BLANK)  # a blank before, between and after the labels
         extended[:, 1::2] = targets[:, : extended.shape[1] // 2]
         emitted = log_probs.transpose(0, 1).gather(2, extended[:, None, :].expand_as(log_alpha))
-        # alpha and beta both hold the emission of their frame: one of them goes
+        # alpha and beta both contain the emission of their frame: subtract one
         log_occupancy = log_alpha + log_beta - emitted + losses[:, None, None]
         valid_time = torch.arange(log_probs.shape[0], device=device) < frames
         valid = valid_time[:, :, None] & (torch.arange(log_alpha.shape[2], device=device) <= 2 * lengths)[:, None, :]

@@ -48,7 +48,7 @@ class DevMonitor:
         self._shown_audio = False  # whether audio and spectrograms, which never change, were logged
 
     def start(self, comm: Communicator) -> None:
-        """Forget an evaluation that was broken off; `observe` breaks this one off where `comm` has lost a rank."""
+        """Drop an unfinished evaluation; `observe` raises where `comm` has lost a rank."""
         self._check = comm.check
         self._loss, self._feasible, self._alignments = 0.0, 0, {}
 
@@ -68,7 +68,7 @@ class DevMonitor:
                 self._alignments[index] = probabilities[:, self._labels[index]].t().cpu()
 
     def log(self, board: RunLog, step: int, texts: Sequence[str], comm: Communicator) -> float:
-        """Log the chosen utterances, forget the evaluation, and return the mean loss of an utterance in nats.
+        """Log the shown utterances, end the evaluation, and return the mean loss of an utterance in nats.
 
         Args:
             board: of the run.
@@ -91,7 +91,7 @@ class DevMonitor:
 
 
 _STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (docs/results/depth.md)
-_STUCK_CER = 0.75  # who writes blanks, or the same few letters, has more
+_STUCK_CER = 0.75  # a model that writes blanks, or the same few letters, has more
 
 
 class DevEvaluator:

@@ -1,4 +1,4 @@
-"""What a run measures on its device before the first step: how much audio a batch may hold, which tiles are fastest.
+"""Measurements on the device before the first step: the most audio of a batch, and the fastest tiles.
 
 `batching.auto` finds the largest budget of audio a batch whose worst batches fit the GPU, by running these.
 `train.calibrate` times the tiles of the recurrent kernels.
@@ -40,10 +40,10 @@ from ds2.training.state import Progress
 log = logging.getLogger(__name__)
 
 _TRIALS = 12
-_LIMIT_S = 45.0  # no trial begins that would end later
-_FIRST = 16  # utterances a rank, of the longest; small batches would meet kernels that large ones do not need
-_GROWTH = 16.0  # from one trial to the next
-_AIM, _CLOSE = 0.98, 0.95  # of the available bytes: what is tried for, and what is near enough
+_LIMIT_S = 45.0  # no trial starts that would end later
+_FIRST = 16  # utterances a rank, of the longest; smaller batches use kernels that large ones do not need
+_GROWTH = 16.0  # largest factor from one trial to the next
+_AIM, _CLOSE = 0.98, 0.95  # of the available bytes: the target of a trial, and where the search stops
 _FEW_BATCHES = 50
 Measure = Callable[[list[int]], float | None]
 
@@ -68,10 +68,10 @@ def largest_budget(
 ) -> float:
     """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
 
-    What a batch needs is nearly a line over its padded audio (activations), above what is always there (weights,
-    workspaces). From a few utterances a rank, or one where these do not fit, the search goes up the line that the last
-    trials give, at most `_GROWTH`-fold each time; what fits and what does not close in on the largest. Passes over n
-    times the audio take at most n times as long, so the fastest trial tells how much can be tried in the time left.
+    The memory of a batch is nearly linear in its padded audio (activations) plus a constant (weights, workspaces). The
+    search starts with a few utterances a rank, or one if these do not fit, and goes up the line through the last
+    trials, at most `_GROWTH`-fold each time, until the largest that fits and the smallest that does not are close.
+    Passes over n times the audio take at most n times as long, which bounds what can be tried in the time left.
 
     Args:
         durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
@@ -80,7 +80,7 @@ def largest_budget(
         world: ranks that a batch is dealt to.
         measure: bytes that both passes over utterances (indices) need at their peak; None where they do not fit.
         available_bytes: bytes that they may need.
-        most_s: a budget that is not to be passed, whatever fits.
+        most_s: an upper bound of the budget, also where more fits.
     Raises:
         ConfigError: the longest utterance alone does not fit.
     """
@@ -94,7 +94,7 @@ def largest_budget(
         for part in worst_parts(durations_s, config, seed, world):
             size = measure(part)
             padded_s = world * float(durations_s[part[0]]) * len(part)
-            # A later epoch may have a batch that is nearer to the budget than any of those looked at.
+            # A batch of a later epoch may be nearer to the budget than all that were tried.
             sizes.append(float("inf") if size is None else size * max(1.0, budget_s / padded_s))
         return max(sizes)
 
@@ -139,7 +139,7 @@ def largest_budget(
 
 
 def _proposal(known: Sequence[tuple[float, float]], available_bytes: float) -> float:
-    """Where the line through the largest two trials, or through one and zero, reaches the available bytes."""
+    """Return where the line through the largest two trials, or through one and zero, reaches the available bytes."""
     (low_s, low), (high_s, high) = sorted([(0.0, 0.0), *known])[-2:]
     most_s = _GROWTH * high_s
     return (
@@ -156,7 +156,7 @@ def _down(value: float) -> float:
 def worst_parts(durations_s: NDArray[np.float64], batching: BatchingConfig, seed: int, world: int) -> list[list[int]]:
     """Return one rank's parts of the batches that need most: of most padded audio, and of most utterances.
 
-    Looked for in the first two epochs: in order of duration, and shuffled in buckets. `durations_s` is (N,), seconds of
+    Searches the first two epochs: in order of duration, and shuffled in buckets. `durations_s` is (N,), seconds of
     each utterance; parts are positions in it.
     """
     parts = [deal(batch, 0, world) for epoch in (1, 2) for batch in plan_epoch(durations_s, batching, epoch, seed)]
@@ -178,9 +178,9 @@ def choose_batching(
     Args:
         config: of the run.
         progress: of the run.
-        comm: the ranks, of which the one with the least memory counts.
+        comm: the ranks; the one with the least memory decides.
         durations_s: (U,) as long as the utterances can get.
-        make_probe: makes what measures memory; called only where there is a budget to find.
+        make_probe: makes a `MemoryProbe`; called only if a budget has to be found.
     Raises:
         ConfigError: nothing fits.
     """
@@ -202,7 +202,7 @@ def choose_batching(
 
 
 def _warn_of_few_batches(durations_s: NDArray[np.float64], budget_s: float) -> None:
-    """Say so where a budget makes epochs of few steps: what fits is not always what learns."""
+    """Warn where the budget makes epochs of few steps: the largest batch is not always the one that learns best."""
     batches = len(plan_epoch(durations_s, BatchingConfig(utterances=0, audio_s=budget_s), 2, 0))
     if batches < _FEW_BATCHES:
         log.warning(
@@ -243,7 +243,7 @@ class MemoryProbe:
     Args:
         config: of the run.
         utterances: of the run.
-        speed: the least factor that utterances are slowed down by, at most 1.
+        speed: the lowest speed factor of augmentation, at most 1.
         alphabet, features: of the run, the latter on the device.
         autocast: to bfloat16.
         padded: as steps as CUDA graphs need it.
@@ -289,7 +289,7 @@ class MemoryProbe:
 
     @property
     def most_s(self) -> float:
-        """Padded audio of which no activation has 2^31 values: past that libraries have slow ways or none."""
+        """Padded audio below which no activation has 2^31 values; above, libraries are slow or fail."""
         features = self._passes.features
         values, bins, frames_per_s = 1.0, features.bins, 1 / features.step_s
         for conv in self._config.model.convs:
@@ -336,7 +336,7 @@ _SIZES = 3  # of batches, the most frequent: each takes a moment to measure
 def choose_tiles(
     progress: Progress, config: Config, precision: str, comm: Communicator, plan: Sequence[Sequence[int]]
 ) -> None:
-    """Make all ranks use the same tiles of the recurrent kernels, and a resumed run those that it began with.
+    """Make all ranks use the same tiles of the recurrent kernels, and a resumed run the tiles of its start.
 
     Rank 0 measures them when a run begins with `train.calibrate`, or $DS2_OPS_CALIBRATE, above 0. Another tile rounds
     differently, so tiles are part of the run's progress.
@@ -366,7 +366,7 @@ def choose_tiles(
 
 
 def recurrent_problems(config: Config, precision: str, batches: Iterable[int]) -> list[Problem]:
-    """What a model's recurrent layers ask of the persistent kernels in steps of these batches, if anything."""
+    """Return the problems of the persistent kernels that a model's recurrent layers have in steps of these batches."""
     model, dtype = config.model, {"bf16": "bfloat16", "fp32": "float32"}[precision]
     unasked = why_not_unasked(getattr(torch, dtype), torch.get_float32_matmul_precision())
     if model.backend not in ("auto", "persistent") or (model.backend == "auto" and unasked):

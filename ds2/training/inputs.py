@@ -22,7 +22,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.training.ctc import feasible_rows
 
-FRAMES_MULTIPLE = 32  # from one padded shape to the next; on average half of it is wasted
+FRAMES_MULTIPLE = 32  # step of padded shapes; on average half of it is padding
 # Short of a multiple: at 16 n frames behind the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
 # convolution's weight gradient (B 4, 352 frames, H200).
 _FRAMES_SHORT = 4
@@ -34,7 +34,7 @@ class Inputs:
     """The inputs of the passes of a batch, on the device: B utterances of up to N samples and L labels.
 
     Attributes:
-        waveforms: (B, N) float32; what lies past an utterance's frames is ignored.
+        waveforms: (B, N) float32; samples after an utterance's frames are ignored.
         numbers: (B, K) int64: frames, labels, feasible or not, bits of the labels' log-prob, L labels, and for each
             view key of dropout, warp of frequencies where there is one, share of the dropout's rate where it rises,
             masks.
@@ -43,7 +43,7 @@ class Inputs:
         warps: whether frequencies are warped.
         rises: whether dropout has a share of its rate.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
-        infeasible: utterances whose frames cannot carry their labels.
+        infeasible: utterances with fewer frames than their labels need.
     """
 
     waveforms: Tensor
@@ -68,7 +68,7 @@ class Inputs:
 
     @property
     def feasible(self) -> Tensor:
-        """(B,) bool: whether the frames can carry the labels."""
+        """(B,) bool: whether there are enough frames for the labels."""
         return self.numbers[:, 2] > 0
 
     @property
@@ -113,10 +113,10 @@ class Inputs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shapes that launches depend on; lengths are not part of them."""
+        """The shapes on which kernel launches depend; lengths do not matter."""
         return (*self.waveforms.shape, self.numbers.shape[1])
 
-    def into(self, waveforms: Tensor, numbers: Tensor) -> Inputs:
+    def copy_to(self, waveforms: Tensor, numbers: Tensor) -> Inputs:
         """Copy to the beginning of flat (N,) float32 waveforms and (M,) int64 numbers and return the copy."""
         copy = replace(
             self,
@@ -132,7 +132,7 @@ class InputMaker:
     """Makes the inputs of batches: draws masks, finds infeasible utterances, pads, copies to the device.
 
     Args:
-        features, model: whose frames and output frames count.
+        features, model: which give the numbers of frames and output frames.
         config: of the run.
         device: of the passes.
         padded: pad waveforms to 28, 60, 92, ... frames, and labels to the frames that come out, so that
@@ -153,7 +153,7 @@ class InputMaker:
         self.features, self.model, self.config = features, model, config
         self._label_log_probs = label_log_probs
         self.device, self.padded = device, padded
-        # A GPU works on while a batch is copied to it: 29 MB, 64 utterances of 7 s, take half a millisecond.
+        # Kernels run during the copy of a batch: 29 MB, 64 utterances of 7 s, take half a millisecond.
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch, epoch: int) -> Inputs:
@@ -217,7 +217,7 @@ class InputMaker:
 
 
 def dropout_share(train: TrainConfig, epoch: int) -> int | None:
-    """The share of its rate that dropout has in an epoch, 1-based, in millionths; None: all of it, always.
+    """Return the share of its rate that dropout has in an epoch (1-based), in millionths; None: always all of it.
 
     0 in the first epoch, all of it after `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017): under
     a high rate, a run that has not begun to align may never begin.
@@ -227,7 +227,7 @@ def dropout_share(train: TrainConfig, epoch: int) -> int | None:
 
 
 def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int) -> list[int]:
-    """A key for each utterance, epoch and view: masks are the same however many ranks there are."""
+    """Return a key for each utterance, epoch and view; masks do not depend on the number of ranks."""
     if not config.model.dropout and not config.model.stochastic_depth:
         return [0] * len(indices)
     effect = of_view("dropout", view)
@@ -238,7 +238,7 @@ Plan = list[list[int]]
 
 
 class EpochBatches:
-    """This rank's parts of the batches of epochs; workers go on from one epoch to the next without a restart.
+    """This rank's parts of the batches of epochs; the loader's workers continue from one epoch to the next.
 
     Args:
         loader: of the training utterances.
@@ -256,7 +256,7 @@ class EpochBatches:
         """Yield the `count` batches of an epoch from its batch number `batch` on."""
         if self._next != (epoch, batch):
             self._batches = self._loader.epochs(self._parts(epoch, batch))
-        self._next = None  # until all batches of the epoch are taken: whoever stops early starts workers anew
+        self._next = None  # set again when the epoch is complete; after an early stop workers start anew
         yield from islice(self._batches, count)
         self._next = epoch + 1, 0
 

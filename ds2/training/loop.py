@@ -88,7 +88,7 @@ def _board(trainer: Trainer) -> RunLog:
 
 
 def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog:
-    """Go on with the processes that are there; returns the log of this one.
+    """Continue with the processes that are present; return the log of this one.
 
     Raises:
         TrainingError: they are fewer than `comm.min_ranks`; the state is saved.
@@ -126,7 +126,7 @@ def _check_number(trainer: Trainer, view: View) -> None:
 
 
 def _log_start(trainer: Trainer, board: RunLog) -> None:
-    """Log what is trained, and warn of what the settings will not do."""
+    """Log the start of the run, and warn of settings that will have no effect."""
     config, run_dir, comm, progress = trainer.config, trainer.run_dir, trainer.comm, trainer.progress
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
@@ -147,7 +147,7 @@ def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
     while not (reason := interrupts.name or finished(config, progress)):
         complete = run_epoch(trainer, board, interrupts)
         due = evaluation_due(trainer, complete)
-        # An evaluation may be long: who is killed in it loses no step.
+        # An evaluation may be long: a process that is killed in it loses no step.
         if interrupts.agree(comm) or not complete or due:
             trainer.files.save()
             trainer.files.wait()
@@ -165,7 +165,7 @@ def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
         if complete and keep:
             trainer.files.save()
         if comm.elastic:
-            trainer.files.wait()  # should rank 0 be lost, the others repeat what it has not written
+            trainer.files.wait()  # if rank 0 is lost, the others repeat the steps that it has not written
         if interrupts.agree(comm) and complete and not keep:
             trainer.files.save()
             trainer.files.wait()
@@ -188,7 +188,7 @@ def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
 
 
 def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
-    """Take the steps that are left of the running epoch; returns whether it was finished rather than stopped."""
+    """Take the remaining steps of the running epoch; return whether it was completed (not stopped)."""
     config, progress = trainer.config, trainer.progress
     plan = trainer.plan()
     resolve_position(progress, plan, trainer.utterances)
@@ -248,7 +248,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             if joiners:
                 raise LostRankError("a process joins")
     progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
-    if epoch.steps:  # none where the run goes on from the end of an epoch
+    if epoch.steps:  # none where a run resumes at the end of an epoch
         log.info(
             "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,
             epoch.loss, epoch.audio_s_per_s,
@@ -269,8 +269,10 @@ def is_last(trainer: Trainer, complete: bool) -> bool:
 
 
 def planned_part(config: Config, progress: Progress, batches: int) -> float:
-    """The part of the planned training that is behind a run: of the epochs, where the schedule goes by the clock at
-    least of the minutes; an epoch has so many batches."""
+    """Return the completed part of the planned training: of the epochs, which have `batches` batches each.
+
+    With optim.schedule=timed_cosine it is the part of the minutes, if that is larger.
+    """
     limits = config.train
     done = (progress.epoch - 1 + progress.batch / batches) / limits.epochs
     if config.optim.schedule == "timed_cosine":
@@ -279,9 +281,9 @@ def planned_part(config: Config, progress: Progress, batches: int) -> float:
 
 
 def warm_up_part(config: Config, progress: Progress, done: float) -> float:
-    """The part of the longest warm-up that is behind a run, of whose planned training the part `done` is.
+    """Return the completed part of the longest warm-up; `done` is that of the planned training.
 
-    A warm-up takes at most a third of the training, a tenth where that starts from another model.
+    A warm-up takes at most a third of the training, or a tenth where the run starts from another model.
     """
     if config.train.max_steps:
         done = max(done, progress.step / config.train.max_steps)
@@ -289,7 +291,7 @@ def warm_up_part(config: Config, progress: Progress, done: float) -> float:
 
 
 def finished(config: Config, progress: Progress) -> str:
-    """Why there is nothing left to train, or ''; judged from the state alone, so that a resumed run agrees."""
+    """Return why training is complete, or ''; it depends on the state only, so a resumed run agrees."""
     limits, epochs_done = config.train, progress.epoch - 1
     if epochs_done >= limits.epochs:
         return f"{epochs_done} epochs trained (train.epochs)"
@@ -317,7 +319,7 @@ def _warn_of_short_warm_up(config: Config, batches: int) -> None:
 
 
 def _warn_of_unfinished_schedules(config: Config, progress: Progress, epochs: int) -> None:
-    """Warn of what a training of so many epochs was too short for."""
+    """Warn of schedules that a training of `epochs` epochs did not complete."""
     done = epochs / config.train.epochs
     if 0 < progress.step < config.optim.warmup_steps and warm_up_part(config, progress, done) < 1:
         log.warning(

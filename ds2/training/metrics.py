@@ -52,7 +52,7 @@ class StepTimer:
             self._host.setdefault(name, []).append(time.perf_counter() - began)
 
     def add(self, name: str, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> None:
-        """Count what went on between two moments, both in seconds of `time.perf_counter` or both CUDA events."""
+        """Add the time between two moments, both in seconds of `time.perf_counter` or both CUDA events."""
         if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
             self._events.setdefault(name, []).append((began, ended))
         elif isinstance(began, float) and isinstance(ended, float):
@@ -73,7 +73,7 @@ class StepTimer:
 
 @dataclass
 class LoggedUtterance:
-    """A dev utterance as TensorBoard shows it, without what is None."""
+    """A dev utterance for TensorBoard; None is not shown."""
 
     reference: str
     hypothesis: str
@@ -83,7 +83,7 @@ class LoggedUtterance:
 
 
 def _tag(group: str, name: str) -> str:
-    """Where TensorBoard shows a number: losses side by side and first, then scores, times in a group of their own."""
+    """Return the tag of a number in TensorBoard: losses first, then scores, times in a group of their own."""
     if name == "loss":
         return f"loss/{group}"
     if name.endswith("_s"):
@@ -98,7 +98,7 @@ class RunLog:
     """Writes a run's scalars, texts and spectrograms under its folder; only rank 0 makes one that writes.
 
     `log.jsonl` gets one object an event and is only ever appended to: a resumed run repeats the steps after its
-    checkpoint, and its `resume` event says from where; the later line of a step is the one that counts.
+    checkpoint, and its `resume` event says from where. Of two lines of one step the later one holds.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class RunLog:
     ) -> None:
         """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard.
 
-        With `writes` False, as on ranks past 0, nothing is opened and nothing written, and where `superseded` says that
-        another process writes by now, nothing more is.
+        With `writes` False, as on ranks above 0, nothing is opened or written. Nothing more is written once
+        `superseded` returns that another process writes.
         """
         self._writes, self._superseded = writes, superseded
         self._last: tuple[str, int, Mapping[str, float]] | None = None
@@ -123,7 +123,7 @@ class RunLog:
         self._path = run_dir / "log.jsonl"
         torn = self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n")
         self._jsonl = self._path.open("a", encoding="utf-8")
-        if torn:  # by a kill in the middle of a line: the next event must not be part of it
+        if torn:  # a killed process left part of a line: the next event starts a new one
             self._jsonl.write("\n")
         purge = resume_step + 1 if resume_step else None
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
@@ -152,14 +152,14 @@ class RunLog:
             self._board.add_scalar(_tag(group, name), value, step)
 
     def follow(self, former: RunLog, step: int) -> None:
-        """Write the numbers of a step that the log of another rank may lack: it ended before it wrote them."""
+        """Write the numbers of a step that another rank may not have written before it ended."""
         if former._last is not None and former._last[1] == step and not former._writes:
             self.scalars(*former._last)
 
     def utterance(self, step: int, tag: str, shown: LoggedUtterance, sample_rate_hz: int) -> None:
         """Show an utterance: audio, spectrogram with low frequencies at the bottom, alignment, and both texts.
 
-        In the alignment the reference's labels go down and time goes right: a diagonal where the network is sure of it.
+        In the alignment labels of the reference go down and time goes right; a network that is sure gives a diagonal.
         """
         if not self._writes:
             return
@@ -176,7 +176,7 @@ class RunLog:
         self._board.add_text(f"{tag}/text", text, step)
 
     def settings(self, values: Mapping[str, Any], scores: Mapping[str, float]) -> None:
-        """Show a run's settings beside its best scores in the table of TensorBoard's HParams, runs side by side.
+        """Add a run's settings and best scores as a row of TensorBoard's HParams table.
 
         Empty texts, lists and mappings are left out: they would be the first columns of the table.
 
@@ -256,7 +256,7 @@ class LogWindow:
         }
 
 
-_MEMORY = 0.9  # of a window's estimates in those that are logged
+_MEMORY = 0.9  # weight of a window in the running average
 
 
 class NoiseScale:
@@ -288,7 +288,7 @@ class NoiseScale:
         self._utterances += utterances
 
     def end_window(self) -> float:
-        """The estimate, NaN where none can be made yet: the gradient drowns in noise; reads the device once."""
+        """Return the estimate, NaN while noise hides the gradient; reads the device once."""
         k = len(self._squares)
         if k > 1:
             batch, square = self._utterances / k, sum(self._squares) / k

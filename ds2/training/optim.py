@@ -23,7 +23,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     """Nesterov SGD (Persistent RNN paper, section 5.3) or AdamW; weight decay only on matrices and kernels.
 
     On a GPU each parameter is read and written once a step (torch's fused implementation), and the learning rate is a
-    tensor there, which a CUDA graph of the step reads anew each time; on a CPU, foreach.
+    tensor there, which a CUDA graph of the step reads at each replay; on a CPU, foreach.
     Weights whose names start with a key of `layer_rates` (the longest one counts) learn at that factor of the rate.
 
     Raises:
@@ -47,7 +47,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     on_gpu = all(p.is_cuda for p in model.parameters())
     rate = config.learning_rate
     if on_gpu:
-        for group in groups:  # a tensor each: one that all shared would have the last group's factor
+        for group in groups:  # one tensor per group: a shared one would have the last group's factor
             group["lr"] = torch.tensor(rate, device=group["params"][0].device)
     momentum, betas = config.momentum, (config.betas[0], config.betas[1])
     if config.name == "sgd":
@@ -91,7 +91,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def starts(name: str, prefix: str) -> bool:
-    """Whether a weight's dotted name is `prefix` or lies beneath it."""
+    """Return whether a weight's dotted name is `prefix` or starts with it and a dot."""
     return name == prefix or name.startswith(prefix + ".")
 
 
@@ -101,7 +101,7 @@ def longest_prefix(name: str, prefixes: Iterable[str]) -> str | None:
 
 
 def no_such_weights(model: nn.Module) -> str:
-    """Say that no weight has such a name, and how the names of a model's weights begin."""
+    """Return the error for a name that no weight has, with the first parts of all weights' names."""
     parts = {name: len(list(child.children())) for name, child in model.named_children() if list(child.parameters())}
     named = [f"{name}.0 to {name}.{count - 1}" if count > 1 else name for name, count in parts.items()]
     return f"no weight's name starts so; this model has {', '.join(dict.fromkeys([*parts, *named]))}"
@@ -150,7 +150,7 @@ class WeightAverage(Generic[Model]):
             ours.set_extra_state(theirs.get_extra_state())
 
     def _find_tensors(self, model: nn.Module) -> None:
-        """Find all tensors once: state dicts take 2 ms of the host, for which a GPU waits at the end of a step."""
+        """Collect all tensors once: state dicts take 2 ms of the host at the end of each step, in which a GPU waits."""
         ours, theirs = (dict((*m.named_parameters(), *m.named_buffers())) for m in (self.model, model))
         pairs = [(ours[name], value) for name, value in theirs.items()]
         self._averaged = [averaged for averaged, current in pairs if current.is_floating_point()]
@@ -162,7 +162,7 @@ class WeightAverage(Generic[Model]):
 
 
 class OptimizerStep:
-    """Clips the gradients and lets the optimizer change the weights; from the second time on as a graph, if `graphed`.
+    """Clips the gradients and takes the optimizer's step; from the second time on as a CUDA graph, if `graphed`.
 
     The first step makes the optimizer's state. From then on a GPU takes it in one launch (`ds2_ops.optimizer`), which
     also rounds the weights for the next pass.
@@ -192,7 +192,7 @@ class OptimizerStep:
 
     @property
     def ignores_nonfinite(self) -> bool:
-        """Whether a step with a norm that is not finite changes nothing, so that the host need not read it before."""
+        """Whether a step with a non-finite norm changes nothing, so that the host need not read the norm first."""
         return self._fuses and bool(self._optimizer.state)
 
     def norm(self) -> Tensor:

@@ -1,6 +1,6 @@
-"""Forward and backward passes of a batch: launched one by one, or recorded once a shape as CUDA graphs.
+"""Forward and backward passes of a batch: kernels launched one by one, or a CUDA graph per shape.
 
-At few utterances a GPU the host, which launches hundreds of kernels a step, would set the pace.
+With few utterances a GPU, the host's hundreds of launches a step would take longer than the kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Passes:
-    """From waveforms to losses, and back to the gradients that the reducer gathers; the host reads nothing back.
+    """Runs from waveforms to losses and back to the gradients; the host reads nothing from the device.
 
     Args:
         model, features: on one device.
@@ -39,7 +39,7 @@ class Passes:
         crf: of `train.objective=ctc_crf`.
 
     Attributes:
-        typical: whether the last passes took as long as later ones of their shape will.
+        typical: whether the last passes took about as long as later ones of this shape will.
     """
 
     typical = True
@@ -110,7 +110,7 @@ class Passes:
             inputs: on the device.
             utterances: of the whole step, over all ranks and batches; a step minimises their mean objective.
             last: whether it is the last pass of its step.
-            idle: whether this batch counts nothing: it repeats another rank's utterance.
+            idle: whether this batch has weight 0: it repeats another rank's utterance.
 
         Returns:
             The losses (B,), see `losses`.
@@ -171,16 +171,16 @@ def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torc
 class HostState(Protocol):
     """An object whose passes change numbers on the host, which the replay of a recorded pass does not change.
 
-    A module of the model that counts its passes defines these two, and thereby takes part in recorded passes.
+    A module that counts its passes on the host implements both methods, so that replays count too.
     """
 
     @property
     def steady(self) -> bool:
-        """Whether the next pass launches the same as all later ones of its shape."""
+        """Whether the next pass launches the same kernels as all later ones of its shape."""
         ...
 
     def advance(self) -> None:
-        """Change these numbers as a pass does; passes that run call it too, so that both count alike."""
+        """Change the numbers as a pass does; passes that are not replayed call it too."""
         ...
 
 
@@ -195,7 +195,7 @@ class RecordedPasses:
 
 
 class GraphedPasses(Passes):
-    """Passes that are recorded when a shape comes for the second time, and from then on launched as two graphs.
+    """Passes that are recorded when a shape occurs for the second time, and then launched as two graphs.
 
     Passes run launch by launch, with the same kernels on the same shapes and so the same bits, when a shape comes for
     the first time; while running averages still weigh batches by their number; for batches that count nothing; and,
@@ -238,9 +238,9 @@ class GraphedPasses(Passes):
             return super().forward(inputs, self._utterances_on_device, last=last, idle=idle)
         self.typical = recorded is not None
         if recorded is None:
-            recorded = self.record(key, inputs, sums=sums)  # whose host state advances as if the passes had run
+            recorded = self.record(key, inputs, sums=sums)  # the host's counters advance as if the passes had run
         else:
-            inputs.into(self._waveforms, self._numbers)
+            inputs.copy_to(self._waveforms, self._numbers)
             self.gradients.start_pass(last=sums)
             for part in self._host_states:
                 part.advance()
@@ -248,7 +248,7 @@ class GraphedPasses(Passes):
         self._running = recorded
         self.replays += 1
         recorded.forward.replay()
-        return recorded.losses.clone()  # the next replay writes over them
+        return recorded.losses.clone()  # the next replay overwrites them
 
     def backward(self) -> None:
         """As `Passes.backward`."""
@@ -265,7 +265,7 @@ class GraphedPasses(Passes):
             self._waveforms = inputs.waveforms.new_empty(max(waveforms, len(self._waveforms)))
             self._numbers = inputs.numbers.new_empty(max(numbers, len(self._numbers)))
             self._recorder.new_pool()
-        static = inputs.into(self._waveforms, self._numbers)
+        static = inputs.copy_to(self._waveforms, self._numbers)
         with self._recorder.recording() as forward:
             losses = super().forward(static, self._utterances_on_device, last=sums, idle=False)
         with self._recorder.recording() as backward:
@@ -278,7 +278,7 @@ class GraphedPasses(Passes):
         return self.recordings[key]
 
     def _has_come_before(self, shape: tuple[int, ...]) -> bool:
-        """Whether a shape has come before; notes that it has now."""
+        """Return whether a shape has occurred before, and record it."""
         before = shape in self._shapes
         self._shapes[shape] = None
         self._shapes.move_to_end(shape)
@@ -288,6 +288,6 @@ class GraphedPasses(Passes):
 
 
 def _fits_twice() -> bool:
-    """Whether the memory that passes have used fits twice: launched one by one, and recorded."""
+    """Return whether the memory of passes fits twice: for single launches and for recordings."""
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return 2 * torch.cuda.max_memory_allocated() <= total

@@ -39,7 +39,7 @@ class StepNumbers:
 class StepReport:
     """Sums a step's numbers over ranks on the device, from construction on; `read` waits for them.
 
-    No rank's host waits for another's: on GPUs the sum is queued between the passes and the update, which need not wait
+    No host waits for another: on GPUs the sum is queued between the passes and the update, and the update does not wait
     until a host has read it.
 
     Args:
@@ -57,7 +57,7 @@ class StepReport:
         on_gpu = norm.is_cuda
         loss = torch.stack([part.sum() for part in losses]).sum() if losses else norm.new_zeros(())
         own = torch.tensor(list(counts), dtype=torch.float64, pin_memory=on_gpu).to(norm.device, non_blocking=True)
-        sums = torch.cat([torch.stack([loss.double(), 0.0 * norm.double()]), own])  # 0 x what is not finite is NaN
+        sums = torch.cat([torch.stack([loss.double(), 0.0 * norm.double()]), own])  # 0 times a non-finite value is NaN
         comm.sum_(sums)
         self.norm = norm + 0.0 * (sums[0] + sums[1]).to(norm.dtype)
         numbers = torch.cat([sums, norm.double().view(1)])
@@ -69,7 +69,7 @@ class StepReport:
             self._copied.record()
 
     def read(self) -> StepNumbers:
-        """Wait for the sums, and for nothing that was queued after them."""
+        """Wait for the sums, not for work that was queued after them."""
         if self._copied is not None:
             with self._status.waiting("gradients"):
                 self._copied.synchronize()
@@ -110,7 +110,7 @@ class NormStatistics:
             norm.reduce = self if shared and comm.world > 1 else None
 
     def release(self) -> None:
-        """Let the layers have the statistics of this rank alone, until other `NormStatistics` are made."""
+        """Let the layers use the statistics of this rank alone, until other `NormStatistics` are made."""
         for norm in self._norms:
             norm.reduce = None
 
@@ -151,7 +151,7 @@ class NormStatistics:
     def _average(self) -> None:
         """Give all ranks the mean of their running averages, so that a checkpoint holds those of all.
 
-        A value that is not finite on one rank then is so on all, which forget it together.
+        A value that is not finite on one rank is then so on all, and all drop it together.
         """
         with torch.no_grad():
             torch.cat([buffer.view(-1) for buffer in self._own], out=self._flat)
@@ -176,7 +176,7 @@ class OverlapChoice:
         gradients: whose `overlap` and `copied` are set; where overlap is off, it stays so.
 
     Attributes:
-        decided: whether steps no longer take turns.
+        decided: whether the choice is made.
     """
 
     def __init__(self, gradients: GradientReducer) -> None:
@@ -189,12 +189,12 @@ class OverlapChoice:
         self._steps = 0
 
     def start_step(self) -> None:
-        """Set the way of the step that begins."""
+        """Set how the step that begins sums its gradients."""
         if not self.decided:
             self._set(list(self._seconds)[self._steps % len(self._seconds)])
 
     def end_step(self, audio_s: float, *, typical: bool, former_s: float) -> None:
-        """Note a step that has ended.
+        """Record the time of a step.
 
         Args:
             audio_s: seconds of audio of all ranks together.

@@ -1,4 +1,4 @@
-"""A run folder: that it can be written, that one job at a time writes it, and the files that a run leaves in it."""
+"""A run folder: its creation, its lock (one job at a time writes it), and the files of a run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _WRITER_NICE = 10
 
 @contextmanager
 def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
-    """Let one job at a time write a run folder: rank 0 locks a file in it, and the system unlocks what a job leaves.
+    """Let one job at a time write a run folder: rank 0 locks a file in it, which the system unlocks when the job ends.
 
     Where ranks come and go each process holds a lock that these share.
 
-    What killed jobs left half written in it is removed. A job that fails before it left anything takes its lock along.
+    Half-written files of killed jobs are removed. A job that fails before it wrote anything removes its lock file.
 
     Raises:
         CheckpointError: another process holds the lock; names it. Or it removed the folder just then.
@@ -146,15 +146,15 @@ class BackgroundWriter:
 
 
 def _yield_to_steps() -> None:
-    """Let steps have the cores first; Linux has priorities of threads, which threads that they start inherit."""
+    """Lower the priority of this thread; on Linux threads have priorities, and those that they start inherit them."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICE)
 
 
 class RunFiles:
-    """Writes the models and the trainer state of a run beside its steps; all ranks call it, rank 0 writes.
+    """Writes the models and the trainer state of a run in the background; all ranks call it, rank 0 writes.
 
-    What is written is copied at once, so that the steps that follow do not change it.
+    The state is copied at the call, so that later steps do not change it.
 
     Args:
         run_dir: the folder.
@@ -186,7 +186,7 @@ class RunFiles:
         """Write `best.safetensors` where these are the best scores so far; returns whether they are.
 
         Args:
-            scores: "wer" and "cer" of the dev set; `train.metric` says which counts first, the other settles a draw.
+            scores: "wer" and "cer" of the dev set; `train.metric` is compared first, then the other one.
         """
         progress = self.state.progress
         first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
@@ -231,7 +231,7 @@ class RunFiles:
         self._writer.busy()
 
     def take_over(self) -> None:
-        """Remove what lost ranks have not written to its end; should one wake up, it cannot write to that end."""
+        """Remove half-written files of lost ranks; a rank that wakes up can then not complete them."""
         for folder in self.run_dir.glob(".*.partial") if self.comm.rank == 0 else ():
             if f".{host_id()}.{os.getpid()}." not in folder.name:
                 shutil.rmtree(folder, ignore_errors=True)

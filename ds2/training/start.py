@@ -28,7 +28,7 @@ _STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the feature
 def initial_state(
     state: TrainState, loader: SpeechLoader, alphabet: Alphabet, config: Config, run_dir: Path
 ) -> tuple[Parts, Progress]:
-    """Read the state of a run folder or, where that holds no run, make the one to start from.
+    """Read the state of a run folder or, where it holds no run, make the initial state.
 
     Args:
         state: the fresh one of this process; its tensors are changed.
@@ -101,7 +101,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
 
 
 def freeze(model: AcousticModel, prefixes: Sequence[str]) -> None:
-    """Exempt from training the weights whose names start with one of `prefixes`; running statistics go on moving.
+    """Freeze the weights whose names start with one of `prefixes`; running statistics still change.
 
     Raises:
         ConfigError: a prefix that no weight has, or nothing left to train.
@@ -119,6 +119,6 @@ def freeze(model: AcousticModel, prefixes: Sequence[str]) -> None:
 
 
 def _same_features(mine: Features, theirs: Features) -> bool:
-    """Whether statistics of one describe what the other computes."""
+    """Return whether statistics of the one hold for features of the other."""
     computed = [(f.window_samples, f.step_samples, f.sample_rate_hz, f.bins, f.kind) for f in (mine, theirs)]
     return computed[0] == computed[1]

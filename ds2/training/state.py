@@ -1,4 +1,4 @@
-"""The state of a run, its file, and what its position in an epoch means."""
+"""The state of a run, its file, and its position in an epoch."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _FREE = ("model.dropout", "model.stochastic_depth")  # in training alone, of any
 
 @dataclass
 class Progress:
-    """How far a run is: everything that changes and is not a tensor."""
+    """The progress of a run: all state that is not a tensor."""
 
     epoch: int = 1  # 1-based, the epoch that is running
-    batch: int = 0  # batches of its plan that are behind us
-    plan: str = ""  # fingerprint of the plan that `batch` counts in; '' in files of before it was noted
+    batch: int = 0  # completed batches of its plan
+    plan: str = ""  # fingerprint of the plan that `batch` refers to; '' in old files
     batches: int = 0  # of that plan
     step: int = 0  # optimizer steps, skipped ones not counted
     skipped: int = 0  # steps skipped for a loss or gradient that was not finite
@@ -84,7 +84,7 @@ class _Header:
 
 @dataclass
 class TrainState:
-    """Everything that a step changes: a run resumed from it gives the bits of one that never stopped."""
+    """Everything that a step changes: a run that resumes from it gives the same bits as one that never stopped."""
 
     model: AcousticModel
     features: Features
@@ -188,7 +188,7 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
 
 
 def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
-    """The first tensor that `parts` lack or hold otherwise than a run with the config `then` does; or ''."""
+    """Return the first tensor that `parts` lack, or have in another shape than a run with config `then`; or ''."""
     parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
     momenta = {"sgd": ["momentum_buffer"] if then.optim.momentum else [], "adamw": ["exp_avg", "exp_avg_sq"]}
     expected = {name: tensor.shape for name, tensor in _named(fresh.tensors()).items()}
@@ -223,8 +223,8 @@ def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utteranc
     """Make `progress.batch` a position in the plan of the running epoch, and note which plan that is.
 
     A position counts batches of one plan: the same audio in the same batches. In another plan (other data, batching,
-    speed factors or seed) it means nothing: the epoch begins again, with a warning, unless it had ended. A state from
-    a version that noted no plans keeps a position that the plan has.
+    speed factors or seed) it is meaningless: the epoch starts again, with a warning, unless it was complete. A state
+    from a version that noted no plans keeps a position that the plan has.
     """
     fingerprint = plan_fingerprint(plan, utterances)
     known = progress.plan != ""

@@ -1,4 +1,4 @@
-"""How a run ends early: by a signal, after a save where something would be lost, or by the loss of its device."""
+"""The early end of a run: by a signal, after a save if steps would be lost, or by the loss of its device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Interrupts:
     """
 
     received: int = 0  # by this process
-    agreed: int = 0  # by any rank, known to all: what the loop acts on
+    agreed: int = 0  # received by any rank and known to all: the loop acts on it
     _at_once: bool = False
 
     def __enter__(self) -> Interrupts:
@@ -54,7 +54,7 @@ class Interrupts:
         return [float(number == self.received) for number in _NUMBERS]
 
     def receive(self, flags: Sequence[float], comm: Communicator) -> None:
-        """Take over the signals of all ranks from the sum of their flags."""
+        """Read the signals of all ranks from the sum of their flags."""
         if sum(flags) >= self._needed(comm):
             self.agreed = max(self.agreed, *(number for number, ranks in zip(_NUMBERS, flags, strict=True) if ranks))
 
@@ -79,7 +79,7 @@ class Interrupts:
     def at_once(self) -> Iterator[None]:
         """Let a signal end the block, for work that is repeated rather than saved: preparation and evaluation.
 
-        Ranks that saved before must have agreed since, lest one ends the others in the middle of that.
+        After a save ranks must agree first, or one might end the others in the middle of the save.
 
         Raises:
             Stopped: in the block, or at its beginning for a signal that ranks have not agreed on.
@@ -115,8 +115,8 @@ def report_lost_device(comm: Communicator) -> Iterator[None]:
     """Turn an error of the block into DeviceError where this rank's device was lost.
 
     A GPU that falls off its bus, or whose memory or kernel has failed, fails every later call, with various messages.
-    So the device is lost if a call that does nothing fails too. The trace of the first error is logged, since a
-    mistake in a kernel looks the same.
+    So the device is lost if a call that does nothing fails too. The traceback of the first error is logged, since a
+    fault of a kernel looks the same.
 
     Raises:
         DeviceError: the device was lost.

@@ -1,4 +1,4 @@
-"""The trainer of a run on one device: how it is built from its parts, and its steps and evaluations."""
+"""The trainer of a run on one device: its construction, steps and evaluations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Committed:
-    """What a step changes before it ends: the progress and the buffers of the model, as the last commit left them."""
+    """The progress and the buffers of the model at the last commit: a step changes them before it ends."""
 
     progress: Progress | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -159,11 +159,11 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """How far the run is."""
+        """The progress of the run."""
         return self.state.progress
 
     def commit(self) -> None:
-        """Note that all ranks have ended a step or an evaluation: should one be lost in the next, this state counts."""
+        """Record that all ranks ended a step or evaluation: if one is lost in the next, the others return to this."""
         if self.comm.elastic:
             parameters = {name for name, _ in self.model.named_parameters()}
             buffers = {name: t.clone() for name, t in self.model.state_dict().items() if name not in parameters}
@@ -171,9 +171,9 @@ class Trainer:
             self._commits += 1
 
     def regroup(self, interrupts: Interrupts) -> View:
-        """Go on from the last commit with the processes that are there, and with the number of ranks that they are.
+        """Continue from the last commit with the processes that are present as the ranks.
 
-        Steps that a rank has taken count: all ranks get the state of the one that is furthest. Only the progress and
+        No completed step is lost: all ranks get the state of the rank that is furthest. Only the progress and
         the buffers have changed since its commit, for weights change where a step ends.
 
         Raises:
@@ -187,7 +187,7 @@ class Trainer:
                 view = comm.regroup(self._commits, hurry=lambda: interrupts.received)
                 self._take_state(view)
                 if comm.rank != 0:
-                    self.files.wait()  # this process may have been rank 0, whose files are older than the next one's
+                    self.files.wait()  # if this process was rank 0, its files are older than those of the next rank 0
                 interrupts.agree(comm)
                 break
             except LostRankError as error:
