@@ -17,7 +17,6 @@ import numpy as np
 import soundfile
 
 from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_info
-from ds2.audio.stream import as_samples
 from ds2.data.corpora.common import (
     Entry,
     ImporterError,
@@ -287,6 +286,8 @@ def _utterance(folder: Path, number: int, entry: tuple[Any, ...], rate_hz: int |
     if isinstance(audio, str | Path):
         path = Path(audio).resolve()
     else:
+        from ds2.audio.stream import as_samples  # imports torch, which files do not need
+
         if rate_hz is None:
             raise AudioError(f"utterance {number}: samples need a rate: save_dataset(..., sample_rate_hz=16000)")
         path = folder / f"{number:06d}.flac"
