@@ -74,10 +74,9 @@ struct DenominatorSums {
     float* probs;    // (2, V) of this frame and of the next, in shared memory
     float* partial;  // (32) sums of warps
     float* values;   // forward (2, P + parents + 1), backward (P + 2) and (parents + 1, 2); what follows these is 0
-    int* first = nullptr;  // of the arcs, in shared memory, as are `near` of their words, and all of the others if they fit
-    const unsigned *near_words = nullptr, *children = nullptr, *same_words = nullptr, *parent_words = nullptr;
-    unsigned* free_words = nullptr;
-    int near = 0;
+    int* first = nullptr;  // of the arcs, in shared memory
+    int near = 0;          // of the arcs' words are there
+    int free_at = 0, arcs_at = -1, children_at = -1, same_at = -1, parents_at = -1;  // where words begin; -1: not there
     float coming = 0.0f;  // log-prob of a frame that is not needed yet
     const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, utterance = blockIdx.x / 2;
     const int frames = int(sums.frames[blockIdx.x / 2]), slices = sums.rows / 32;
@@ -121,29 +120,32 @@ struct DenominatorSums {
     __device__ void keep_near(const Arcs& arcs, float* after) {
         const int offsets = slices + 1 + WARPS + 1;
         first = reinterpret_cast<int*>(after);
-        free_words = reinterpret_cast<unsigned*>(first + offsets);
+        free_at = int(after - probs) + offsets;
         for (int i = thread; i < offsets; i += THREADS) first[i] = arcs.first[i];
         if (blockIdx.x % 2) {
-            same_words = keep_near(graph.same_words, sums.rows);
-            parent_words = keep_near(graph.parent_words, sums.rows);
+            same_at = keep_near(graph.same_words, sums.rows);
+            parents_at = keep_near(graph.parent_words, sums.rows);
         } else {
-            children = keep_near(graph.children.words, graph.children.first[graph.parents / 32]);
+            children_at = keep_near(graph.children.words, graph.children.first[graph.parents / 32]);
         }
-        const int fit = free_count(), all = arcs.first[offsets - 1];
+        const int fit = sums.smem_bytes / 4 - free_at, all = arcs.first[offsets - 1];
         near = fit < all ? fit : all;
-        near_words = keep_near(arcs.words, near);
+        arcs_at = keep_near(arcs.words, near);
     }
 
-    __device__ int free_count() const {
-        return (sums.smem_bytes - int(reinterpret_cast<char*>(free_words) - reinterpret_cast<char*>(probs))) / 4;
+    __device__ unsigned* shared_words() const { return reinterpret_cast<unsigned*>(probs); }
+
+    // Returns where the copy begins in shared memory, or -1 if it does not fit.
+    __device__ int keep_near(const unsigned* words, int count) {
+        if (count > sums.smem_bytes / 4 - free_at) return -1;
+        const int at = free_at;
+        for (int i = thread; i < count; i += THREADS) shared_words()[at + i] = words[i];
+        free_at += count;
+        return at;
     }
 
-    __device__ const unsigned* keep_near(const unsigned* words, int count) {
-        if (count > free_count()) return words;
-        unsigned* copy = free_words;
-        for (int i = thread; i < count; i += THREADS) copy[i] = words[i];
-        free_words += count;
-        return copy;
+    __device__ unsigned word(int at, const unsigned* words, int i) const {
+        return at >= 0 ? shared_words()[at + i] : __ldg(words + i);
     }
 
     // Call between barriers; `partial` may be written after the next one.
@@ -155,14 +157,14 @@ struct DenominatorSums {
         if (end <= near) {
 #pragma unroll 4
             for (int arc = begin; arc < end; arc += 32) {
-                const unsigned word = near_words[arc];
-                sum += weight_of(word) * values[word & 0xffff];
+                const unsigned arc_word = shared_words()[arcs_at + arc];
+                sum += weight_of(arc_word) * values[arc_word & 0xffff];
             }
         } else {
 #pragma unroll 4
             for (int arc = begin; arc < end; arc += 32) {
-                const unsigned word = __ldg(arcs.words + arc);
-                sum += weight_of(word) * values[word & 0xffff];
+                const unsigned arc_word = __ldg(arcs.words + arc);
+                sum += weight_of(arc_word) * values[arc_word & 0xffff];
             }
         }
         return sum;
@@ -210,8 +212,8 @@ struct DenominatorSums {
                 const int end = graph.children.first[slice + 1];
 #pragma unroll 4
                 for (int arc = graph.children.first[slice] + lane; arc < end; arc += 32) {
-                    const unsigned word = children[arc], child = word & 0xffff;
-                    const float weight = weight_of(word);
+                    const unsigned arc_word = word(children_at, graph.children.words, arc), child = arc_word & 0xffff;
+                    const float weight = weight_of(arc_word);
                     both += weight * sources[child];
                     blank += weight * blanks[child];
                 }
@@ -302,7 +304,8 @@ struct DenominatorSums {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
                 const float other = gather(graph.mirrored_arcs, r);
-                const float same = weight_of(same_words[row]) * targets[same_words[row] & 0xffff];
+                const unsigned same_word = word(same_at, graph.same_words, row);
+                const float same = weight_of(same_word) * targets[same_word & 0xffff];
                 const int parent = int(labels[r] & 0xffff) - 1;
                 if (parent >= 0) {
                     sent[2 * parent] = other;
@@ -317,8 +320,9 @@ struct DenominatorSums {
             for (int r = 0; r < ROWS; r++) {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
-                const float* of_parent = sent + 2 * (parent_words[row] & 0xffff);
-                const float share = weight_of(parent_words[row]);
+                const unsigned parent_word = word(parents_at, graph.parent_words, row);
+                const float* of_parent = sent + 2 * (parent_word & 0xffff);
+                const float share = weight_of(parent_word);
                 label_part[r] += share * of_parent[0];
                 blank_part[r] += share * (of_parent[0] + of_parent[1]);
                 beta[size_t(frame - 1) * sums.rows + row] = label_part[r];
