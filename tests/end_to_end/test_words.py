@@ -41,7 +41,8 @@ REPLACED = {
 }
 """Each word and what a reader of PyTorch and speech recognition code expects instead."""
 LEFT = Path(__file__).with_name("words.tsv")
-SOURCES = [ROOT / folder for folder in ("ds2", "ops/ds2_ops", "tests/support", "tests/ds2/serve")]
+_TESTS = [f"tests/{name}" for name in ("support", "ds2/serve", "ds2/recognition", "ds2/commands")]
+SOURCES = [ROOT / folder for folder in ("ds2", "ops/ds2_ops", *_TESTS)]
 PARTS = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
 
 

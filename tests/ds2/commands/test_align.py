@@ -38,9 +38,9 @@ def parse(text: str) -> tuple[float, dict[str, list[tuple[float, float, str]]]]:
         assert match and float(match[2]) == duration_s and int(match[3]) == len(parts)
         intervals = []
         for part in parts:
-            found = re.fullmatch(rf' {{12}}xmin = {NUMBER}\n {{12}}xmax = {NUMBER}\n {{12}}text = "(.*)"\n', part)
-            assert found and '"' not in found[3].replace('""', "")
-            intervals.append((float(found[1]), float(found[2]), found[3].replace('""', '"')))
+            interval = re.fullmatch(rf' {{12}}xmin = {NUMBER}\n {{12}}xmax = {NUMBER}\n {{12}}text = "(.*)"\n', part)
+            assert interval and '"' not in interval[3].replace('""', "")
+            intervals.append((float(interval[1]), float(interval[2]), interval[3].replace('""', '"')))
         tiers[match[1]] = intervals
         assert intervals[0][0] == 0.0 and intervals[-1][1] == duration_s
         assert all(start < end for start, end, _ in intervals)

@@ -14,14 +14,14 @@ from ds2.data.audio_cache import open_audio
 from ds2.data.manifest import Utterance
 
 
-def test_it_shows_and_clears_what_is_kept_by_kind(
+def test_it_shows_and_clears_caches_by_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path / "kernels"))
     soundfile.write(tmp_path / "a.wav", np.full(22050, 0.1), 22050)
     open_audio([Utterance(tmp_path / "a.wav", 1.0, "a")], DataConfig(work_dir=str(tmp_path / "work")))
-    for path in ("kept/arpa/m.arpa", "kernels/k.cubin", "kernels/notes.txt"):
+    for path in ("own/arpa/m.arpa", "kernels/k.cubin", "kernels/notes.txt"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(bytes(2_000_000))
     where = f"data.work_dir={tmp_path / 'work'}"

@@ -28,8 +28,8 @@ def test_options_may_stand_anywhere_among_arguments() -> None:
     pieces = (["m"], ["a", "b"], ["--device", "cpu"], ["--quiet"])
     for order in permutations(pieces):
         if order.index(pieces[0]) < order.index(pieces[1]):
-            given = parser().parse_args([word for piece in order for word in piece])
-            assert (given.model, given.manifests, given.device, given.quiet) == ("m", ["a", "b"], "cpu", True)
+            parsed = parser().parse_args([word for piece in order for word in piece])
+            assert (parsed.model, parsed.manifests, parsed.device, parsed.quiet) == ("m", ["a", "b"], "cpu", True)
 
 
 def test_below_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,8 +38,8 @@ def test_below_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     below = commands.add_parser("alphabet")
     below.add_argument("arguments", nargs="+")
     below.add_argument("--out")
-    given = above.parse_args(["alphabet", "a", "--out", "x", "alphabet.locale=tr"])
-    assert (given.command, given.arguments, given.out) == ("alphabet", ["a", "alphabet.locale=tr"], "x")
+    parsed = above.parse_args(["alphabet", "a", "--out", "x", "alphabet.locale=tr"])
+    assert (parsed.command, parsed.arguments, parsed.out) == ("alphabet", ["a", "alphabet.locale=tr"], "x")
     with pytest.raises(SystemExit):
         above.parse_args(["alphabet", "a", "--none"])
     assert "usage: ds2 data alphabet" in capsys.readouterr().err
@@ -54,7 +54,7 @@ def test_what_follows_two_dashes_is_no_option_and_one_dash_is_an_argument() -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "arguments are required: model"),
         (["m", "--none"], "unrecognized arguments: --none"),
@@ -62,17 +62,17 @@ def test_what_follows_two_dashes_is_no_option_and_one_dash_is_an_argument() -> N
     ],
 )
 def test_mistakes_are_named_with_the_whole_usage(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         parser().parse_args(words)
     assert end.value.code == 2
     shown = capsys.readouterr().err
-    assert said in shown and "[--quiet]" in shown and "model" in shown.split("error")[0]
+    assert message in shown and "[--quiet]" in shown and "model" in shown.split("error")[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("lm trian", "did you mean 'train'?"),
         ("data statz", "did you mean 'stats'?"),
@@ -83,11 +83,11 @@ def test_mistakes_are_named_with_the_whole_usage(
         ("lm quack", "'tune')\n"),  # nothing is near
     ],
 )
-def test_a_misspelt_word_gets_a_suggestion(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_word_gets_a_suggestion(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words.split())
     assert end.value.code == 2
-    assert capsys.readouterr().err.endswith(said if said.endswith("\n") else f"{said}\n")
+    assert capsys.readouterr().err.endswith(message if message.endswith("\n") else f"{message}\n")
 
 
 @pytest.mark.parametrize("words", ["evaluate", "lm tune"])
@@ -98,12 +98,12 @@ def test_what_may_be_left_out_is_not_asked_for(words: str, capsys: pytest.Captur
 
 
 def test_manifests_that_a_model_names_are_asked_for_where_they_are_not(tmp_path: Path) -> None:
-    model, here = tmp_path / "best.safetensors", tmp_path / "test.jsonl"
-    here.touch()
+    model, manifest = tmp_path / "best.safetensors", tmp_path / "test.jsonl"
+    manifest.touch()
     assert manifests_of(model, ["other.jsonl"], ["gone.jsonl"], "data.test") == [Path("other.jsonl")]
-    assert manifests_of(model, [], [str(here)], "data.test") == [here]
+    assert manifests_of(model, [], [str(manifest)], "data.test") == [manifest]
     with pytest.raises(ConfigError, match=r"data.test of its config, gone.jsonl, is not here: add MANIFEST"):
-        manifests_of(model, [], [str(here), "gone.jsonl"], "data.test")
+        manifests_of(model, [], [str(manifest), "gone.jsonl"], "data.test")
     with pytest.raises(ConfigError, match=r"it names none \(data.dev is empty\): add MANIFEST"):
         manifests_of(model, [], [], "data.dev")
 

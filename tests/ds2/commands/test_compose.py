@@ -57,7 +57,7 @@ def test_a_wrong_override_names_the_key_and_the_nearest_right_one(override: str,
     assert hint in str(caught.value)
 
 
-def test_a_wrong_key_in_a_users_recipe_is_found(tmp_path: Path) -> None:
+def test_a_wrong_key_in_a_users_recipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nmodel:\n  depht: 3\n")
     with pytest.raises(ConfigError, match=r"did you mean 'model\.depth'"):
@@ -153,8 +153,8 @@ def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
 
 
 def test_letters_beyond_ascii_need_no_quotes() -> None:
-    given = ["data.train=[ä b.jsonl,b.jsonl, 日本/ü.jsonl]", "run_dir=Läufe/é x", "alphabet.replace={x:é,y: ö}"]
-    config = compose_config(given)
+    overrides = ["data.train=[ä b.jsonl,b.jsonl, 日本/ü.jsonl]", "run_dir=Läufe/é x", "alphabet.replace={x:é,y: ö}"]
+    config = compose_config(overrides)
     assert config.data.train == ["ä b.jsonl", "b.jsonl", "日本/ü.jsonl"]
     assert config.run_dir == "Läufe/é x" and config.alphabet.replace == {"x": "é", "y": "ö"}
     assert compose_config(["data.train=['ä,[b].jsonl']"]).data.train == ["ä,[b].jsonl"]

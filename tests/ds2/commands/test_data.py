@@ -43,9 +43,9 @@ def test_stats_counts_and_draws(manifest: Path, tmp_path: Path, capsys: pytest.C
     assert main(["data", "stats", str(manifest), "--picture", str(picture), "--json", str(figures)]) == 0
     shown = capsys.readouterr().out
     assert "utterances    20" in shown and "speakers      10" in shown and "s9: " in shown
-    found = json.loads(figures.read_text())
-    assert found["duration_s"][0] == 1.0 and found["duration_s"][-1] == 11.0
-    assert found["hours"] == pytest.approx(sum(1.0 + s + i for s in range(10) for i in range(2)) / 3600)
+    statistics = json.loads(figures.read_text())
+    assert statistics["duration_s"][0] == 1.0 and statistics["duration_s"][-1] == 11.0
+    assert statistics["hours"] == pytest.approx(sum(1.0 + s + i for s in range(10) for i in range(2)) / 3600)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -54,8 +54,8 @@ def test_filter_keeps_what_meets_the_conditions_and_counts_the_rest(
 ) -> None:
     out = tmp_path / "some.jsonl"
     assert main(["data", "filter", str(manifest), str(out), "--max-s", "6", "--without-text", r"\d"]) == 0
-    kept = read_manifest(out)
-    assert kept and all(u.duration_s <= 6 and "21" not in u.text for u in kept)
+    filtered = read_manifest(out)
+    assert filtered and all(u.duration_s <= 6 and "21" not in u.text for u in filtered)
     shown = capsys.readouterr().out
     assert "longer than --max-s" in shown and "with --without-text" in shown
     assert main(["data", "filter", str(manifest), str(out), "--speakers", "nobody"]) == 2
@@ -74,8 +74,8 @@ def test_alphabet_writes_one_that_a_run_can_use(
     searched = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
     made = Alphabet.from_config(compose_config([searched, "alphabet=mine", "run_dir=x"]).alphabet)
     assert set("äöüß") < set(made.symbols) and "!" not in made.symbols and "2" not in made.symbols
-    kept = shown.partition("or keep them with ")[2].split()[0]
-    assert main(["data", "alphabet", str(manifest), kept]) == 0
+    filtered = shown.partition("or keep them with ")[2].split()[0]
+    assert main(["data", "alphabet", str(manifest), filtered]) == 0
     assert 'symbols: " 12' in capsys.readouterr().out
     assert made.normalise("Schöne Grüße!") == ("schöne grüße", {})
     assert main(["data", "alphabet", str(manifest), "alphabet.numbers=de", "--least", "7"]) == 0

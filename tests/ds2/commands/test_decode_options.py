@@ -12,7 +12,7 @@ from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import save_settings, tuned_file
 
 
-def test_what_is_given_beats_what_was_tuned_which_beats_the_models_config(tmp_path: Path) -> None:
+def test_arguments_precede_tuned_settings_and_these_the_models_config(tmp_path: Path) -> None:
     model, config = tmp_path / "best.safetensors", Config(run_dir="run")
     assert resolve_options([], model, config).method == "greedy"
     save_settings(DecodeConfig(method="beam", lm="books.lm", alpha=0.9, hot_words=["ann"]), tuned_file(model))
@@ -33,10 +33,10 @@ def test_mistakes_are_named(override: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("others", [[], ["decode=beam"], ["decode.beam=9"]])
 @pytest.mark.parametrize("value", ["{zero:5}", "zero"])
-def test_a_list_that_is_none_is_told_how_lists_are_written(value: str, others: list[str], tmp_path: Path) -> None:
-    given = [*others, f"decode.hot_words={value}"]
+def test_a_value_that_is_no_list_gets_the_form_of_lists(value: str, others: list[str], tmp_path: Path) -> None:
+    arguments = [*others, f"decode.hot_words={value}"]
     with pytest.raises(ConfigError, match=r"takes a list, in brackets even of one: decode\.hot_words=\[A,B\]"):
-        resolve_options(given, tmp_path / "best.safetensors", Config(run_dir="run"))
+        resolve_options(arguments, tmp_path / "best.safetensors", Config(run_dir="run"))
 
 
 def test_the_nearest_key_is_named(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_damaged_tuned_file_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 def test_arguments_part() -> None:
-    given = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
-    assert split_overrides(given) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
+    arguments = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
+    assert split_overrides(arguments) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
 
 
 def test_evaluate_and_transcribe_take_a_beam(

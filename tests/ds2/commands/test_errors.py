@@ -25,10 +25,10 @@ from ds2.system.signals import Stopped
 
 def exception_classes() -> Iterator[type[BaseException]]:
     """Every exception class that a module of ds2 defines; only those of Exception are errors."""
-    for found in pkgutil.walk_packages(ds2.__path__, "ds2."):
-        module = import_module(found.name)
+    for module_info in pkgutil.walk_packages(ds2.__path__, "ds2."):
+        module = import_module(module_info.name)
         for value in vars(module).values():
-            if inspect.isclass(value) and issubclass(value, BaseException) and value.__module__ == found.name:
+            if inspect.isclass(value) and issubclass(value, BaseException) and value.__module__ == module_info.name:
                 yield value
 
 
@@ -95,8 +95,8 @@ def test_a_number_outside_its_range_is_refused_before_any_work(
         with pytest.raises(SystemExit) as ended:
             cli.main([*command.split()[:-1], f"{command.rsplit(maxsplit=1)[-1]}={value}"])
         assert ended.value.code == 2
-        told = capsys.readouterr().err
-        assert f"argument {command.rsplit(maxsplit=1)[-1]}: " in told and len(told) < 2000
+        printed = capsys.readouterr().err
+        assert f"argument {command.rsplit(maxsplit=1)[-1]}: " in printed and len(printed) < 2000
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_results_that_have_no_place_are_refused_before_the_work(
             continue
         capsys.readouterr()
         assert cli.main([*command.split(), place]) == 2
-        told = capsys.readouterr()
-        assert f"could not be written: {reason}" in told.err and place.rstrip(".") in told.err and not told.out
+        printed = capsys.readouterr()
+        assert f"could not be written: {reason}" in printed.err and place.rstrip(".") in printed.err and not printed.out
     assert set(tmp_path.iterdir()) == before
 
 

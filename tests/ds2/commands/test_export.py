@@ -21,9 +21,12 @@ FITTING = (
 def test_a_model_for_sherpa_and_how_to_run_it(make_model: Write, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model(*FITTING)
     assert main(["export", str(model), "--to", "onnx"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (model.parent / "export" / "model.onnx").is_file() and (model.parent / "export" / "tokens.txt").is_file()
-    assert "chunks of 160 ms, 120 ms behind" in said and "for sherpa-onnx up to 2.0.0; send 0.29 s of silence" in said
+    assert (
+        "chunks of 160 ms, 120 ms behind" in printed
+        and "for sherpa-onnx up to 2.0.0; send 0.29 s of silence" in printed
+    )
     assert main(["export", str(model), "--to", "onnx", "--int8", "--chunk-ms", "400"]) == 0
     assert (model.parent / "export" / "model.int8.onnx").is_file() and "chunks of 400 ms" in capsys.readouterr().out
 

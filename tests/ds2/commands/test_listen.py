@@ -53,7 +53,7 @@ def fake(samples: Any, rates_hz: tuple[int, ...]) -> SimpleNamespace:
     )
 
 
-def ended_before_all_is_heard(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def end_before_all_is_decoded(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     class Queue(list[Any]):
         put = list.append
         signals = 1
@@ -82,15 +82,15 @@ def test_what_is_spoken_is_printed(
 ) -> None:
     model, samples = make_model(), read_audio(recording)
     monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, rates_hz))
-    ended_before_all_is_heard(monkeypatch, number)
+    end_before_all_is_decoded(monkeypatch, number)
     assert main(["listen", str(model), "--device", "cpu", "--format", "json"]) == 0
     printed = capsys.readouterr()
     assert "listening; Ctrl-C ends; a word appears up to" in printed.err
-    found = [json.loads(line) for line in printed.out.splitlines()]
+    records = [json.loads(line) for line in printed.out.splitlines()]
     live = Recogniser.load(model, device="cpu", decode=DecodeConfig()).live(sample_rate_hz=rates_hz[0])
     live.accept_waveform(samples)
     live.flush()
-    assert [record["text"] for record in found] == [segment.hypothesis.text for segment in live.segments] != []
+    assert [record["text"] for record in records] == [segment.hypothesis.text for segment in live.segments] != []
 
 
 def test_what_is_missing_is_named(

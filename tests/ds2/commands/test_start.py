@@ -59,11 +59,11 @@ def test_loading_a_model_imports_no_compiler(make_model: Callable[..., Path], re
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+    ("variables", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
 )
-def test_waiting_threads_leave_cores_to_others_unless_the_user_says_how(given: dict[str, str], spins: str) -> None:
+def test_waiting_threads_leave_cores_to_others_unless_the_user_says_how(variables: dict[str, str], spins: str) -> None:
     others = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     code = "import os\nfrom ds2.cli import main\nmain(['wer', 'none', 'none'])\nprint(os.environ.get('GOMP_SPINCOUNT'))"
     command = [sys.executable, "-c", code]
-    run = subprocess.run(command, env={**others, **given}, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, env={**others, **variables}, capture_output=True, text=True, check=False)
     assert run.stdout == f"{spins}\n"

@@ -6,14 +6,14 @@ from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import Cue, cues, paragraphs, srt, vtt
 
 
-def words(*said: tuple[str, float, float]) -> list[Word]:
-    return [Word(text, start_s, end_s, 1.0) for text, start_s, end_s in said]
+def words(*spoken: tuple[str, float, float]) -> list[Word]:
+    return [Word(text, start_s, end_s, 1.0) for text, start_s, end_s in spoken]
 
 
 def test_cues_part_at_pauses_and_where_they_would_be_too_long() -> None:
     assert cues([]) == []
-    said = words(("one", 0.5, 0.9), ("two", 1.0, 1.5), ("three", 2.6, 3.0))
-    assert cues(said) == [Cue(0.5, 1.5, ("one two",)), Cue(2.6, 3.0, ("three",))]
+    spoken = words(("one", 0.5, 0.9), ("two", 1.0, 1.5), ("three", 2.6, 3.0))
+    assert cues(spoken) == [Cue(0.5, 1.5, ("one two",)), Cue(2.6, 3.0, ("three",))]
     slow = words(*((f"w{second}", second, second + 0.8) for second in range(9)))
     assert [cue.text for cue in cues(slow)] == ["w0 w1 w2 w3 w4 w5 w6", "w7 w8"]
     wide = words(*(("x" * 30, 0.1 * at, 0.1 * at + 0.1) for at in range(5)))
@@ -21,7 +21,7 @@ def test_cues_part_at_pauses_and_where_they_would_be_too_long() -> None:
 
 
 def test_a_cue_has_two_lines_of_42_characters_at_most_and_loses_no_word() -> None:
-    said = [
+    spoken = [
         "it",
         "is",
         "a",
@@ -39,9 +39,9 @@ def test_a_cue_has_two_lines_of_42_characters_at_most_and_loses_no_word() -> Non
         "good",
         "fortune",
     ]
-    shown = cues(words(*((text, 0.2 * at, 0.2 * at + 0.2) for at, text in enumerate(said))))
+    shown = cues(words(*((text, 0.2 * at, 0.2 * at + 0.2) for at, text in enumerate(spoken))))
     assert all(len(cue.lines) <= 2 and max(map(len, cue.lines)) <= 42 for cue in shown)
-    assert " ".join(cue.text for cue in shown).split() == said
+    assert " ".join(cue.text for cue in shown).split() == spoken
     assert srt(shown).splitlines()[2:4] == [
         "it is a truth universally acknowledged",
         "that a single man in possession of a good",
@@ -56,7 +56,7 @@ def test_a_cue_has_two_lines_of_42_characters_at_most_and_loses_no_word() -> Non
 
 def test_paragraphs_end_at_pauses_and_long_ones_at_shorter_pauses() -> None:
     assert paragraphs([]) == []
-    said = words(
+    spoken = words(
         ("a", 0.0, 1.0),
         ("b", 1.9, 2.0),
         ("c", 3.0, 30.0),
@@ -65,7 +65,7 @@ def test_paragraphs_end_at_pauses_and_long_ones_at_shorter_pauses() -> None:
         ("f", 60.9, 63.0),
         ("g", 63.5, 64.0),
     )
-    assert [[w.text for w in group] for group in paragraphs(said)] == [["a", "b"], ["c"], ["d", "e", "f"], ["g"]]
+    assert [[w.text for w in group] for group in paragraphs(spoken)] == [["a", "b"], ["c"], ["d", "e", "f"], ["g"]]
 
 
 def test_files_by_hand() -> None:

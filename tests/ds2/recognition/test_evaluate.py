@@ -91,7 +91,7 @@ def test_broken_weights_are_named_by_utterance(model_file: Path, tone_manifest: 
         recognise(loaded, tone_manifest)
 
 
-def test_command_writes_a_report_beside_the_model(
+def test_command_writes_a_report_next_to_the_model(
     model_file: Path, tone_manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(model_file.parent), "--device", "cpu", "--workers", "0"]) == 0
@@ -211,13 +211,13 @@ def test_a_network_that_writes_case_and_punctuation_is_scored_both_ways() -> Non
 def test_the_report_of_a_bare_model_file_lies_in_the_current_folder(
     model_file: Path, tone_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bare, here = tmp_path / "elsewhere" / "mine.safetensors", tmp_path / "here"
+    bare, folder = tmp_path / "elsewhere" / "mine.safetensors", tmp_path / "here"
     bare.parent.mkdir()
-    here.mkdir()
+    folder.mkdir()
     bare.write_bytes(model_file.read_bytes())
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(folder)
     assert main(["evaluate", str(bare), str(tone_manifest), "--device", "cpu", "--workers", "0"]) == 0
-    line = (here / "mine-evaluation" / tone_manifest.stem / "hypotheses.jsonl").read_text().splitlines()[0]
+    line = (folder / "mine-evaluation" / tone_manifest.stem / "hypotheses.jsonl").read_text().splitlines()[0]
     words = json.loads(line)["words"]
     assert words and all(round(word["start_s"], 3) == word["start_s"] for word in words)
 

@@ -36,9 +36,9 @@ BLOCK_FRAMES = 20  # of features, in the default block
 
 @pytest.fixture(params=["greedy", "beam"])
 def recogniser(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Recogniser:
-    found = Recogniser.of(load_model(make_model()), DecodeConfig(method=request.param, beam=8), torch.device("cpu"))
-    assert found.frame_s == pytest.approx(FRAME_S)
-    return found
+    result = Recogniser.of(load_model(make_model()), DecodeConfig(method=request.param, beam=8), torch.device("cpu"))
+    assert result.frame_s == pytest.approx(FRAME_S)
+    return result
 
 
 def logits_of(text: str, alphabet: tuple[str, ...]) -> Tensor:
@@ -52,9 +52,9 @@ def say(live: Live, text: str, cut: int = 10) -> list[Segment]:
     for start in range(0, len(logits), cut):
         piece = logits[start : start + cut]
         decode_logits([live], piece, [len(piece)])
-    found = list(live.segments)
+    result = list(live.segments)
     live.segments.clear()
-    return found
+    return result
 
 
 def test_a_pause_after_words_ends_a_segment_and_silence_alone_none(recogniser: Recogniser) -> None:

@@ -23,7 +23,7 @@ from ds2.recognition.recogniser import Recogniser
 BIDIRECTIONAL = ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
 
 
-def test_importing_ds2_imports_no_torch_and_names_what_there_is() -> None:
+def test_importing_ds2_imports_no_torch_and_lists_its_names() -> None:
     code = "import sys, ds2; print('torch' in sys.modules, 'hydra' in sys.modules, 'numpy' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False"] * 3

@@ -48,8 +48,8 @@ def test_a_unidirectional_model_hears_blocks_as_the_whole(
     transcript = transcribe_file(greedy(loaded), recording, block_s=block_s, context_s=0.0)
     assert len(expected.labels) > 5
     assert transcript.hypothesis.labels == expected.labels
-    heard, wanted = ([(w.text, w.start_s, w.end_s) for w in h.words] for h in (transcript.hypothesis, expected))
-    assert heard == wanted
+    words, wanted = ([(w.text, w.start_s, w.end_s) for w in h.words] for h in (transcript.hypothesis, expected))
+    assert words == wanted
     assert transcript.hypothesis.score == pytest.approx(expected.score, abs=1e-3)
     assert transcript.duration_s == 3.0
 
@@ -161,7 +161,7 @@ def test_standard_input(
 
 
 @pytest.mark.parametrize("form", ["srt", "vtt"])
-def test_captions_of_one_file_are_printed_and_of_several_lie_beside_them(
+def test_captions_of_one_file_are_printed_and_of_several_written_next_to_them(
     make_model: Callable[..., Path], recording: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     model = str(make_model())
@@ -231,7 +231,7 @@ def test_an_input_is_never_an_output(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "would replace the input" in capsys.readouterr().err
 
 
-def test_samples_of_standard_input_are_heard_as_they_come(
+def test_samples_of_standard_input_are_decoded_as_they_come(
     make_model: Callable[..., Path],
     recording: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -249,14 +249,14 @@ def test_samples_of_standard_input_are_heard_as_they_come(
     assert capsys.readouterr().out.splitlines() == [r["text"] for r in records]
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_ends_a_stream_and_its_last_words_are_told(
+@pytest.mark.parametrize(("number", "signal_name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_ends_a_stream_and_its_last_words_are_printed(
     make_model: Callable[..., Path],
     recording: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: int,
-    said: str,
+    signal_name: str,
 ) -> None:
     """As Ctrl-C does to `arecord ... | ds2 transcribe --stream MODEL -`."""
     model, samples = str(make_model()), soundfile.read(recording, dtype="int16")[0]
@@ -269,9 +269,9 @@ def test_a_signal_ends_a_stream_and_its_last_words_are_told(
 
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=SimpleNamespace(read1=read1)))
     assert main(["transcribe", model, "-", "--stream", "--device", "cpu"]) == 128 + number
-    told = capsys.readouterr()
-    assert " ".join(told.out.split()) == whole(load_model(model), recording).text != ""
-    assert f"stopped by {said}" in told.err
+    printed = capsys.readouterr()
+    assert " ".join(printed.out.split()) == whole(load_model(model), recording).text != ""
+    assert f"stopped by {signal_name}" in printed.err
 
 
 @pytest.mark.parametrize(

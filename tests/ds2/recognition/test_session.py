@@ -68,29 +68,29 @@ def test_sessions_that_join_and_leave_at_random_get_their_own_words(
         np.ascontiguousarray(samples[first::step_]) for first, step_ in ((0, 1), (3000, 1), (0, 2), (9, 3), (20_000, 1))
     ]
     alone = [recognise_in_chunks(recogniser.session(), source, draw) for source in sources]
-    assert len({found.text for found in alone}) > 3
-    waiting, here, at, found = (
+    assert len({hypothesis.text for hypothesis in alone}) > 3
+    waiting, running, at, results = (
         list(range(len(sources))),
         dict[int, Session](),
         [0] * len(sources),
         dict[int, Hypothesis](),
     )
-    while waiting or here:
+    while waiting or running:
         if waiting and draw.random() < 0.7:
-            here[waiting[0]] = recogniser.session()
+            running[waiting[0]] = recogniser.session()
             del waiting[0]
-        for index in [index for index in here if draw.random() < 0.7]:
+        for index in [index for index in running if draw.random() < 0.7]:
             end = at[index] + round(draw.uniform(0.01, 3.0) * RATE_HZ)
-            here[index].accept_waveform(sources[index][at[index] : end])
+            running[index].accept_waveform(sources[index][at[index] : end])
             at[index] = end
         for _ in range(draw.randint(0, 3)):
-            decode_sessions(list(here.values()))
-        for index in [index for index in here if at[index] >= len(sources[index]) and draw.random() < 0.5]:
-            found[index] = here.pop(index).finish()
+            decode_sessions(list(running.values()))
+        for index in [index for index in running if at[index] >= len(sources[index]) and draw.random() < 0.5]:
+            results[index] = running.pop(index).finish()
     for index, wanted in enumerate(alone):
-        assert found[index].text == wanted.text
-        assert [(w.start_s, w.end_s) for w in found[index].words] == [(w.start_s, w.end_s) for w in wanted.words]
-        assert found[index].score == pytest.approx(wanted.score, rel=1e-4)
+        assert results[index].text == wanted.text
+        assert [(w.start_s, w.end_s) for w in results[index].words] == [(w.start_s, w.end_s) for w in wanted.words]
+        assert results[index].score == pytest.approx(wanted.score, rel=1e-4)
 
 
 @pytest.mark.parametrize("rate_hz", [8000, 22050, 48000])

@@ -20,24 +20,24 @@ def test_the_path_is_the_best_of_all_that_spell_the_target(target: tuple[int, ..
     generator = torch.Generator().manual_seed(len(target))
     log_probs = torch.randn(6, 2, 4, generator=generator).log_softmax(2)
     lengths = torch.tensor([6, 4])
-    for row, found in enumerate(force_align(log_probs, lengths, [target, target])):
+    for row, alignment in enumerate(force_align(log_probs, lengths, [target, target])):
         paths = [
             (sum(float(log_probs[t, row, label]) for t, label in enumerate(path)), path)
             for path in itertools.product(range(4), repeat=int(lengths[row]))
             if tuple(label for label, _ in itertools.groupby(path) if label) == target
         ]
         best, path = max(paths)
-        assert found is not None
-        assert found.log_prob == pytest.approx(best, abs=1e-5)
+        assert alignment is not None
+        assert alignment.log_prob == pytest.approx(best, abs=1e-5)
         runs, at = [], 0
         for label, frames in itertools.groupby(path):
             count = len(list(frames))
             if label:
                 runs.append((at, at + count, max(float(log_probs[t, row, label]) for t in range(at, at + count))))
             at += count
-        assert found.starts.tolist() == [start for start, _, _ in runs]
-        assert found.ends.tolist() == [end for _, end, _ in runs]
-        assert found.peaks.tolist() == pytest.approx([peak for _, _, peak in runs], abs=1e-6)
+        assert alignment.starts.tolist() == [start for start, _, _ in runs]
+        assert alignment.ends.tolist() == [end for _, end, _ in runs]
+        assert alignment.peaks.tolist() == pytest.approx([peak for _, _, peak in runs], abs=1e-6)
 
 
 def test_targets_of_different_lengths_share_a_batch_and_one_that_cannot_fit_has_none() -> None:
@@ -47,11 +47,11 @@ def test_targets_of_different_lengths_share_a_batch_and_one_that_cannot_fit_has_
     assert together[1] is None
     for row in (0, 2):
         [alone] = force_align(log_probs[: lengths[row], row : row + 1], lengths[row : row + 1], [targets[row]])
-        found = together[row]
-        assert found is not None
+        alignment = together[row]
+        assert alignment is not None
         assert alone is not None
-        assert found.starts.tolist() == alone.starts.tolist()
-        assert found.log_prob == pytest.approx(alone.log_prob, abs=1e-6)
+        assert alignment.starts.tolist() == alone.starts.tolist()
+        assert alignment.log_prob == pytest.approx(alone.log_prob, abs=1e-6)
 
 
 def test_wrong_transcripts_stand_out() -> None:
