@@ -1,4 +1,4 @@
-"""`ds2 serve`: live recognition for clients of OpenAI's REST and realtime interfaces and of Vosk's WebSocket."""
+"""`ds2 serve`: live recognition for clients of several protocols."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ def run(arguments: Sequence[str]) -> int:
         idle_s=options.idle_s,
         api_key=os.environ.get("DS2_API_KEY", ""),
         uploads_bytes=options.uploads_mb << 20,
+        root=options.root,
+        language=options.language,
         host=options.host,
         allow_hosts=tuple(options.allow_host),
         allow_origins=tuple(options.allow_origin),
@@ -150,6 +152,16 @@ def _worker_count(sessions: int, device: str, option: int | None) -> int:
     return max(0, min(-(-sessions // WORKER_SESSIONS), usable_cores() - 1))
 
 
+def _protocols() -> str:
+    """The protocols and their paths."""
+    try:
+        from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS
+    except ImportError:  # without the extra `serve` the help is shorter
+        return ""
+    paths = [f"{protocol.summary} at {path}" for path, protocol in PROTOCOLS.items()]
+    return ", ".join([*paths, *(protocol.summary for protocol in TCP_PROTOCOLS.values()), ""])
+
+
 def _fixed_limits() -> str:
     """The limits that no option changes."""
     try:
@@ -170,8 +182,8 @@ def make_parser() -> Parser:
         prog="ds2 serve",
         settings=DECODER_SETTINGS,
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="a page at / for microphone and files, /v1/audio/transcriptions and /v1/realtime (transcription) "
-        "as OpenAI has them, Vosk's WebSocket at /, /healthz and /metrics; with DS2_API_KEY in the environment, "
+        description="a page at / for microphone and files, /v1/audio/transcriptions as OpenAI has it, "
+        f"{_protocols()}/healthz and /metrics, all on one port; with DS2_API_KEY in the environment, "
         "clients must send it as Authorization: Bearer KEY",
         epilog=_fixed_limits(),
     )
@@ -193,6 +205,13 @@ def make_parser() -> Parser:
         metavar="ORIGIN",
         help="a site whose pages may use this server, as https://example.com; * allows any (default: its own page)",
     )
+    parser.add_argument(
+        "--root",
+        choices=["vosk", "sherpa-onnx"],
+        default="vosk",
+        help="the protocol of WebSockets at /, whose clients know no path (default: vosk)",
+    )
+    parser.add_argument("--language", default="en", help="of the model, as Home Assistant is to call it (default: en)")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https: a certificate with its chain, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of that certificate, without a password")
     parser.add_argument(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import errno
+import functools
 import gc
 import hashlib
 import ipaddress
@@ -33,13 +34,22 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from ds2.config.schema import ConfigError
 from ds2.serve.engine import EngineClient
 from ds2.serve.limits import BAD_DATA, LimitError, Limits
+from ds2.serve.protocols import wyoming
+from ds2.serve.protocols.deepgram import Deepgram
 from ds2.serve.protocols.openai_realtime import Realtime
 from ds2.serve.protocols.openai_rest import Transcriptions
+from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 from ds2.serve.protocols.vosk import Vosk
 from ds2.serve.protocols.websocket import Client, ProtocolRoute
 
 log = logging.getLogger(__name__)
-PROTOCOLS: dict[str, type[Client]] = {"/v1/realtime": Realtime, "/": Vosk}  # WebSockets by their path
+PROTOCOLS: dict[str, type[Client]] = {  # WebSockets by their path
+    "/v1/realtime": Realtime,
+    "/v1/listen": Deepgram,
+    "/vosk": Vosk,
+    "/sherpa-onnx": SherpaOnnx,
+}
+TCP_PROTOCOLS: dict[bytes, type[Client]] = {wyoming.FIRST_BYTE: wyoming.Wyoming}  # by the first byte of a connection
 _SHUTDOWN_S = 30  # for requests that are being answered
 WILDCARDS = ("", "0.0.0.0", "::")  # hosts that stand for all addresses
 _PORTS = {"http": 80, "https": 443}
@@ -59,7 +69,9 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
         return Response(await engine.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     rest = Transcriptions(engine, limits)
-    websockets = {path: ProtocolRoute(protocol, engine, limits) for path, protocol in PROTOCOLS.items()}
+    protocols = PROTOCOLS | {"/": PROTOCOLS[f"/{limits.root}"]}
+    websockets = {path: ProtocolRoute(protocol, engine, limits) for path, protocol in protocols.items()}
+    tcp = {first: ProtocolRoute(protocol, engine, limits) for first, protocol in TCP_PROTOCOLS.items()}
     routes: list[BaseRoute] = [
         Route("/", page()),
         Route("/healthz", health),
@@ -72,7 +84,7 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
 
     async def end() -> None:
         engine.end()
-        await asyncio.gather(*(route.end() for route in websockets.values()))
+        await asyncio.gather(*(route.end() for route in [*websockets.values(), *tcp.values()]))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -87,7 +99,7 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
         )
     app = Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
-    app.state.end, app.state.idle_s = end, limits.idle_s
+    app.state.end, app.state.idle_s, app.state.tcp = end, limits.idle_s, tcp
     return app
 
 
@@ -275,7 +287,10 @@ class HttpConnection(H11Protocol):
     """A connection that ends if it does nothing between two checks, `app.state.idle_s` seconds apart.
 
     Uvicorn waits for ever for the first request, for the rest of its headers, and for a client that does not read.
+    A first byte of `TCP_PROTOCOLS` makes it a connection of that protocol.
     """
+
+    _is_http = False  # known from the first byte
 
     _timer: asyncio.TimerHandle | None = None
     _last: Any = None  # at the last check: the request that was answered, and whether the client took nothing
@@ -291,6 +306,21 @@ class HttpConnection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
 
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        route = None if self._is_http else self.config.app.state.tcp.get(data[:1])  # type: ignore[union-attr]
+        self._is_http = True
+        if route is None:
+            super().data_received(data)
+            return
+        self.connections.discard(self)
+        reader = asyncio.StreamReader(loop=self.loop)
+        serve = functools.partial(_serve_events, route, self.config.ws_max_size)
+        protocol = asyncio.StreamReaderProtocol(reader, serve, loop=self.loop)
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
+        protocol.data_received(data)
+
     def _start_timer(self) -> None:
         if self in self.connections:  # else it has become a WebSocket
             self._timer = self.loop.call_later(self.config.app.state.idle_s, self._check)  # type: ignore[union-attr]
@@ -304,6 +334,16 @@ class HttpConnection(H11Protocol):
             return
         self._last = now
         self._start_timer()
+
+
+async def _serve_events(
+    route: ProtocolRoute, longest: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    socket = wyoming.EventSocket(reader, writer, longest)
+    try:
+        await route(socket.websocket)
+    finally:
+        await socket.close()
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):

@@ -69,6 +69,8 @@ class Limits:
     duration_s: float = 4 * 3600.0
     idle_s: float = 60.0
     api_key: str = ""  # empty: no key is needed
+    root: str = "vosk"  # the protocol of WebSockets at /, a name of `ds2.serve.http.PROTOCOLS`
+    language: str = "en"  # of the model, which Wyoming's clients choose it by
     host: str = "127.0.0.1"  # where the server listens
     allow_hosts: tuple[str, ...] = ()  # more names of the server, see `ds2.serve.http.Guard`
     allow_origins: tuple[str, ...] = ()  # sites whose pages may use it
@@ -76,9 +78,11 @@ class Limits:
 
     def check_key(self, connection: HTTPConnection) -> None:
         """Raise LimitError if the server has a key and the client did not send it."""
-        key = connection.headers.get("authorization", "").removeprefix("Bearer ")
-        for protocol in connection.scope.get("subprotocols", []):  # browsers cannot set headers of a WebSocket
+        key = connection.headers.get("authorization", "").removeprefix("Bearer ").removeprefix("Token ")
+        offered = connection.scope.get("subprotocols", [])  # browsers cannot set headers of a WebSocket
+        for before, protocol in zip(["", *offered], offered, strict=False):
             key = protocol.removeprefix(KEY_PROTOCOL) if protocol.startswith(KEY_PROTOCOL) else key
+            key = protocol if before in ("token", "bearer") else key  # as Deepgram has it
         if self.api_key and not hmac.compare_digest(key.encode(), self.api_key.encode()):
             raise LimitError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
 

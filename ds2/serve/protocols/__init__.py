@@ -1,4 +1,5 @@
-"""The protocols of clients: OpenAI's REST interface; over WebSockets OpenAI's realtime interface and Vosk's protocol.
+"""The protocols of clients: OpenAI's REST interface, protocols over WebSockets, and Wyoming over TCP.
 
-A protocol over WebSockets is a `Client` of `ds2.serve.protocols.websocket`; `ds2.serve.http` gives each its route.
+A protocol of live audio is a `Client` of `ds2.serve.protocols.websocket`; a table of `ds2.serve.http` gives it its
+place.
 """

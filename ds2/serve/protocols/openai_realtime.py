@@ -31,6 +31,7 @@ _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 class Realtime(Client):
     """One connection."""
 
+    summary = "OpenAI's realtime interface (transcription)"
     silence_ms: float | None = _DEFAULT_SILENCE_MS  # of turn detection; None: it is off
     hot_words: HotWords | None = None
     item: str | None = None  # the open item, once some of its words were recognised

@@ -32,6 +32,7 @@ _EVERYTHING_ELSE = "[unk]"  # in a phrase_list
 class Vosk(Client):
     """One connection and its settings."""
 
+    summary = "Vosk's WebSocket"
     rate_hz, words = _DEFAULT_RATE_HZ, True
     hot_words: HotWords | None = None
     endpoints = Endpoints()

@@ -1,12 +1,14 @@
-"""What the WebSocket protocols share: limits, refusals, and a session that is opened by the first audio."""
+"""What the protocols of live audio share: limits, refusals, and a session that is opened by the first audio."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -30,15 +32,26 @@ from ds2.system.errors import UserError
 _REASON_BYTES = 100  # of a close message; the protocol allows 123
 _REFUSAL_S = 2.0
 _PIECE_S = 2  # audio that is decoded at once
+_SUBPROTOCOLS = ("realtime", "token", "bearer")  # before a key that a browser offers as another one
+
+
+class SampleReader(Protocol):
+    """Decodes audio that arrives in pieces of any number of bytes."""
+
+    def accept(self, data: bytes) -> NDArray[np.float32]:
+        """Take the next bytes; return the complete samples (N,) float32 in [-1, 1]."""
 
 
 class Client:
     """One connection; each protocol derives a class that handles its messages."""
 
+    summary: ClassVar[str]  # of the protocol, for `ds2 serve --help`
+    sample_reader: type[SampleReader] = Pcm16
+
     def __init__(self, engine: EngineClient, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self.session: EngineSession | None = None
-        self._samples = Pcm16()
+        self._samples = self.sample_reader()
 
     async def handle_messages(self, socket: WebSocket) -> None:
         """Answer messages until the end of the connection."""
@@ -52,8 +65,8 @@ class Client:
         """Return the message with the reason why the connection ends."""
         raise NotImplementedError
 
-    async def send(self, socket: WebSocket, message: dict[str, Any]) -> None:
-        """Send a message.
+    async def send(self, socket: WebSocket, message: dict[str, Any] | str) -> None:
+        """Send a message: an object as JSON, a text as it is.
 
         Raises:
             TimeoutError: the client has read nothing for `limits.idle_s`.
@@ -77,17 +90,17 @@ class Client:
     async def accept_audio(
         self, data: bytes, rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None
     ) -> StreamResult:
-        """Decode 16-bit samples; the first ones open the session.
+        """Decode audio, of the format that `sample_reader` reads; the first samples open the session.
 
         Raises:
             SessionOverError: they exceed the longest session; none of them are decoded.
             UserError: as `EngineClient.open` and `EngineSession.accept_waveform`.
         """
         accepted_s = self.session.accepted_s if self.session is not None else 0.0
-        self.limits.check_duration(accepted_s + len(data) // 2 / rate_hz)
+        samples, final = self._samples.accept(data), list[Segment]()
+        self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
             self.session = await self.engine.open(rate_hz, endpoints, hot_words)
-        samples, final = self._samples.accept(data), list[Segment]()
         while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
             samples = samples[rate_hz * _PIECE_S :]
@@ -98,7 +111,7 @@ class Client:
         """Close the session; the next audio opens another."""
         if self.session is not None:
             self.session.close()
-        self.session, self._samples = None, Pcm16()
+        self.session, self._samples = None, self.sample_reader()
 
 
 class ProtocolRoute:
@@ -121,7 +134,8 @@ class ProtocolRoute:
         assert task is not None
         self._connections.append(task)
         try:
-            await socket.accept("realtime" if "realtime" in socket.scope["subprotocols"] else None)
+            offered = socket.scope["subprotocols"]
+            await socket.accept(next((name for name in _SUBPROTOCOLS if name in offered), None))
             self.limits.check_key(socket)
             try:
                 await _serve(client, socket)
@@ -167,9 +181,9 @@ async def _serve(client: Client, socket: WebSocket) -> None:
         raise
 
 
-async def _send(socket: WebSocket, message: dict[str, Any]) -> None:
+async def _send(socket: WebSocket, message: dict[str, Any] | str) -> None:
     """Send JSON in ASCII: texts of clients may hold characters that break a WebSocket's text message."""
-    await socket.send_text(json.dumps(message, allow_nan=False))
+    await socket.send_text(message if isinstance(message, str) else json.dumps(message, allow_nan=False))
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -1,0 +1,224 @@
+"""Deepgram's live interface: /v1/listen?encoding=linear16&sample_rate=16000.
+
+Audio is 16-bit little-endian mono samples; the rest of the settings stand in the address: `interim_results`,
+`endpointing` (milliseconds of silence that end an utterance; ours by default, false: only messages do),
+`utterance_end_ms`, `vad_events`, and `keyterm` or `keywords`, which are hot words. Settings of spelling, as
+`punctuate`, change nothing: texts are as the model writes them. What would change the meaning is refused.
+Final results list words with times; interim ones, whose words may change, list none. Finalize makes all audio final,
+CloseStream ends the connection after the last result and Metadata, KeepAlive only keeps it open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import QueryParams
+from starlette.websockets import WebSocket
+
+from ds2.audio.read import RATES_HZ
+from ds2.config.allowed import Range
+from ds2.decoding.lexicon import HotWords
+from ds2.recognition.session import NEVER, Endpoints, Segment
+from ds2.serve.limits import BAD_DATA, LimitError, check_number
+from ds2.serve.protocols.websocket import Client, json_object
+
+_RATE_HZ = Range(*RATES_HZ)
+_MS = Range(0, 3_600_000, above=True)
+_ONLY = {  # settings with the one value that they may have
+    "encoding": "linear16",
+    "channels": "1",
+    "multichannel": "false",
+    "alternatives": "1",
+    "diarize": "false",
+    "diarize_model": None,
+    "detect_language": "false",
+    "redact": None,
+    "replace": None,
+    "search": None,
+    "callback": None,
+}
+
+
+class Deepgram(Client):
+    """One connection."""
+
+    summary = "Deepgram's live interface"
+    rate_hz = 0
+    endpoints = Endpoints()
+    hot_words: HotWords | None = None
+    interim = vad_events = False
+    utterance_end_s: float | None = None
+    final_s = 0.0  # audio whose words are final
+    is_speech = False  # whether words of the open segment were recognised
+    last_word_s: float | None = None  # the end of the last word whose UtteranceEnd was not sent
+    partial = ""
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """See `Client`."""
+        return {"type": "Error", "variant": "SchemaError", "description": message, "message": message}
+
+    async def handle_messages(self, socket: WebSocket) -> None:
+        """See `Client`; CloseStream ends the connection too."""
+        self.request = str(uuid.uuid4())
+        await self._configure(socket.query_params)
+        while (message := await self.receive(socket)) is not None:
+            if message.get("bytes"):
+                await self._accept(socket, message["bytes"])
+                continue
+            kind = "CloseStream" if message.get("bytes") is not None else json_object(message["text"]).get("type")
+            if kind == "Finalize":
+                await self._flush(socket, from_finalize=True)
+            elif kind == "CloseStream":
+                await self.send_last_result(socket)
+                await socket.close()
+                return
+            elif kind != "KeepAlive":
+                raise _bad(f"type={kind!r} is no message of this interface: KeepAlive, Finalize, CloseStream")
+
+    async def _accept(self, socket: WebSocket, data: bytes) -> None:
+        result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words)
+        assert self.session is not None
+        for segment in result.final:
+            await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
+            await self._send_segment(socket, segment, from_finalize=False)
+        await self._start_speech(socket, result.partial, result.start_s)
+        if self.interim and result.partial != self.partial:
+            duration_s = self.session.accepted_s - self.final_s
+            await self.send(socket, self._result(result.partial, self.final_s, duration_s, [], is_final=False))
+        self.partial = result.partial
+        silent_since_s = self.last_word_s if not result.partial else None
+        silence_s = self.session.accepted_s - silent_since_s if silent_since_s is not None else 0.0
+        if silent_since_s is not None and self.utterance_end_s is not None and silence_s >= self.utterance_end_s:
+            await self._end_utterance(socket, silent_since_s)
+
+    async def send_last_result(self, socket: WebSocket) -> None:
+        """See `Client`."""
+        await self._flush(socket, from_finalize=False)
+        duration_s = round(self.session.accepted_s, 3) if self.session is not None else 0.0
+        metadata = {
+            "type": "Metadata",
+            "transaction_key": "deprecated",
+            "request_id": self.request,
+            "sha256": hashlib.sha256(self.request.encode()).hexdigest(),  # of nothing that was said
+            "created": datetime.now(UTC).isoformat(),
+            "duration": duration_s,
+            "channels": 1,
+        }
+        await self.send(socket, metadata)
+
+    async def _flush(self, socket: WebSocket, *, from_finalize: bool) -> None:
+        """Send what is not final yet as final; at least one result."""
+        final = (await self.session.flush()).final if self.session is not None else []
+        for segment in final:
+            await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
+            await self._send_segment(socket, segment, from_finalize=from_finalize)
+        if not final:
+            await self.send(socket, self._result("", self.final_s, 0.0, [], is_final=True, from_finalize=from_finalize))
+        if self.utterance_end_s is not None and self.last_word_s is not None:
+            await self._end_utterance(socket, self.last_word_s)
+
+    async def _start_speech(self, socket: WebSocket, text: str, start_s: float | None) -> None:
+        """Send, once a segment, that its speech started."""
+        if not self.is_speech and text:
+            self.is_speech = True
+            if self.vad_events:
+                timestamp_s = round(start_s if start_s is not None else self.final_s, 3)
+                await self.send(socket, {"type": "SpeechStarted", "channel": [0, 1], "timestamp": timestamp_s})
+
+    async def _end_utterance(self, socket: WebSocket, last_word_s: float) -> None:
+        self.last_word_s = None
+        await self.send(socket, {"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": round(last_word_s, 3)})
+
+    async def _send_segment(self, socket: WebSocket, segment: Segment, *, from_finalize: bool) -> None:
+        words = [
+            {
+                "word": word.text,
+                "start": round(word.start_s, 3),
+                "end": round(word.end_s, 3),
+                "confidence": round(word.confidence, 4),
+                "punctuated_word": word.text,
+            }
+            for word in segment.hypothesis.words
+        ]
+        text, duration_s = segment.hypothesis.text, segment.end_s - segment.start_s
+        result = self._result(text, segment.start_s, duration_s, words, is_final=True, from_finalize=from_finalize)
+        if text:
+            self.last_word_s = segment.hypothesis.words[-1].end_s if words else segment.end_s
+        self.final_s, self.is_speech, self.partial = segment.end_s, False, ""
+        await self.send(socket, result)
+
+    def _result(
+        self,
+        text: str,
+        start_s: float,
+        duration_s: float,
+        words: list[dict[str, Any]],
+        *,
+        is_final: bool,
+        from_finalize: bool = False,
+    ) -> dict[str, Any]:
+        confidence = round(sum(word["confidence"] for word in words) / len(words), 4) if words else 0.0
+        model = {"name": "ds2", "version": "ds2", "arch": "ds2"}
+        return {
+            "type": "Results",
+            "channel_index": [0, 1],
+            "start": round(start_s, 3),
+            "duration": round(duration_s, 3),
+            "is_final": is_final,
+            "speech_final": is_final,
+            "from_finalize": from_finalize,
+            "channel": {"alternatives": [{"transcript": text, "confidence": confidence, "words": words}]},
+            "metadata": {"request_id": self.request, "model_info": model, "model_uuid": "ds2"},
+        }
+
+    async def _configure(self, query: QueryParams) -> None:
+        for name, only in _ONLY.items():
+            if any(value != only for value in query.getlist(name)):
+                allowed = f"{name}={only}" if only is not None else "nothing"
+                raise _bad(f"{name}={query[name][:60]!r} is not offered by this server: {allowed} is")
+        if "encoding" not in query:
+            raise _bad("this server reads no containers: give encoding=linear16 and sample_rate=HZ")
+        self.rate_hz = int(check_number(_number(query.get("sample_rate")), "sample_rate", _RATE_HZ))
+        self.interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
+        pause = query.get("endpointing", "true")
+        if pause == "false":
+            self.endpoints = NEVER
+        elif pause != "true":
+            self.endpoints = Endpoints(after_speech_s=check_number(_number(pause), "endpointing", _MS) / 1000)
+        if (silence := query.get("utterance_end_ms", "false")) != "false":
+            self.utterance_end_s = check_number(_number(silence), "utterance_end_ms", _MS) / 1000
+        self.hot_words = await self._hot_words(query)
+
+    async def _hot_words(self, query: QueryParams) -> HotWords:
+        """Read keyterm=PHRASE, keywords=WORD and keywords=WORD:BONUS."""
+        plain, weighted = [term for term in query.getlist("keyterm") if term], dict[str, Any]()
+        for keyword in query.getlist("keywords"):
+            word, colon, bonus = keyword.rpartition(":")
+            if colon:
+                weighted[word] = _number(bonus)
+            elif bonus:
+                plain.append(bonus)
+        table = self.engine.phrases.table
+        return {**await table(plain, "keyterm"), **await table(weighted, "keywords")}
+
+
+def _bad(message: str) -> LimitError:
+    return LimitError(message, 400, BAD_DATA)
+
+
+def _number(text: str | None) -> float | str | None:
+    """Return a number of an address, or what stands there instead, which `check_number` refuses."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return text
+
+
+def _is_true(query: QueryParams, name: str) -> bool:
+    value = query.get(name, "false")
+    if value not in ("true", "false"):
+        raise _bad(f"{name}={value[:60]!r} is not allowed: give true or false")
+    return value == "true"

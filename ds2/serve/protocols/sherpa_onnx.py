@@ -1,0 +1,98 @@
+"""sherpa-onnx's WebSocket protocol: float32 samples at 16 kHz, then the text Done.
+
+A result comes whenever the text changed. `text`, `tokens` and `timestamps` are those of the segment with the number
+`segment`; a token is a word, and its time counts from `start_time`. Tokens have times once the segment is final.
+After Done the last result has `is_eof`, the text Done! follows, and the connection ends. The protocol has no errors:
+they come as {"error": message} before the connection closes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.websockets import WebSocket
+
+from ds2.audio.stream import as_samples
+from ds2.recognition.session import Endpoints, Segment
+from ds2.serve.limits import BAD_DATA, LimitError
+from ds2.serve.protocols.websocket import Client
+
+_RATE_HZ = 16000
+_ENDPOINTS = Endpoints()
+
+
+class Float32:
+    """Decodes little-endian 32-bit floats."""
+
+    def __init__(self) -> None:
+        self._incomplete = b""  # of a sample
+
+    def accept(self, data: bytes) -> NDArray[np.float32]:
+        """See `SampleReader`.
+
+        Raises:
+            AudioError: NaN, or samples far outside [-1, 1].
+        """
+        data = self._incomplete + data
+        self._incomplete = data[len(data) // 4 * 4 :]
+        samples = np.frombuffer(data, "<f4", len(data) // 4)
+        return as_samples(samples) if len(samples) else samples
+
+
+class SherpaOnnx(Client):
+    """One connection."""
+
+    summary = "sherpa-onnx's WebSocket"
+    sample_reader = Float32
+    segment = 0  # the number of the open one
+    start_s = 0.0  # where it begins
+    partial = ""  # its text as sent
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """See `Client`."""
+        return {"error": message}
+
+    async def handle_messages(self, socket: WebSocket) -> None:
+        """See `Client`; Done ends the connection too."""
+        while (message := await self.receive(socket)) is not None:
+            if message.get("bytes") is not None:
+                result = await self.accept_audio(message["bytes"], _RATE_HZ, _ENDPOINTS)
+                for segment in result.final:
+                    await self._send_segment(socket, segment, is_eof=False)
+                if result.partial != self.partial:
+                    self.partial = result.partial
+                    await self.send(socket, self._result(result.partial))
+            elif message.get("text") == "Done":
+                await self.send_last_result(socket)
+                await self.send(socket, "Done!")
+                await socket.close()
+                return
+            else:
+                raise LimitError("messages are float32 samples at 16 kHz, or the text Done", 400, BAD_DATA)
+
+    async def send_last_result(self, socket: WebSocket) -> None:
+        """See `Client`."""
+        final = (await self.session.flush()).final if self.session is not None else []
+        for segment in final[:-1]:
+            await self._send_segment(socket, segment, is_eof=False)
+        if final:
+            await self._send_segment(socket, final[-1], is_eof=True)
+        else:
+            await self.send(socket, self._result("", is_final=True, is_eof=True))
+
+    async def _send_segment(self, socket: WebSocket, segment: Segment, *, is_eof: bool) -> None:
+        """Send the final result of a segment; the next one begins at its end."""
+        words = segment.hypothesis.words
+        result = self._result(segment.hypothesis.text, is_final=True, is_eof=is_eof)
+        result["tokens"] = [f" {word.text}" for word in words]
+        result["timestamps"] = [round(word.start_s - self.start_s, 3) for word in words]
+        self.segment, self.start_s, self.partial = self.segment + 1, segment.end_s, ""
+        await self.send(socket, result)
+
+    def _result(self, text: str, *, is_final: bool = False, is_eof: bool = False) -> dict[str, Any]:
+        """Return a result of the open segment, without times."""
+        tokens = [f" {word}" for word in text.split()]
+        state = {"segment": self.segment, "start_time": round(self.start_s, 3), "is_final": is_final, "is_eof": is_eof}
+        return {"text": text, "tokens": tokens, "timestamps": [], **state}

@@ -1,0 +1,209 @@
+"""Wyoming, the protocol of Home Assistant's voice services, over plain TCP on the server's own port.
+
+An event is a line of JSON with `type` and `data`, then `data_length` bytes of JSON, which are more data, and
+`payload_length` bytes, of audio. The first byte of a connection is the line's brace, which no request of HTTP begins
+with. Its messages are those of a WebSocket to all that protocols share.
+
+A client sends describe, or transcribe, audio-start, audio-chunk (16-bit mono samples) and audio-stop. Words that no
+later audio changes come as transcript-chunk while it sends; the whole text comes as transcript after audio-stop. The
+protocol has no word times. `transcript_names` and `transcript_terms` are hints, as a prompt. Unknown events are
+dropped, as the protocol wants. It has no keys either: a server with a key refuses its clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import Message
+from starlette.websockets import WebSocket
+
+from ds2.audio.read import RATES_HZ
+from ds2.config.allowed import Range
+from ds2.decoding.lexicon import HotWords
+from ds2.recognition.session import NEVER
+from ds2.serve.engine import StreamResult
+from ds2.serve.limits import BAD_DATA, LimitError, check_number
+from ds2.serve.protocols.websocket import Client, json_object
+
+FIRST_BYTE = b"{"
+_RATE_HZ = Range(*RATES_HZ)
+_CLOSE_S = 2.0
+_SOURCE = {"attribution": {"name": "ds2", "url": ""}, "installed": True, "version": None}
+
+
+class Wyoming(Client):
+    """One connection."""
+
+    summary = "Wyoming (Home Assistant) over TCP"
+    hot_words: HotWords | None = None
+    rate_hz: int | None = None  # of the utterance
+    is_open = False  # whether its transcript has started
+    sent_words = 0  # of the utterance
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """See `Client`."""
+        return _event("error", text=message)
+
+    async def handle_messages(self, socket: WebSocket) -> None:
+        """See `Client`."""
+        while (message := await self.receive(socket)) is not None:
+            event = json_object(message["text"])
+            kind, data = event["type"], event["data"]
+            if kind == "describe":
+                await self.send(socket, self._info())
+            elif kind == "ping":
+                await self.send(socket, _event("pong", text=data.get("text")))
+            elif kind == "transcribe":
+                terms = [data.get(name) or [] for name in ("transcript_names", "transcript_terms")]
+                if not all(isinstance(term, list) for term in terms):
+                    raise _bad("transcript_names and transcript_terms are lists of texts")
+                self._close()
+                self.hot_words = await self.engine.phrases.prompt(None, [*terms[0], *terms[1]])
+            elif kind == "audio-start":
+                self._close()
+                self._check_format(data)
+            elif kind == "audio-chunk":
+                self._check_format(data)
+                await self._accept(socket, message["bytes"])
+            elif kind == "audio-stop":
+                await self.send_last_result(socket)
+
+    async def _accept(self, socket: WebSocket, payload: bytes) -> None:
+        assert self.rate_hz is not None
+        result = await self.accept_audio(payload, self.rate_hz, NEVER, self.hot_words)
+        await self._send_words(socket, result.partial.split()[: result.fixed_words])
+
+    async def send_last_result(self, socket: WebSocket) -> None:
+        """See `Client`: the transcript of the utterance; the next one may follow."""
+        result = await self.session.flush() if self.session is not None else StreamResult([], "")
+        text = " ".join(segment.hypothesis.text for segment in result.final)
+        await self._send_words(socket, text.split())
+        await self._start(socket)
+        language = self.limits.language
+        await self.send(socket, _event("transcript", text=text, language=language))
+        await self.send(socket, _event("transcript-stop"))
+        self._close()
+
+    async def _send_words(self, socket: WebSocket, words: list[str]) -> None:
+        """Send those of the first words of the utterance that were not sent."""
+        new = words[self.sent_words :]
+        if new:
+            await self._start(socket)
+            text = " " * (self.sent_words > 0) + " ".join(new)
+            self.sent_words = len(words)
+            await self.send(socket, _event("transcript-chunk", text=text))
+
+    async def _start(self, socket: WebSocket) -> None:
+        if not self.is_open:
+            self.is_open = True
+            await self.send(socket, _event("transcript-start", language=self.limits.language))
+
+    def _close(self) -> None:
+        """End the utterance."""
+        self.close_session()
+        self.is_open, self.sent_words, self.rate_hz = False, 0, None
+
+    def _check_format(self, data: dict[str, Any]) -> None:
+        if data.get("width") != 2 or data.get("channels") != 1:
+            shown = {name: str(data.get(name))[:20] for name in ("width", "channels")}
+            raise _bad(f"{shown}: audio has width 2 (16 bits) and 1 channel")
+        rate_hz = int(check_number(data.get("rate"), "rate", _RATE_HZ))
+        if self.rate_hz not in (None, rate_hz):
+            raise _bad(f"rate={rate_hz} after {self.rate_hz}: an utterance has one rate")
+        self.rate_hz = rate_hz
+
+    def _info(self) -> dict[str, Any]:
+        model = {"name": "ds2", "description": "the model that this server was started with", **_SOURCE}
+        program = {
+            "name": "ds2",
+            "description": "ds2 serve",
+            **_SOURCE,
+            "models": [{**model, "languages": [self.limits.language]}],
+            "supports_transcript_streaming": True,
+        }
+        return _event("info", asr=[program])
+
+
+class EventSocket:
+    """A connection over TCP as a WebSocket of ASGI: an event is a message, its payload the message's `bytes`.
+
+    Args:
+        reader, writer: of the connection.
+        longest: of the data and of the payload of an event, bytes.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, longest: int) -> None:
+        self.reader, self.writer, self.longest = reader, writer, longest
+        self._accepted = False
+        scope = {"type": "websocket", "path": "/", "query_string": b"", "headers": [], "subprotocols": []}
+        self.websocket = WebSocket(scope, self._receive, self._send)
+
+    async def close(self) -> None:
+        """Close the connection; what its client does not take within two seconds is lost."""
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                if self.writer.can_write_eof():
+                    self.writer.write_eof()
+                    while await self.reader.read(1 << 16):  # unread data would reset the connection before the answer
+                        pass
+                self.writer.close()
+                await self.writer.wait_closed()
+        except (TimeoutError, OSError):
+            self.writer.transport.abort()
+
+    async def _receive(self) -> Message:
+        """Return the next event.
+
+        Raises:
+            LimitError: it is no event, or too long.
+        """
+        if not self._accepted:
+            self._accepted = True
+            return {"type": "websocket.connect"}
+        try:
+            return await self._read_event()
+        except (asyncio.IncompleteReadError, OSError):
+            return {"type": "websocket.disconnect", "code": 1006}
+
+    async def _read_event(self) -> Message:
+        try:
+            line = await self.reader.readuntil(b"\n")
+        except asyncio.LimitOverrunError as error:
+            raise _bad("the line of an event is too long: put data behind it, with data_length") from error
+        header = json_object(_decode(line))
+        data = header.get("data") or {}
+        if not isinstance(header.get("type"), str) or not isinstance(data, dict):
+            raise _bad("an event has a type, a text, and data, an object")
+        if length := self._length(header, "data_length"):
+            data = data | json_object(_decode(await self.reader.readexactly(length)))
+        payload = await self.reader.readexactly(self._length(header, "payload_length"))
+        text = json.dumps({"type": header["type"], "data": data})
+        return {"type": "websocket.receive", "text": text, "bytes": payload}
+
+    def _length(self, header: dict[str, Any], name: str) -> int:
+        length = header.get(name) or 0
+        if not isinstance(length, int):
+            raise _bad(f"{name} is a whole number")
+        return int(check_number(length, name, Range(0, self.longest)))
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "websocket.send":
+            self.writer.write(message["text"].encode() + b"\n")
+            await self.writer.drain()
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _bad(f"events are UTF-8: {error}") from error
+
+
+def _bad(message: str) -> LimitError:
+    return LimitError(message, 400, BAD_DATA)
+
+
+def _event(kind: str, **data: Any) -> dict[str, Any]:
+    return {"type": kind, "data": {name: value for name, value in data.items() if value is not None}}

@@ -1,0 +1,277 @@
+"""Clients of Deepgram, sherpa-onnx and Wyoming: words with times, interim results, errors in their own protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.serving import RATE_HZ, Running, alone, connect, samples_of, speech, text_alone, vosk
+from websockets.exceptions import ConnectionClosed
+
+from ds2.recognition.session import Endpoints
+
+PIECE = 6400  # bytes
+START_AGAIN = Endpoints(longest_s=0.5)  # several segments
+
+
+def pieces(data: bytes) -> list[bytes]:
+    return [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+
+
+def listen(running: Running, data: list[bytes], key: str = "none", finalize: bool = False, **settings: Any) -> Any:
+    """All messages that Deepgram's own client gets."""
+    deepgram = pytest.importorskip("deepgram")
+    environment = pytest.importorskip("deepgram.environment").DeepgramClientEnvironment
+    urls = {"production": f"ws://127.0.0.1:{running.port}", "base": running.web}
+    client = deepgram.DeepgramClient(api_key=key, environment=environment(**urls, agent="", agent_rest=""))
+    messages = []
+    settings = {"model": "nova-3", "encoding": "linear16", "sample_rate": RATE_HZ} | settings
+    with client.listen.v1.connect(**settings) as connection:
+        with contextlib.suppress(ConnectionClosed):  # by a server that refuses it meanwhile
+            for piece in data:
+                connection.send_media(piece)
+            if finalize:
+                connection.send_keep_alive()
+                connection.send_finalize()
+            connection.send_close_stream()
+        try:
+            while True:
+                messages.append(connection.recv())
+        except ConnectionClosed:
+            return messages
+
+
+def best(message: Any) -> Any:
+    return message.channel.alternatives[0]
+
+
+def test_deepgrams_client_gets_words_with_times(serve: Callable[..., Running]) -> None:
+    running, data = serve(), speech(2, 1.0)
+    wanted = alone(running.recogniser, data)
+    *results, metadata = listen(running, pieces(data))
+    assert [message.type for message in results] == ["Results"] and results[0].speech_final
+    assert best(results[0]).transcript == wanted.text != ""
+    words = [(word.word, word.start, word.end) for word in best(results[0]).words]
+    assert words == [(word.text, round(word.start_s, 3), round(word.end_s, 3)) for word in wanted.words]
+    assert (metadata.type, metadata.duration) == ("Metadata", 1.0)
+
+
+def test_deepgrams_client_gets_interim_results_and_events(
+    serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model finds no silence
+    monkeypatch.setattr("ds2.serve.protocols.deepgram.Deepgram.endpoints", START_AGAIN)
+    running, data = serve(), speech(2, 2.0)
+    asked = {"interim_results": True, "vad_events": True, "utterance_end_ms": 1000}
+    messages = listen(running, pieces(data), finalize=True, **asked)
+    results = [message for message in messages if message.type == "Results"]
+    finals = [message for message in results if message.is_final]
+    assert len(finals) > 2 and any(best(message).transcript for message in results if not message.is_final)
+    texts = [best(message).transcript for message in finals if best(message).transcript]
+    kinds = [message.type for message in messages]
+    assert kinds.count("SpeechStarted") == len(texts) and kinds.count("UtteranceEnd") >= 1
+    assert any(message.from_finalize for message in finals)
+    ends = [message.start + message.duration for message in finals]
+    assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sample_rate": 1}, "sample_rate"),
+        ({"encoding": "opus"}, "encoding=linear16"),
+        ({"diarize": True}, "diarize=false"),
+        ({"endpointing": "soon"}, "endpointing"),
+        ({"keyterm": ["ab"]}, "decode.method=beam"),
+    ],
+)
+def test_deepgrams_errors_say_what_is_allowed(
+    serve: Callable[..., Running], settings: dict[str, Any], message: str
+) -> None:
+    running = serve()
+    [error] = listen(running, [], **settings)
+    assert error.type == "Error" and message in error.description
+    assert running.metric("ds2_sessions") == 0
+
+
+def test_deepgrams_client_sends_its_key_and_hot_words(serve: Callable[..., Running]) -> None:
+    running, data = serve("beam", api_key="secret"), [speech(2, 0.5)]
+    assert listen(running, data, "secret", keyterm=["ab"], keywords=["b:2"])[-1].type == "Metadata"
+    [error] = listen(running, data, "wrong")
+    assert "API key" in error.description
+
+
+async def sherpa(url: str, data: bytes) -> list[dict[str, Any]]:
+    """All results that a client gets that sends and receives as sherpa-onnx's own does."""
+    samples, results = samples_of(data), []
+    async with connect(url) as ws:
+        for start in range(0, len(samples), PIECE // 4):
+            await ws.send(samples[start : start + PIECE // 4].tobytes())
+        await ws.send("Done")
+        async for message in ws:
+            if message == "Done!":
+                break
+            results.append(json.loads(message))
+    return results
+
+
+@pytest.mark.parametrize("root", ["vosk", "sherpa-onnx"])
+def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running], root: str) -> None:
+    running, data = serve(root=root), speech(2, 1.0)
+    path = "" if root == "sherpa-onnx" else "sherpa-onnx"
+    *interim, last = asyncio.run(sherpa(running.vosk + path, data))
+    wanted = alone(running.recogniser, data)
+    assert last["text"] == wanted.text != "" and last["is_eof"] and last["is_final"]
+    assert "".join(last["tokens"]).strip() == wanted.text
+    assert last["timestamps"] == [round(word.start_s, 3) for word in wanted.words]
+    assert interim and not any(result["is_final"] for result in interim)
+    texts = [result["text"] for result in asyncio.run(vosk(f"{running.vosk}vosk", data)) if "text" in result]
+    assert texts == [wanted.text]
+
+
+def test_sherpa_onnx_segments_are_numbered_and_timed(
+    serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.serve.protocols.sherpa_onnx._ENDPOINTS", START_AGAIN)
+    running = serve()
+    results = asyncio.run(sherpa(f"{running.vosk}sherpa-onnx", speech(2, 2.0)))
+    finals = [result for result in results if result["is_final"]]
+    assert [result["segment"] for result in finals] == list(range(len(finals))) and len(finals) > 2
+    starts = [result["start_time"] for result in finals]
+    assert starts == sorted(set(starts)) and [result["is_eof"] for result in finals][-1]
+    assert all(time >= 0 for result in finals for time in result["timestamps"])
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (np.full(800, 20000.0, np.float32).tobytes(), "samples reach"),
+        (np.full(800, np.nan, np.float32).tobytes(), "samples reach nan"),
+        ("Finish", "the text Done"),
+    ],
+)
+def test_what_sherpa_onnx_has_not_is_an_error(serve: Callable[..., Running], message: str | bytes, error: str) -> None:
+    running = serve()
+
+    async def answers() -> list[dict[str, Any]]:
+        async with connect(f"{running.vosk}sherpa-onnx") as ws:
+            await ws.send(message)
+            try:
+                return [json.loads(await ws.recv()), json.loads(await ws.recv())]
+            except ConnectionClosed as closed:
+                assert closed.rcvd is not None and error in closed.rcvd.reason
+                return []
+
+    asyncio.run(answers())
+    assert running.metric("ds2_sessions") == 0
+
+
+async def wyoming(running: Running, events: list[Any], answers: str = "transcript-stop") -> list[Any]:
+    """Send with Wyoming's own client; return all events up to the last one."""
+    client, received = pytest.importorskip("wyoming.client"), []
+    async with client.AsyncTcpClient("127.0.0.1", running.port) as connection:
+        for event in events:
+            await connection.write_event(event.event())
+        while (event := await connection.read_event()) is not None:
+            received.append(event)
+            if event.type == answers:
+                break
+    return received
+
+
+def utterance(data: bytes, **transcribe: Any) -> list[Any]:
+    asr, audio = pytest.importorskip("wyoming.asr"), pytest.importorskip("wyoming.audio")
+    form = {"rate": RATE_HZ, "width": 2, "channels": 1}
+    chunks = [audio.AudioChunk(**form, audio=piece) for piece in pieces(data)]
+    return [asr.Transcribe(**transcribe), audio.AudioStart(**form), *chunks, audio.AudioStop()]
+
+
+def test_wyomings_client_gets_a_transcript_in_pieces(serve: Callable[..., Running]) -> None:
+    running, data = serve(), speech(2, 2.0)
+    wanted = text_alone(running.recogniser, data)
+    first, *chunks, transcript, _ = asyncio.run(wyoming(running, utterance(data, language="en")))
+    assert first.type == "transcript-start" and transcript.type == "transcript"
+    assert transcript.data["text"] == "".join(chunk.data["text"] for chunk in chunks) == wanted != ""
+    assert running.metric("ds2_sessions") == 0
+
+
+def test_a_wyoming_connection_has_any_number_of_utterances(serve: Callable[..., Running]) -> None:
+    running, data = serve("beam"), speech(2, 1.0)
+    info, ping = pytest.importorskip("wyoming.info"), pytest.importorskip("wyoming.ping")
+    hint = utterance(data, transcript_names=["ab"])
+    events = [info.Describe(), *utterance(data), *hint, *utterance(b""), ping.Ping("x")]
+    received = asyncio.run(wyoming(running, events, "pong"))
+    described = info.Info.from_event(received[0])
+    assert described.asr[0].models[0].languages == ["en"] and described.asr[0].supports_transcript_streaming
+    texts = [event.data["text"] for event in received if event.type == "transcript"]
+    assert texts[0] == text_alone(running.recogniser, data) and texts[2] == "" and len(texts) == 3
+
+
+def sent(running: Running, data: bytes) -> list[dict[str, Any]]:
+    """All lines that follow these bytes, and the end of the connection."""
+
+    async def answers() -> list[dict[str, Any]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(data)
+        lines = (await reader.read()).splitlines()
+        writer.close()
+        return [json.loads(line) for line in lines]
+
+    return asyncio.run(answers())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{]\n", "JSON"),
+        (b"{}\n", "type"),
+        (b'{"type": "\xff"}\n', "UTF-8"),
+        (b'{"type": "audio-chunk", "payload_length": 99999999}\n', "payload_length=99999999 is not allowed"),
+        (b'{"type": "audio-chunk", "payload_length": 1.5}\n', "whole number"),
+        (b'{"type": "audio-chunk", "data_length": -1}\n', "data_length=-1 is not allowed"),
+        (b'{"type": "audio-start", "data": {"rate": 16000, "width": 4, "channels": 1}}\n', "width 2"),
+        (b'{"type": "audio-start", "data": {"rate": 1e9, "width": 2, "channels": 1}}\n', "rate="),
+        (b'{"type": "transcribe", "data": {"transcript_names": "ab"}}\n', "lists of texts"),
+        (b'{"type": "describe", "x": "' + b"x" * 200_000 + b'"}\n', "line of an event is too long"),
+        (b'{"type": "unknown"}\n', "nothing came for 4 s"),
+    ],
+)
+def test_what_is_no_event_of_wyoming_is_an_error_event(
+    serve: Callable[..., Running], data: bytes, message: str
+) -> None:
+    running = serve(idle_s=4.0)
+    [error] = sent(running, data)
+    assert error["type"] == "error" and message in error["data"]["text"]
+    assert running.metric("ds2_sessions") == 0
+
+
+def test_wyoming_has_no_keys(serve: Callable[..., Running]) -> None:
+    [error] = sent(serve(api_key="secret"), b'{"type": "describe"}\n')
+    assert "API key" in error["data"]["text"]
+
+
+def test_a_server_that_ends_sends_wyomings_clients_their_last_words(serve: Callable[..., Running]) -> None:
+    running, data = serve(), speech(2, 1.0)
+    wanted = text_alone(running.recogniser, data)
+
+    async def answers() -> list[Any]:
+        client = pytest.importorskip("wyoming.client")
+        async with client.AsyncTcpClient("127.0.0.1", running.port) as connection:
+            for event in utterance(data)[:-1]:
+                await connection.write_event(event.event())
+            while (event := await connection.read_event()).type != "transcript-chunk":
+                pass
+            await asyncio.to_thread(running.end)
+            events = [event]
+            while (event := await connection.read_event()) is not None:
+                events.append(event)
+            return events
+
+    texts = [event.data["text"] for event in asyncio.run(answers()) if event.type == "transcript"]
+    assert texts == [wanted]
