@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import json
@@ -30,6 +31,7 @@ from ds2.recognition.transcripts import align_utterances
 from ds2.serve.engine import LocalRecogniser
 from ds2.serve.http import application
 from ds2.serve.limits import Limits
+from ds2.serve.protocols.wyoming import FIRST_BYTE, EventSocket
 from ds2.system.errors import UserError
 
 BOUNDARY = "0123456789abcdef"
@@ -43,6 +45,13 @@ _FORM = {
     "timestamp_granularities[]": "word",
 }
 _MESSAGES = (*JSON_LINES, *[damage for damage in JSON_LINES if damage not in TEXT] * 9)
+_DEEPGRAM = f"/v1/listen?encoding=linear16&sample_rate={RATE_HZ}&interim_results=true&utterance_end_ms=1000"
+_LAST_MESSAGES = {
+    "/": '{"eof": 1}',
+    "/v1/realtime": '{"type": "input_audio_buffer.clear", "event_id": "last"}',
+    _DEEPGRAM: '{"type": "CloseStream"}',
+    "/sherpa-onnx": "Done",
+}
 _CLOSE_REASON_BYTES = 123  # of the protocol: a longer one breaks the connection
 
 
@@ -119,9 +128,17 @@ def _make_messages(path: str) -> Callable[[Path], None]:
         {"type": "input_audio_buffer.clear"},
     ]
 
+    deepgram = [
+        *({"binary": part} for part in sound),
+        *({"type": kind} for kind in ("KeepAlive", "Finalize", "CloseStream")),
+    ]
+    floats = np.frombuffer(_pcm(0.3), "<i2").astype("<f4") / np.float32(32768)
+    sherpa_onnx = [{"binary": base64.b64encode(part.tobytes()).decode()} for part in np.split(floats, 4)]
+    messages = {"/": vosk, "/v1/realtime": realtime, _DEEPGRAM: deepgram, "/sherpa-onnx": sherpa_onnx}[path]
+
     def make(folder: Path) -> None:
         make_model(folder)
-        write_lines(folder / "messages.jsonl", map(json.dumps, vosk if path == "/" else realtime))
+        write_lines(folder / "messages.jsonl", map(json.dumps, messages))
 
     return make
 
@@ -137,22 +154,80 @@ def _talk(client: TestClient, path: str, content: bytes) -> Any:
     """Send each line as a message, the value of `binary` as bytes; return all answers."""
     answers: list[Any] = []
     with client.websocket_connect(path) as socket:
-        for line in content.decode("utf-8", "replace").split("\n"):
+        for line in content.decode("utf-8", "replace").removesuffix("\n").split("\n"):
             binary = _binary(line)
             socket.send_text(line) if binary is None else socket.send_bytes(binary)
-        socket.send_text('{"eof": 1}' if path == "/" else '{"type": "input_audio_buffer.clear", "event_id": "last"}')
+        socket.send_text(_LAST_MESSAGES[path])
         try:
             while not answers or answers[-1].get("type") != "input_audio_buffer.cleared":
                 text = socket.receive_text()
                 text.encode()  # what the protocol does with it
-                answers.append(json.loads(text, parse_constant=_no_json))
+                if text != "Done!":
+                    answers.append(json.loads(text, parse_constant=_no_json))
         except WebSocketDisconnect as end:
             if len((end.reason or "").encode()) > _CLOSE_REASON_BYTES:
                 raise AssertionError(f"no reason that can be sent: {end.reason}") from end
-    errors = [answer for answer in answers if "error" in answer]
+    errors = [answer for answer in answers if "error" in answer or answer.get("type") == "Error"]
     if errors:
-        raise Refused(str(errors[0]["error"]))
+        raise Refused(str(errors[0].get("error") or errors[0]["description"]))
+    if path == _DEEPGRAM:  # other messages hold names and times of the connection
+        return [answer["channel"] for answer in answers if answer["type"] == "Results"]
     return [{key: value for key, value in answer.items() if not key.endswith("_id")} for answer in answers]
+
+
+class _Writer:
+    """What a server writes to a connection."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.write_eof = self.close = lambda: None
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    async def drain(self) -> None:
+        return
+
+    async def wait_closed(self) -> None:
+        return
+
+
+def _make_events(folder: Path) -> None:
+    make_model(folder)
+    form = {"rate": RATE_HZ, "width": 2, "channels": 1}
+    chunk = {"type": "audio-chunk", "data": form, "payload_length": 9600}
+    names, lengthy = {"transcript_names": ["ab"]}, json.dumps(form)
+    lines = [
+        {"type": "describe"},
+        {"type": "transcribe", "data": names},
+        {"type": "audio-start", "data_length": len(lengthy)},
+    ]
+    head = "\n".join(map(json.dumps, lines)) + "\n" + lengthy
+    stop = b'{"type": "audio-stop"}\n'
+    (folder / "events").write_bytes(head.encode() + json.dumps(chunk).encode() + b"\n" + _pcm(0.3) + stop)
+
+
+def _events(folder: Path) -> Any:
+    """Send the file as a connection of Wyoming."""
+    writer: Any = _Writer()
+
+    async def serve(app: Any) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data((folder / "events").read_bytes())
+        reader.feed_eof()
+        socket = EventSocket(reader, writer, LIMITS.message_bytes)
+        await app.state.tcp[FIRST_BYTE](socket.websocket)
+        await socket.close()
+
+    _request(folder, lambda client: client.portal.call(serve, client.app))
+    answers = [json.loads(line, parse_constant=_no_json) for line in writer.data.splitlines()]
+    errors = [answer["data"]["text"] for answer in answers if answer["type"] == "error"]
+    if errors:
+        raise Refused(errors[0])
+    return answers
 
 
 def _no_json(constant: str) -> None:
@@ -213,6 +288,10 @@ def _targets() -> Mapping[str, Target]:
         Target("ds2 serve, Vosk", _make_messages("/"), _messages("/"), _MESSAGES, "messages.jsonl"),
         Target("ds2 serve, realtime", _make_messages("/v1/realtime"), _messages("/v1/realtime"), _MESSAGES,
                "messages.jsonl"),
+        Target("ds2 serve, Deepgram", _make_messages(_DEEPGRAM), _messages(_DEEPGRAM), _MESSAGES, "messages.jsonl"),
+        Target("ds2 serve, sherpa-onnx", _make_messages("/sherpa-onnx"), _messages("/sherpa-onnx"), _MESSAGES,
+               "messages.jsonl"),
+        Target("ds2 serve, Wyoming", _make_events, _events, (*BYTES, *TEXT), "events"),
     )  # fmt: skip
     return {row.name: row for row in rows}
 
