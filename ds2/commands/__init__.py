@@ -1,6 +1,6 @@
 """One module per command, with `run(arguments) -> status`. Only these use argparse, Hydra and exit codes.
 
 `make_parser()` of a command is what `ds2 completion` reads too.
-compose, decode_options: overrides to a checked configuration. common: the argument parser and error messages.
+compose: overrides to a checked configuration. common: the argument parser and error messages.
 sweep belongs to `ds2 train`, lm_train and lm_tune to `ds2 lm`.
 """

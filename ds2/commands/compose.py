@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 import ds2
 from ds2.config.check import check
 from ds2.config.convert import FREE_FORM, Inheritance, config_from_dict, explain, inherit, to_config
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import Config, ConfigError, DecodeConfig
+from ds2.recognition.settings import decode_settings
 from ds2.text.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
@@ -216,3 +217,32 @@ def register() -> None:
     """Register the schema with Hydra as `schema`, the first default of the primary config, and folders of recipes."""
     Plugins.instance().register(ConfigFolder)
     ConfigStore.instance().store(name="schema", node=Config)
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others."""
+    overrides = [a for a in arguments if a.startswith(("decode=", "decode."))]
+    return overrides, [a for a in arguments if a not in overrides]
+
+
+def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, *, tuned: bool = True) -> DecodeConfig:
+    """Return the decoder settings of a command line.
+
+    The first that exists is the base: conf/decode/NAME.yaml of `decode=NAME`, the file that `ds2 lm tune` wrote beside
+    the model (unless `tuned` is False), the model's own config. `decode.KEY=VALUE` changes single values.
+
+    Raises:
+        ConfigError: an unknown name, key, type or value, or a tuned file that does not fit.
+    """
+    if any(override.startswith("decode=") for override in overrides):
+        return compose_config([_quoted(override) for override in overrides]).decode
+    return decode_settings(model_file, config, overrides, tuned=tuned)
+
+
+def _quoted(override: str) -> str:
+    """Quote the path of a language model for Hydra, in whose grammar brackets and commas mean lists."""
+    key, _, value = override.partition("=")
+    if key not in ("decode.lm", "decode.rescore") or value[:1] in ("'", '"') or "${" in value:
+        return override
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
+    return f"{key}='{escaped}'"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_where, manifests_of, real, whole
-from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
 from ds2.data.manifest import Utterance, read_manifest

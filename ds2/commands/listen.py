@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_where
-from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import word_record

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds2.commands import lm_train
 from ds2.commands.common import DECODER_SETTINGS, Parser, whole
-from ds2.commands.decode_options import split_overrides
+from ds2.commands.compose import split_overrides
 from ds2.commands.lm_tune import add_arguments as add_tune_arguments
 from ds2.commands.lm_tune import run as run_tune
 from ds2.config.allowed import COUNT

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ds2.commands.common import manifests_of, whole
-from ds2.commands.decode_options import resolve_options
+from ds2.commands.compose import resolve_options
 from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
 from ds2.data.splits import scored_utterances

@@ -14,7 +14,7 @@ import torch
 from ds2_ops.install import install_command
 
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_where, real, whole
-from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError

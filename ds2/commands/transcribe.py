@@ -21,7 +21,7 @@ from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_where, whole
-from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record

@@ -4,18 +4,18 @@ Shape letters: T frames, B batch, C channels, F bins, H hidden, D width of a mod
 """
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
 from ds2.model import pieces
 from ds2.model.convolution import MaskedConv
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights
-from ds2.model.head import Head, classified
-from ds2.model.norm import RmsNorm, SequenceBatchNorm, folded_before, make_norm, rms_eps
+from ds2.model.norm import Count, Norm, RmsNorm, SequenceBatchNorm, folded_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.pieces import Wavefront
 from ds2.model.ragged import Ragged
@@ -29,6 +29,32 @@ from ds2.model.structure import (
     operator_cell,
     time_stride,
 )
+
+
+class Classifier(Protocol):
+    """Anything with a norm, or none, before a classifier."""
+
+    norm: Norm | None
+    classifier: nn.Linear
+
+
+class Head(nn.Module):
+    """Norm and a classifier behind a module that is not the last, for training (Lee and Watanabe 2021)."""
+
+    def __init__(self, width: int, labels: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(width, config)
+        self.classifier = nn.Linear(width, labels)
+
+
+def classified(x: Tensor, count: Count | None, head: Classifier, context: PassContext = OWN_PARAMETERS) -> Tensor:
+    """(T, B, H) to logits (T, B, V) by the norm and the classifier of a head or of the whole model."""
+    with torch.autocast(x.device.type, enabled=False):
+        classifier = head.classifier
+        x = x.to(classifier.weight.dtype)
+        if head.norm is not None:
+            x = head.norm(x, count, context)
+        return functional.linear(x, context.weight(classifier.weight), context.weight(classifier.bias))
 
 
 class AcousticModel(nn.Module):

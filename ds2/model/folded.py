@@ -124,8 +124,3 @@ class NetworkWeights:
     def hidden(self) -> int:
         """H of the recurrent layers."""
         return self.modules[0].layers[0].hidden
-
-    @property
-    def is_bidirectional(self) -> bool:
-        """Whether layers start at an utterance's end too."""
-        return len(self.modules[0].layers[0].directions) > 1

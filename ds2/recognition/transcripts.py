@@ -13,8 +13,8 @@ from torch import Tensor
 from ds2.data.loader import SpeechLoader
 from ds2.decoding.alignment import Alignment, force_align
 from ds2.decoding.hypothesis import Word, spell_words
+from ds2.recognition.captions import Interval
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.textgrid import Interval
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution

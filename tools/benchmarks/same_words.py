@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.common import facts, new_parser, parse
 
 from ds2.audio.read import read_audio
-from ds2.commands.decode_options import resolve_options
+from ds2.commands.compose import resolve_options
 from ds2.commands.transcribe import audio_files
 from ds2.config.device import resolve_device
 from ds2.decoding.hypothesis import Hypothesis

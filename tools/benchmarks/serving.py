@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from websockets.asyncio.client import connect
 
 from ds2.audio.read import read_audio
-from ds2.commands.decode_options import resolve_options
+from ds2.commands.compose import resolve_options
 from ds2.config.device import resolve_device
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser

@@ -13,7 +13,7 @@ import pytest
 
 from ds2.cli import main
 from ds2.data.manifest import read_manifest, write_manifest
-from ds2.recognition.textgrid import Interval, text_grid
+from ds2.recognition.captions import Interval, text_grid
 
 NUMBER = r"(\d+(?:\.\d+)?)"
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ds2.audio.features import Features
-from ds2.commands.decode_options import resolve_options
+from ds2.commands.compose import resolve_options
 from ds2.config.schema import Config, ConfigError, FeaturesConfig
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import load_model, save_model

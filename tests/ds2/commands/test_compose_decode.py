@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import save_settings, tuned_file
 
