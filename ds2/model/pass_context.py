@@ -108,4 +108,4 @@ class _Linear(torch.autograd.Function):
         for sink, part in zip(ctx.sinks, rows.chunk(len(ctx.sinks)), strict=True):
             sink.add_products([(part, x.flatten(0, -2))], ctx.bias_sinks)
         grad_bias = None if ctx.bias_dtype is None else rows.sum(1).to(ctx.bias_dtype)
-        return grad @ weight, None, grad_bias, None, None
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, grad_bias, None, None

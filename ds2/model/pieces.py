@@ -167,7 +167,6 @@ def run(
     first, sizes = _bounds(tuple(map(tuple, spans)), x.device)
     lengths = iter(torch.minimum((ragged.lengths - first).clamp_min(0), sizes).int())  # (P, B) each
     alive, pieces = list[Tensor](), PieceContext(context, count)
-    x = cast(Tensor, _KeepAlive.apply(x, alive))  # type: ignore[no-untyped-call]
     stages = list[wavefront.Stage]()
     for module, late in zip(modules, delays, strict=True):
         own = [next(lengths) for _ in range(1 + len(module.row_convs))]
@@ -176,7 +175,10 @@ def run(
         stages += [functools.partial(of_module.layer, layer) for layer in range(len(module.recurrent))]
     recording = x.is_cuda and torch.cuda.is_current_stream_capturing()
     inputs = torch.split(x, [end - start for start, end in spans[0]])
-    return torch.cat(wavefront.run(stages, inputs, plan.streams if recording else (), alive))
+    if not recording:
+        return torch.cat(wavefront.run(stages, inputs, ()))
+    y = torch.cat(wavefront.run(stages, inputs, plan.streams, alive))
+    return cast(Tensor, _KeepAlive.apply(y, alive))  # type: ignore[no-untyped-call]
 
 
 def _spans(cuts: Sequence[int], delay: int, frames: int) -> list[Span]:
@@ -324,12 +326,16 @@ class PieceSink:
         if self._taken == self._pieces:
             self._sink.add_products(self._factors, biases)
             self._factors, self._taken = [], 0
-            if isinstance(self._sink.deferred, DeferredGradients):
-                self._sink.deferred.run_on_side_stream()
+            self._launch()
 
     def add(self, make: Callable[[], Tensor]) -> None:
         """Add the tensor that `make` returns, of a piece."""
         self._sink.add(make)
+        self._launch()
+
+    def _launch(self) -> None:
+        if isinstance(self._sink.deferred, DeferredGradients):
+            self._sink.deferred.run_on_side_stream()
 
     def rows(self, start: int, stop: int) -> GradientSink:
         """The sink of these rows."""
@@ -359,14 +365,13 @@ class _OneTranspose:
 
 
 class _KeepAlive(torch.autograd.Function):
-    """The identity; keeps tensors until the backward pass has reached it, or its graph is freed."""
+    """The identity; keeps tensors until the graph of the pass is freed, which is behind its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, alive: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, y: Tensor, alive: list[Tensor]) -> Tensor:
         ctx.alive = alive
-        return x.view_as(x)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.alive.clear()
         return grad, None

@@ -87,6 +87,7 @@ def product(factors: Factors) -> tuple[Tensor, Tensor]:
 class _Work:
     work: Work
     done: Work
+    stream: torch.cuda.Stream | None = None  # on which what it reads is ready
 
 
 class DeferredGradients:
@@ -124,7 +125,7 @@ class DeferredGradients:
             done: runs when all later launches are ordered after the work.
         """
         if self.recording():
-            self._deferred.append(_Work(work, done))
+            self._deferred.append(_Work(work, done, torch.cuda.current_stream()))
         else:
             work()
             done()
@@ -136,9 +137,20 @@ class DeferredGradients:
         self._finish()
 
     def run_on_side_stream(self) -> None:
-        """While recording, launch all deferred work on the side stream, behind the current one."""
-        if self.recording() and self._deferred:
-            self._launch_on_side_stream(torch.cuda.current_stream().record_event())
+        """While recording, launch the work that was deferred on the current stream on the side stream, behind it.
+
+        Work of other streams waits for `flush`, before which all streams join: what it reads may not be ready here.
+        """
+        if not self.recording():
+            return
+        current = torch.cuda.current_stream()
+        others = [deferred for deferred in self._deferred if deferred.stream != current]
+        self._deferred = [deferred for deferred in self._deferred if deferred.stream == current]
+        if self._deferred:
+            behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            behind.record()
+            self._launch_on_side_stream(behind)
+        self._deferred = others
 
     def expect_backward(self, prefetch: Prefetch) -> Prefetch:
         """See `Deferred`."""

@@ -83,6 +83,20 @@ def test_what_is_done_for_the_first_time_behind_a_pass_that_failed_is_not_told_o
     assert log == ["recurrence a", "side waits for what came before 0", "product"]
 
 
+def test_work_of_another_stream_waits_for_the_end_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = pretend_to_record(monkeypatch)
+    deferred = DeferredGradients()
+    deferred.later(functools.partial(log.append, "product of main"))
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        deferred.later(functools.partial(log.append, "product of a layer"))
+        deferred.run_on_side_stream()
+    assert log == ["side waits for what came before 0", "product of a layer"]
+    deferred.run_on_side_stream()
+    assert log[2:] == ["side waits for what came before 2", "product of main"]
+    deferred.flush()
+    assert log[4:] == ["main waits for side"]
+
+
 def test_launch_by_launch_nothing_is_held_back() -> None:
     done: list[int] = []
     deferred = DeferredGradients()
