@@ -704,7 +704,9 @@ FAULTS: dict[str, Callable[[], Any] | dict[str, bool]] = {
         "resolve",
         lambda pairs: resolve([(a, b) for (a, _), (_, b) in zip(pairs, reversed(pairs), strict=True)]),
     ),
-    "half a sample between two messages is lost": lambda: patch.object(websocket, "Pcm16", _HalfSampleDropped),
+    "half a sample between two messages is lost": lambda: patch.object(
+        websocket.Client, "sample_reader", _HalfSampleDropped
+    ),
     "a client that says nothing stays for ever": lambda: patch.object(websocket.Client, "receive", _receive_for_ever),
     "a client that takes nothing stays for ever": lambda: patch.object(websocket.Client, "send", _send_for_ever),
     "a server that stops gives no last result": lambda: patch.object(EngineClient, "end", lambda _: None),
