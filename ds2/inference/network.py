@@ -33,9 +33,9 @@ from ds2.model.acoustic import AcousticModel
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights
 from ds2.model.norm import divided_by_rms
 from ds2.model.structure import frames_after, operator_cell
+from ds2.model.wavefront import LAYER_SMS
 
 PARALLEL_LAYERS = 7  # side by side: as many clusters of 16 multiprocessors as an H200 holds
-LAYER_SMS = 16  # multiprocessors of a layer that has others at its side
 MOST_PARALLEL_STREAMS = 16  # that a cluster runs at once
 _HOLD = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
 

@@ -24,7 +24,7 @@ from ds2_ops.jit.launch import device_index
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.calibrate import choose_tile, device_facts
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.deferred import Deferred, DeferredGradients, Factors, GradientSink, Prefetch
+from ds2_ops.recurrent.deferred import Deferred, DeferredGradients, Factors, GradientSink, Prefetch, is_recording
 from torch import Tensor
 
 from ds2.config.schema import ModelConfig
@@ -34,13 +34,13 @@ from ds2.model.pass_context import PassContext
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import Carry, GatedRecurrentLayer, RecurrentLayer, RecurrentModule, why_torch
 from ds2.model.structure import operator_cell
+from ds2.model.wavefront import LAYER_SMS
 
 Span = tuple[int, int]  # first frame, and one past the last
-LAYER_SMS = 16  # multiprocessors of a layer: the largest cluster, so that as many layers as clusters fit
 _GAIN = 0.85  # of the time of layers one after the other, at most
 # Time of a piece of a layer without the recurrence, forward and backward: a constant of norm and launches, and a part
 # that grows with the products, for a million multiplications. Side by side, products have the multiprocessors that
-# recurrences leave. From steps of 48 layers of 1152 units at 1, 4, 16 and 64 utterances (docs/design/training_step.md).
+# recurrences leave. Fitted to measured steps of 48 layers of 1152 units at 1, 4, 16 and 64 utterances.
 _OVERHEAD_US = (20.0, 30.0)
 _PARALLEL_US, _SERIAL_US = (0.046, 0.108), (0.0047, 0.0086)
 
@@ -155,27 +155,25 @@ def run(
         for parameter in module.parameters():
             context.weight(parameter)  # copies are made on this stream, before the others start
     frames, cuts = len(x), [len(x) * number // count for number in range(1, count)]
-    delays, delay, spans = [], 0, list[list[Span]]()
+    delay, spans = 0, list[list[list[Span]]]()  # of each module: its layers' input, then each row convolution's
     for module in modules:
-        delays.append(delay)
-        spans.append([(start, end) for start, end in _spans(cuts, delay, frames)])
+        spans.append([_spans(cuts, delay, frames)])
         for conv in cast(Iterable[RowConvolution], module.row_convs):
             late = conv.weight.shape[1] - 1
             # Behind the first piece, a row convolution starts with the frames that wait for their context.
-            spans.append([(max(0, start - late), end) for start, end in _spans(cuts, delay, frames)])
+            spans[-1].append([(max(0, start - late), end) for start, end in _spans(cuts, delay, frames)])
             delay += late
-    first, sizes = _bounds(tuple(map(tuple, spans)), x.device)
+    first, sizes = _bounds(tuple(tuple(row) for rows in spans for row in rows), x.device)
     lengths = iter(torch.minimum((ragged.lengths - first).clamp_min(0), sizes).int())  # (P, B) each
     alive, pieces = list[Tensor](), PieceContext(context, count)
     stages = list[wavefront.Stage]()
-    for module, late in zip(modules, delays, strict=True):
-        own = [next(lengths) for _ in range(1 + len(module.row_convs))]
-        starts = [start for start, _ in _spans(cuts, late, frames)]
+    for module, rows in zip(modules, spans, strict=True):
+        own = [next(lengths) for _ in rows]
+        starts = [start for start, _ in rows[0]]
         of_module = ModulePieces(module, starts, own, ragged, pieces, plan.max_sms, alive)
         stages += [functools.partial(of_module.layer, layer) for layer in range(len(module.recurrent))]
-    recording = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    inputs = torch.split(x, [end - start for start, end in spans[0]])
-    if not recording:
+    inputs = torch.split(x, [end - start for start, end in spans[0][0]])
+    if not is_recording():
         return torch.cat(wavefront.run(stages, inputs, ()))
     y = torch.cat(wavefront.run(stages, inputs, plan.streams, alive))
     return cast(Tensor, _KeepAlive.apply(y, alive))  # type: ignore[no-untyped-call]
@@ -352,7 +350,7 @@ class _OneTranspose:
 
     def recording(self) -> bool:
         """As `DeferredGradients.recording`."""
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        return is_recording()
 
     def expect_backward(self, prefetch: Prefetch) -> Prefetch:
         """Return the first that was announced."""

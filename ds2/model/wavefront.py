@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LAYER_SMS = 16  # multiprocessors of a layer with others at its side: the largest cluster, as many fit as clusters do
 Stage = Callable[[int, Tensor, torch.cuda.Stream | None], Tensor]
 
 

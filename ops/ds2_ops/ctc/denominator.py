@@ -179,12 +179,12 @@ def _steps(rows: NDArray[Any], index: NDArray[Any], lengths: NDArray[Any]) -> ND
     numbers, reads = rows.tolist(), index.tolist()
     begins = np.searchsorted(rows, np.arange(len(lengths) + 1) * _WARP).tolist()
     for piece, length in enumerate(lengths.tolist()):
-        left: dict[int, list[int]] = {}
+        remaining: dict[int, list[int]] = {}
         for arc in range(begins[piece], begins[piece + 1]):
-            left.setdefault(numbers[arc], []).append(arc)
+            remaining.setdefault(numbers[arc], []).append(arc)
         for step in range(length):
             banks, seen, most = [0] * _BANKS, set[int](), 1
-            for arcs in sorted(left.values(), key=len, reverse=True):
+            for arcs in sorted(remaining.values(), key=len, reverse=True):
                 costs = [0 if reads[arc] in seen else banks[reads[arc] % _BANKS] + 1 for arc in arcs[:_CANDIDATES]]
                 least = min(costs, default=0)
                 if not arcs or (least > most and len(arcs) < length - step):
@@ -575,9 +575,9 @@ class _ByProducts(torch.autograd.Function):
             shares[0] = 1 - shares.sum(0)
             grad[frame] = torch.where(runs, (shares - probs[frame]) * grad_log_sums, 0)
             sent = label_part * probs[frame].index_select(0, matrices.labels)
-            left = blank_part * probs[frame, :1]
-            label = sent + left + matrices.others @ sent
-            blank = left + matrices.all @ sent
+            blank_sent = blank_part * probs[frame, :1]
+            label = sent + blank_sent + matrices.others @ sent
+            blank = blank_sent + matrices.all @ sent
             down = torch.where(runs, torch.frexp((label + blank).sum(0)).exponent, 0)
             label_part = torch.where(runs, torch.ldexp(label, -down), label_part)
             blank_part = torch.where(runs, torch.ldexp(blank, -down), blank_part)

@@ -76,6 +76,11 @@ class Deferred(Protocol):
         ...
 
 
+def is_recording() -> bool:
+    """Return whether a CUDA graph is being recorded on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 def product(factors: Factors) -> tuple[Tensor, Tensor]:
     """Return one left (R, N) and one right (N, C) whose product is the sum of those of all pairs."""
     if len(factors) == 1:
@@ -109,7 +114,7 @@ class DeferredGradients:
 
     def recording(self) -> bool:
         """Return whether a CUDA graph is being recorded."""
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        return is_recording()
 
     def begin(self) -> None:
         """Forget the recurrences of earlier passes without a backward pass, and their work."""

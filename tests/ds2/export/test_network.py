@@ -97,8 +97,10 @@ def test_what_comes_after_the_end_is_not_heard(random_model: Make) -> None:
 
 def test_a_stream_of_less_than_a_window_has_no_frames(random_model: Make) -> None:
     exported = Exported.of(random_model(), from_samples=True, chunk_s=0.08)
-    found = [len(streamed(in_float64(exported), exported, [sound(samples).double()])[0]) for samples in (1, 279, 280)]
-    assert found == [0, 0, 1]
+    frame_counts = [
+        len(streamed(in_float64(exported), exported, [sound(samples).double()])[0]) for samples in (1, 279, 280)
+    ]
+    assert frame_counts == [0, 0, 1]
 
 
 def test_chunks_that_cannot_be_are_refused(random_model: Make) -> None:

@@ -151,16 +151,16 @@ def test_streams_share_a_batch_without_a_change(
         monkeypatch.undo()
     x, weight = draw(batch, bins, frames, channels).to(device), draw(32, channels, *taps, seed=2).to(device)
     conv, images = StreamConvolution(weight, stride), x.permute(0, 3, 1, 2)
-    found = convolve_stream(conv, x)
+    output = convolve_stream(conv, x)
     expected = functional.conv2d(images.double().cpu(), weight.double().cpu(), None, stride, (taps[0] // 2, 0))
-    check(found.permute(0, 3, 1, 2), expected, channels * taps[0] * taps[1])
+    check(output.permute(0, 3, 1, 2), expected, channels * taps[0] * taps[1])
     for group in (16, 32, 64, 112, 176) if device == "cuda" else (16,):
         monkeypatch.setattr(streams, "_group", lambda pairs, frames, group=group: group)
-        assert torch.equal(convolve_stream(conv, x), found)
+        assert torch.equal(convolve_stream(conv, x), output)
     for row in range(batch):
-        assert torch.equal(convolve_stream(conv, x[row : row + 1])[0], found[row])
+        assert torch.equal(convolve_stream(conv, x[row : row + 1])[0], output[row])
     longer = torch.cat([x[:1], x[1:2]], 2)  # what lies before and behind has no part in it
-    assert torch.equal(convolve_stream(conv, longer)[0, :, : found.shape[2]], found[0])
+    assert torch.equal(convolve_stream(conv, longer)[0, :, : output.shape[2]], output[0])
 
 
 @pytest.mark.parametrize(("pairs", "frames", "group"), [(21, 20, 16), (21, 1280, 112), (41, 640, 112), (21, 5000, 176)])

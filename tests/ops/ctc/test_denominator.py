@@ -219,11 +219,11 @@ def test_arcs_that_do_not_fit_on_chip_and_rows_of_many_arcs_give_the_same(monkey
 def test_threads_may_take_turns_in_any_order(backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_graph(7, labels=12, parents=1, children=8, arcs=5)
     logits = torch.randn(8, 2, 12, generator=torch.Generator().manual_seed(7))
-    given = (logits, torch.tensor([8, 6]), torch.ones(2))
+    arguments = (logits, torch.tensor([8, 6]), torch.ones(2))
     kernel_on_cpu.patch(monkeypatch)
-    wanted = with_gradient(Denominator(graph, 12), *given)
+    wanted = with_gradient(Denominator(graph, 12), *arguments)
     kernel_on_cpu.patch(monkeypatch, backwards=backwards)
-    assert all(map(torch.equal, with_gradient(Denominator(graph, 12), *given), wanted))
+    assert all(map(torch.equal, with_gradient(Denominator(graph, 12), *arguments), wanted))
 
 
 @pytest.mark.parametrize("nodes", [30, 5092, 20_000])
