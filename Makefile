@@ -33,7 +33,7 @@ test-all: test test-slow
 
 # On a machine with a GPU, with its own Python and torch: needs pytest, pytest-xdist and the other dependencies of ds2 besides, no extra.
 test-gpu:
-	PYTHONPATH=.:ops $(PYTHON) -m pytest -m gpu -n 14 --dist worksteal
+	PYTHONPATH=.:ops:$$PYTHONPATH $(PYTHON) -m pytest -m gpu -n 14 --dist worksteal
 
 # The oldest and the newest packages that pyproject.toml allows, in environments of their own; fetches about 11 GB.
 # CI tries the oldest with constraints.txt's PyTorch; what `make test` installs is the newest but for PyTorch.

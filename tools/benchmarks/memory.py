@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from ds2.commands.compose import compose_config
 from ds2.config.schema import ModelConfig
-from ds2.model import acoustic
+from ds2.model import recurrent
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
 from ds2.training.trainer import Trainer
 
@@ -42,10 +43,10 @@ class TorchLayer(nn.Module):
         self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum)
         self.rnn = nn.RNN(width_in, config.hidden, nonlinearity="relu")
 
-    def forward(self, x: Tensor, ragged: Ragged, state: object = None) -> tuple[Tensor, object]:
-        """Return what our layers return."""
-        y, last = self.rnn(self.norm(x, ragged.count))
-        return torch.where(ragged.valid.t()[:, :, None], y, 0.0), last
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        """Map (T, B, D) to (T, B, H), as our layers do. Its weights are its own parameters whatever the context."""
+        y, _ = self.rnn(self.norm(x, ragged.count))
+        return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
 
 
 def peak_bytes(kind: str, depth: int, batch: int, options: argparse.Namespace, folder: Path) -> int:
@@ -54,8 +55,8 @@ def peak_bytes(kind: str, depth: int, batch: int, options: argparse.Namespace, f
         f"model.depth={depth}", f"model.skip={options.skip}", f"data.max_duration_s={options.duration + 1}",
         f"train.graphs={options.graphs}", "model.row_convs=0", *noise_overrides(folder, batch), *options.overrides,
     ])  # fmt: skip
-    layer = TorchLayer if kind == "nn.RNN" else acoustic.make_recurrent_layer
-    with mock.patch.object(acoustic, "make_recurrent_layer", layer):
+    layer = TorchLayer if kind == "nn.RNN" else recurrent.make_recurrent_layer
+    with mock.patch.object(recurrent, "make_recurrent_layer", layer):
         trainer = Trainer(config, folder / "run")
     trainer.model.train()
     prepared = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
