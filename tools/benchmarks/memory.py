@@ -12,6 +12,7 @@ Needs a GPU: torch knows the peak of no other device.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import tempfile
 from collections.abc import Sequence
@@ -117,6 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_noise(Path(folder), batch, options.duration, options.characters)
             peaks = []
             for depth in options.depth:
+                gc.collect()  # else the network before, whose objects refer to each other, is part of the peak
                 torch.cuda.empty_cache()
                 peaks.append(peak_bytes(kind, depth, batch, options, Path(folder)))
         rows.append({"kind": kind, "batch": batch, **line(options.depth, peaks, options.gib)})
