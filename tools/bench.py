@@ -4,6 +4,10 @@
     python tools/bench.py training         training steps of whole models
     python tools/bench.py turns            training steps of several source trees in turns
     python tools/bench.py memory           layers that fit into memory
+    python tools/bench.py stages           Appleyard's stages of a faster LSTM
+    python tools/bench.py grnn             tables and figures of GRNN: latency of a forward pass
+    python tools/bench.py barrier          a barrier of the whole GPU against launching again
+    python tools/bench.py convolution      the convolution primitive on the layers of cuDNN's first paper
     python tools/bench.py scaling          training steps on several ranks
     python tools/bench.py collectives      sums over ranks
     python tools/bench.py predict          throughput on many ranks, from scaling.json and collectives.json
@@ -25,8 +29,8 @@ from dispatch import dispatch
 COMMANDS = {
     name: f"benchmarks.{name.replace('-', '_')}"
     for name in (
-        "rnn", "training", "turns", "memory", "scaling", "collectives", "predict", "streaming", "serving", "endpoints",
-        "denominator", "same-words",
+        "rnn", "stages", "grnn", "barrier", "convolution", "training", "turns", "memory", "scaling", "collectives",
+        "predict", "streaming", "serving", "endpoints", "denominator", "same-words",
     )
 }  # fmt: skip
 

@@ -198,6 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", nargs="+", default=["auto"], help="whose rows, where the files have several")
     options = parser.parse_args(arguments)
     files = [json.loads(path.read_text()) for path in options.scaling]
+    for path, file in zip(options.scaling, files, strict=True):
+        if file.get("git_commit", "unknown") == "unknown":
+            parser.error(f"{path} does not name the commit that it was measured at: add git_commit, or measure again")
     scaling = {**files[0], "rows": [row for file in files for row in file["rows"]]}
     for backend in options.backend:
         machine, rows = calibrated(scaling, backend, options)

@@ -2,7 +2,6 @@
 
     python tools/bench.py rnn                              the standard table: bfloat16, T 512, on a GPU
     python tools/bench.py rnn --cell lstm                  the same for LSTM and GRU (gru_after, gru_before)
-    python tools/bench.py rnn --grnn                       forward latency against cuDNN's (GRNN, 2019, Table 1)
     python tools/bench.py rnn --device cpu                 the CPU path against nn.RNN
     python tools/bench.py rnn --figure batch --out DIR     TFLOP/s against batch (Persistent RNNs, 2016, Figure 3);
                                                            with --hidden 1152 512 the same of these widths
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -201,48 +199,6 @@ def size(row: Result) -> tuple[int, int, int]:
     return row["hidden"], row["batch"], row["frames"]
 
 
-def grnn_table(options: argparse.Namespace, device: torch.device) -> int:
-    """Print GRNN's Table 1: ms of a forward pass of 100 frames in a CUDA graph, projection included, ours and cuDNN's.
-
-    "+copies" includes the copies of the input from the host and of the last state to the host.
-    """
-    if device.type != "cuda":
-        raise SystemExit("--grnn needs a CUDA GPU: its figures are CUDA graphs")
-    head, rows = facts(options, device, "GRNN's Table 1"), list[Result]()
-    for cell, hidden, batch in itertools.product(GATED, (64, 256, 1024), (1, 10, 16, 20)):
-        row: Result = {"cell": cell, "hidden": hidden, "batch": batch}
-        rows.append(row)
-        for dtype in (torch.bfloat16, torch.float16):
-            problem = Problem((hidden, batch, 100), dtype, device, cell)
-            calls = {f"cudnn {str(dtype)[6:]}": problem.torch_rnn(False)}
-            if dtype == torch.bfloat16:
-                calls["ours"] = problem.op("auto", True, False)
-                calls["ours +copies"] = with_copies(problem, calls["ours"])
-            for name, call in calls.items():
-                try:
-                    row[name] = round(measure(graphed(call), device).median_s * 1e3, 4)
-                except RuntimeError as error:
-                    row[name] = str(error).splitlines()[0]
-        print(json.dumps(row), flush=True)
-    if options.out:
-        write_json(options.out / "rnn_grnn.json", {**head, "rows": rows})
-    return 0
-
-
-def with_copies(problem: Problem, call: Callable[[], object]) -> Callable[[], object]:
-    """Copy the layer's input from pinned memory first, and the last frame back."""
-    source = problem.inputs.detach().cpu().pin_memory()
-    target = torch.empty(problem.batch, problem.hidden, dtype=problem.dtype).pin_memory()
-
-    def copied() -> object:
-        problem.inputs.detach().copy_(source, non_blocking=True)
-        y = call()
-        target.copy_(y[-1], non_blocking=True)  # type: ignore[index]
-        return y
-
-    return copied
-
-
 def print_table(rows: list[Result]) -> None:
     """Print a row a contender; times are microseconds a step, median and 10th to 90th percentile."""
     columns = {"H": "{hidden}", "B": "{batch}", "T": "{frames}", "op": "{contender}"}
@@ -293,7 +249,6 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cell", "--nonlinearity", choices=tuple(CELLS), default="relu")
     contenders = "backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
     parser.add_argument("--contenders", nargs="+", help=contenders)
-    parser.add_argument("--grnn", action="store_true", help="GRNN's Table 1 instead: LSTM and both GRUs, T 100")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")
     parser.add_argument("--out", type=Path, help="folder for the data (JSON) and the plot (PNG)")
@@ -318,8 +273,6 @@ def main(arguments: list[str] | None = None) -> int:
         standard = STANDARD_GATED
     others = [peer, f"{peer} float16"] if options.cell in GATED else ["gemm graph", peer]
     contenders = options.contenders or (["persistent", *others] if gpu else ["cpu", peer])
-    if options.grnn:
-        return grnn_table(options, device)
     if options.figure:
         widths = options.hidden or [FIGURES[options.figure][0][0]]
         sizes = [(hidden, batch, steps) for hidden in widths for _, batch, steps in FIGURES[options.figure]]

@@ -1,0 +1,188 @@
+"""Latency of forward passes beside the tables and figures of GRNN (Holmes et al. 2019).
+
+    python tools/bench.py grnn table1       100 frames of a layer, ours, cuDNN's, a CPU's (Table 1, Figures 11 to 13)
+    python tools/bench.py grnn figure15     latency against batch of its language model and its classifier
+    python tools/bench.py grnn table3       a GRU that resets before the product, with two synchronisations a step,
+                                            beside one that resets after it, which needs one
+
+Times are milliseconds of a pass with the input's product, replayed as a CUDA graph; on a CPU, of the call. "+copies"
+includes the copies of the input from the host and of the last state to it, as the paper's times do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ds2_ops
+import torch
+from benchmarks.common import Table, facts, graphed, measure, new_parser, parse, write_json
+from benchmarks.rnn import Problem
+from ds2_ops.recurrent.cells import GATED
+from torch import nn
+
+HIDDEN, BATCHES, FRAMES = (64, 256, 1024), (1, 10, 20), 100
+FIGURE_15_BATCHES = (1, 2, 5, 10, 15, 20, 64)
+Call = Callable[[], object]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One of the paper's two models (section 8.5): LSTM layers whose input has their width."""
+
+    layers: int
+    hidden: int
+    frames: int
+
+
+STACKS = {"classifier": Stack(2, 256, 20), "language model": Stack(3, 128, 100)}
+
+
+def ms(call: Call, device: torch.device, budget_s: float) -> float | str:
+    """Milliseconds of a call, of its graph's replay on a GPU; the reason where it cannot run."""
+    try:
+        return round(measure(graphed(call) if device.type == "cuda" else call, device, budget_s=budget_s)[0] * 1e3, 4)
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+
+
+def with_copies(problem: Problem, call: Call) -> Call:
+    """Copy the layer's input from pinned memory first, and the last frame back."""
+    source = problem.inputs.detach().cpu().pin_memory()
+    target = torch.empty(problem.batch, problem.hidden, dtype=problem.dtype).pin_memory()
+
+    def copied() -> object:
+        problem.inputs.detach().copy_(source, non_blocking=True)
+        y = call()
+        target.copy_(y[-1], non_blocking=True)  # type: ignore[index]
+        return y
+
+    return copied
+
+
+def tflops(problem: Problem, time_ms: float | str) -> float | None:
+    """TFLOP/s of the products with the inputs and with the state."""
+    if isinstance(time_ms, str):
+        return None
+    return 2 * 2 * problem.gates * problem.hidden**2 * problem.batch * problem.frames / time_ms * 1e-9
+
+
+def table_1(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Each cell, hidden size and batch; on a GPU also cuDNN's time, and the CPU's of the same machine."""
+    columns = {"cell": "{cell}", "H": "{hidden}", "B": "{batch}", "ours": "{ours}"}
+    columns |= {"TFLOP/s": "{tflops:.3g}", "+copies": "{copies}", "cuDNN bf16": "{torch_bfloat16}"}
+    columns |= {"cuDNN fp16": "{torch_float16}", "CPU, torch": "{cpu_torch}", "CPU, ours": "{cpu_ours}"}
+    table, rows = Table(columns), []
+    for cell, hidden, batch in itertools.product(options.cells, options.hidden, options.batch):
+        row: Row = {"cell": cell, "hidden": hidden, "batch": batch}
+        if device.type == "cuda":
+            for dtype in (torch.bfloat16, torch.float16):
+                problem = Problem((hidden, batch, FRAMES), dtype, device, cell)
+                row[f"torch_{str(dtype)[6:]}"] = ms(problem.torch_rnn(False), device, options.budget)
+                if dtype == torch.bfloat16:
+                    call = problem.op("auto", True, False)
+                    row["ours"] = ms(call, device, options.budget)
+                    row["copies"] = ms(with_copies(problem, call), device, options.budget)
+                    row["tflops"] = tflops(problem, row["ours"])
+        if options.cpu or device.type == "cpu":
+            cpu = torch.device("cpu")
+            problem = Problem((hidden, batch, FRAMES), torch.float32, cpu, cell)
+            row["cpu_torch"] = ms(problem.torch_rnn(False), cpu, options.budget)
+            row["cpu_ours"] = ms(problem.op("cpu", True, False), cpu, options.budget)
+        rows.append(row)
+        table.print_row(row)
+    return rows
+
+
+def figure_15(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Both models at each batch: our modules and torch's with the same weights."""
+    columns = {"model": "{model}", "B": "{batch}", "ours": "{ours}", "cuDNN bf16": "{torch_bfloat16}"}
+    table = Table(columns | {"cuDNN fp16": "{torch_float16}", "CPU, torch": "{cpu_torch}", "error": "{error:.1e}"})
+    rows = []
+    for (name, stack), batch in itertools.product(STACKS.items(), options.batch):
+        row: Row = {"model": name, "batch": batch}
+        torch.manual_seed(0)
+        cpu_peer = nn.LSTM(stack.hidden, stack.hidden, stack.layers)
+        x = torch.randn(stack.frames, batch, stack.hidden)
+        dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
+        for dtype in dtypes:
+            peer = nn.LSTM(stack.hidden, stack.hidden, stack.layers).to(device, dtype)
+            peer.load_state_dict(cpu_peer.state_dict())
+            peer.flatten_parameters()
+            given = x.to(device, dtype)
+            row[f"torch_{str(dtype)[6:]}"] = ms(_without_gradient(peer, given), device, options.budget)
+            if dtype == dtypes[0]:
+                mine = ds2_ops.LSTM(stack.hidden, stack.hidden, stack.layers).to(device, dtype)
+                mine.load_state_dict(peer.state_dict())
+                call = _without_gradient(mine, given)
+                truth = cpu_peer.double()(x.double())[0].detach()
+                row["error"] = float((call().cpu().double() - truth).norm() / truth.norm())
+                cpu_peer.float()
+                row["ours"] = ms(call, device, options.budget)
+        if options.cpu or device.type == "cpu":
+            row["cpu_torch"] = ms(_without_gradient(cpu_peer, x), torch.device("cpu"), options.budget)
+        rows.append(row)
+        table.print_row(row)
+    return rows
+
+
+def _without_gradient(module: nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            y: torch.Tensor = module(x)[0]
+            return y
+
+    return call
+
+
+def table_3(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Two synchronisations a step where the weights fit, else a recorded loop of products, beside one."""
+    columns = {"H": "{hidden}", "B": "{batch}", "before the product, two": "{gru_before}"}
+    table = Table(columns | {"by": "{by}", "after the product, one": "{gru_after}", "ratio": "{ratio:.2f}"})
+    rows = []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernels = "persistent" if device.type == "cuda" else "cpu"
+    for hidden, batch in itertools.product(options.hidden, options.batch):
+        row: Row = {"hidden": hidden, "batch": batch, "by": kernels}
+        for cell in ("gru_before", "gru_after"):
+            problem = Problem((hidden, batch, FRAMES), dtype, device, cell)
+            row[cell] = ms(problem.op(kernels, True, False), device, options.budget)
+            if isinstance(row[cell], str):
+                row["why_not"], row["by"] = row[cell], "products"
+                row[cell] = ms(problem.op("gemm", True, False), device, options.budget)
+        if not isinstance(row["gru_before"], str):
+            row["ratio"] = row["gru_before"] / row["gru_after"]
+        rows.append(row)
+        table.print_row(row)
+    return rows
+
+
+FIGURES = {"table1": table_1, "figure15": figure_15, "table3": table_3}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one table or figure."""
+    parser = new_parser(__doc__)
+    parser.add_argument("figure", choices=tuple(FIGURES))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    parser.add_argument("--cells", nargs="+", choices=tuple(GATED), default=list(GATED), help="of table1")
+    parser.add_argument("--hidden", nargs="+", type=int, default=list(HIDDEN), help="of the tables")
+    parser.add_argument("--batch", nargs="+", type=int)
+    parser.add_argument("--cpu", action="store_true", help="on a GPU's machine, time its CPU too (float32)")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--budget", type=float, default=0.2, help="seconds of each measurement")
+    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
+    options = parse(parser, arguments)
+    options.batch = options.batch or list(FIGURE_15_BATCHES if options.figure == "figure15" else BATCHES)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    head = facts(options, device, f"GRNN's {options.figure}, ms, {torch.get_num_threads()} CPU threads")
+    write_json(options.out, {"benchmark": "grnn", **head, "rows": FIGURES[options.figure](options, device)})
+    return 0
