@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from ds2_ops.batch_norm import RunningStatistics, batch_norm, why_not
+from ds2_ops.batch_norm.op import RunningStatistics, batch_norm, why_not
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,7 +26,7 @@ class Reduce(Protocol):
         ...
 
     def chunks(self, chunks: Tensor, own: Tensor | None) -> Tensor:
-        """As `ds2_ops.batch_norm.Reduce`."""
+        """As `ds2_ops.batch_norm.op.Reduce`."""
         ...
 
 

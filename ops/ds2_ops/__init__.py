@@ -9,7 +9,7 @@ classifier       logits of few labels
 spectrum         normalised log power spectra of samples
 optimizer        the norm of all gradients, clipping and update
 peers            sums over the GPUs of a host
-primitives       convolution on arrays of any framework, without torch
+primitives       convolution, batch norm and CTC on arrays of any framework, without torch
 lengths, checks  lengths of utterances; errors about arguments, choice of a backend
 install          the command that installs an extra from where this copy came
 jit              from a translation unit to a launch

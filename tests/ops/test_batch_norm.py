@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ds2_ops.batch_norm
+import ds2_ops.batch_norm.op
 import pytest
 import torch
-from ds2_ops.batch_norm import Rows, RunningStatistics, batch_norm, batch_norm_reference, why_not
+from ds2_ops.batch_norm.op import RunningStatistics, batch_norm, batch_norm_reference, why_not
+from ds2_ops.batch_norm.rows import NUMBERS, Rows
 from ds2_ops.checks import MIN_CAPABILITY
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import patch_run
@@ -88,7 +89,7 @@ class Case:
 @pytest.fixture(params=[False, True], ids=["", "backwards"])
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        patch_run(monkeypatch, ds2_ops.batch_norm, backwards=request.param)
+        patch_run(monkeypatch, ds2_ops.batch_norm.op, backwards=request.param)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -118,8 +119,8 @@ def test_values_and_gradients(
 
 
 def test_kernels_compile_without_spills_for_the_oldest_gpu_too() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        rows = Rows(dtype, 10_000, 1152 if dtype != torch.float16 else 32, 4, 50, clipped=True)
+    for dtype in NUMBERS:
+        rows = Rows(dtype, 10_000, 1152 if dtype != "float16" else 32, 4, 50, clipped=True)
         for kernel in ("sum_rows", "normalise", "sum_gradients", "backward_rows"):
             assert build(rows.launch(kernel).source.text, "sm_{}{}".format(*MIN_CAPABILITY)).local_bytes == 0
 
@@ -127,7 +128,7 @@ def test_kernels_compile_without_spills_for_the_oldest_gpu_too() -> None:
 @pytest.mark.parametrize("rows", [1, 63, 64, 1400, 22_400, 1_800_000])
 @pytest.mark.parametrize("channels", [8, 32, 72, 1152, 4000])
 def test_chunks_cover_all_rows_and_none_is_empty(rows: int, channels: int) -> None:
-    chunk_rows, chunks = Rows(torch.bfloat16, rows, channels).chunk
+    chunk_rows, chunks = Rows("bfloat16", rows, channels).chunk
     assert (chunks - 1) * chunk_rows < rows <= chunks * chunk_rows
 
 

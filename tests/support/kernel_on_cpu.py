@@ -50,6 +50,17 @@ def patch_run(monkeypatch: pytest.MonkeyPatch, module: Any, backwards: bool = Fa
     monkeypatch.setattr(module, "run", run)
 
 
+def patch_launch_on(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Make the launches of a module of primitives run on arrays of the CPU."""
+
+    def launch_on(launch: Launch, numbers: Sequence[Any], what: Callable[[], str], index: int, stream: int) -> None:
+        kernel = ctypes.CDLL(str(_library(launch.source))).run
+        kernel.argtypes = None
+        kernel(launch.grid, launch.threads, 0, *host_arguments(launch.source, numbers))
+
+    monkeypatch.setattr(module, "launch_on", launch_on)
+
+
 @functools.cache
 def _library(source: Source) -> Path:
     headers = {

@@ -9,48 +9,9 @@ import torch
 from torch import Tensor
 
 from ds2_ops.checks import why_no_gpu
+from ds2_ops.ctc.paths import plan, slopes
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, Parameters, Source, device_index, names, parameters, run, translation_unit
-
-_THREADS = 256
-_TARGETS = "const float* log_probs, const long long* frames, const long long* labels, const long long* sizes"
-_SHAPE = "int length, int batch, int vocabulary, int longest"
-# structs Paths and Slopes of csrc/ctc/loss.cuh
-_PATHS_OF = parameters(f"{_TARGETS}, float* alpha, float* beta, float* losses, {_SHAPE}")
-_SLOPES_OF = parameters(
-    f"""{_TARGETS}, const float* alpha, const float* beta, const float* losses, const float* grad_losses,
-    float* grad_logits, {_SHAPE}"""
-)
-
-
-def _source(function: str, struct: str, members: Parameters) -> Source:
-    return translation_unit(
-        "ctc/loss.cuh",
-        members,
-        f"""    extern __shared__ __align__(16) unsigned char shared[];
-    ds2::{function}(ds2::{struct}{{{names(members)}}}, reinterpret_cast<float*>(shared));
-""",
-        ahead=f'static_assert(ds2::LOSS_THREADS == {_THREADS}, "loss.py and loss.cuh disagree");\n',
-        launch_bounds=str(_THREADS),
-    )
-
-
-_PATHS = _source("sum_paths", "Paths", _PATHS_OF)
-SLOPES = _source("slope_of_frame", "Slopes", _SLOPES_OF)
-
-
-def plan(longest: int, vocabulary: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch:
-    """Choose the launch that sums over paths, for targets of up to `longest` of `vocabulary` labels.
-
-    Raises:
-        ValueError: the scores of a frame do not fit into a block's shared memory.
-    """
-    smem_bytes = (2 * vocabulary + 3 * (2 * longest + 1)) * 4
-    if smem_bytes > smem_bytes_per_block:
-        raise ValueError(
-            f"{longest} labels of {vocabulary} need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}"
-        )
-    return Launch(_PATHS, _THREADS, grid=2 * utterances, smem_bytes=smem_bytes)
+from ds2_ops.jit.launch import Launch, device_index, run
 
 
 def why_not(longest: int, vocabulary: int, device: torch.device) -> str | None:
@@ -106,8 +67,8 @@ class _CtcLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         log_probs, longest = ctx.saved_tensors[0], ctx.saved_tensors[2].shape[1]
         grad = torch.empty_like(log_probs)
-        blocks = log_probs.shape[0] * log_probs.shape[1]
-        launch = Launch(SLOPES, _THREADS, grid=blocks, smem_bytes=(3 * longest + 1) * 4)
+        length, utterances, _ = log_probs.shape
+        launch = slopes(length, utterances, longest)
         _run(launch, [*ctx.saved_tensors, grad_losses.float().contiguous(), grad], log_probs, longest)
         return grad.to(ctx.dtype), None, None, None
 

@@ -2,7 +2,9 @@
 
 As in cuDNN's first paper (Chetlur et al. 2014). Arrays of the CPU are computed in float64 by NumPy.
 
-convolution  over two axes: any channels, strides, padding of each side, groups; both gradients
+batch_norm   over rows of channels, with the clip that follows it, forward and backward
+convolution  over two axes: any channels, strides, padding, groups (a row convolution among them), and gradients
+ctc          the loss and its gradient
 arrays       where arrays lie, and how results of the CPU are written
 
 The recurrence's primitives are ``ds2_ops.recurrent.primitives``.

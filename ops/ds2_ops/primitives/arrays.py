@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ds2_ops.recurrent.primitives import Array, contiguous, view
+from ds2_ops.recurrent.primitives import ALIGNMENT, Array, contiguous, product, view
 
 _CPU = 1  # kDLCPU of DLPack
 Shape = tuple[int, ...]
@@ -60,3 +60,27 @@ def on_gpu(name: str, array: Any, shape: Shape, dtype: str, device: int, stream:
     if source.device_id != device:
         raise ValueError(f"{name} is on device {source.device_id}, the op is for device {device}")
     return Array(int(source.ptr), tuple(shape), tuple(source.strides or contiguous(tuple(shape))))
+
+
+def contiguous_address(name: str, array: Any, shape: Shape, dtype: str, device: int, stream: int) -> int:
+    """Return the address of an array of a GPU that must be contiguous and start at a multiple of 16 bytes.
+
+    Raises:
+        ValueError, TypeError: as `on_gpu`, or it is not.
+    """
+    placed = on_gpu(name, array, shape, dtype, device, stream)
+    if not placed.plain or placed.address % 16:
+        raise ValueError(f"{name} is not contiguous, or does not start at a multiple of 16 bytes: make a copy")
+    return placed.address
+
+
+def workspace_address(workspace: Any, size: int, stream: int) -> int:
+    """Return the address of a workspace of at least ``size`` bytes; ValueError where it is smaller or not aligned."""
+    source = view("workspace", workspace, stream)
+    most, address = source.dtype.itemsize * product(source.shape), int(source.ptr)
+    if most < size or address % ALIGNMENT:
+        raise ValueError(
+            f"workspace has {most} bytes from {address:#x} on, expected workspace_bytes = {size} from a multiple of "
+            f"{ALIGNMENT}"
+        )
+    return address

@@ -22,8 +22,8 @@ import numpy as np
 
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, Source, launch_on, names, parameters, translation_unit
-from ds2_ops.primitives.arrays import on_cpu, on_gpu, read_cpu, write_cpu
-from ds2_ops.recurrent.primitives import ALIGNMENT, Array, product, stream_handle, view
+from ds2_ops.primitives.arrays import on_cpu, on_gpu, read_cpu, workspace_address, write_cpu
+from ds2_ops.recurrent.primitives import Array, product, stream_handle
 
 THREADS, TILE_COLUMNS, TILE_DEPTH = 256, 128, 8
 _TILE_ROWS, _FEW_ROWS = (32, 64, 96, 128), 8  # below so many rows of a group a thread makes one sum
@@ -159,7 +159,7 @@ class Convolution:
         with runtime.current(self.device):
             placed = {n: on_gpu(n, a, self.shapes[n], self.dtype, self.device, handle) for n, a in arrays.items()}
             splits = self._splits(kind)
-            parts = self._parts(workspace, handle) if splits > 1 else 0
+            parts = workspace_address(workspace, self.workspace_bytes, handle) if splits > 1 else 0
             addresses = [placed[name].address for name in ("x", "weight", "y")]
             numbers = [*addresses, placed[result].address, parts, self.images, splits, beta]
             for launch in self.launches(kind, placed):
@@ -208,16 +208,6 @@ class Convolution:
             numbers |= dict(zip(letters, arrays[name].strides, strict=True))
         numbers |= dict(zip(("W_K", "W_C", "W_R", "W_S"), arrays["weight"].strides, strict=True))
         return tuple(numbers.items())
-
-    def _parts(self, workspace: Any, stream: int) -> int:
-        source = view("workspace", workspace, stream)
-        size = source.dtype.itemsize * product(source.shape)
-        if size < self.workspace_bytes or int(source.ptr) % ALIGNMENT:
-            raise ValueError(
-                f"workspace has {size} bytes from {int(source.ptr):#x} on, expected workspace_bytes = "
-                f"{self.workspace_bytes} from a multiple of {ALIGNMENT}"
-            )
-        return int(source.ptr)
 
 
 def _tile_rows(rows: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ds2_ops.checks import MIN_CAPABILITY
-from ds2_ops.ctc import align, beam, loss
+from ds2_ops.ctc import align, beam, loss, paths
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import H200_SMEM_BYTES
@@ -23,7 +23,7 @@ def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
 
 
 def test_other_kernels_compile_without_spills() -> None:
-    scored = (loss.plan(300, 29, H200_SMEM_BYTES).source, loss.SLOPES)
+    scored = (paths.plan(300, 29, H200_SMEM_BYTES).source, paths.SLOPES)
     for source in (beam.TRACE, beam.APPEND, align.plan(300, H200_SMEM_BYTES).source, *scored):
         assert build(source.text).local_bytes == 0
 
@@ -59,9 +59,9 @@ def test_targets_that_do_not_fit_are_named() -> None:
     assert align.plan(largest, H200_SMEM_BYTES).smem_bytes <= H200_SMEM_BYTES
     with pytest.raises(ValueError, match=f"{largest + 1} labels need"):
         align.plan(largest + 1, H200_SMEM_BYTES)
-    assert loss.plan(9000, 29, H200_SMEM_BYTES).smem_bytes <= H200_SMEM_BYTES
+    assert paths.plan(9000, 29, H200_SMEM_BYTES).smem_bytes <= H200_SMEM_BYTES
     with pytest.raises(ValueError, match="9700 labels of 29 need"):
-        loss.plan(9700, 29, H200_SMEM_BYTES)
+        paths.plan(9700, 29, H200_SMEM_BYTES)
 
 
 def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

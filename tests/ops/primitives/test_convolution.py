@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from ds2_ops.jit.build import build
+from ds2_ops.primitives import convolution
 from ds2_ops.primitives.convolution import Convolution
 from ds2_ops.recurrent.primitives import Array
-from support.kernel_on_cpu import _library, host_arguments
+from support.kernel_on_cpu import patch_launch_on
 from torch import Tensor
 from torch.nn import functional
 
@@ -91,8 +91,12 @@ def on_the_cpu(op: Convolution, kind: str, arrays: dict[str, Tensor], result: Te
     sums = torch.full((max(1, op._splits(kind)), *result.shape), float("nan"), dtype=torch.float64)
     arguments = [*(tensors[name] for name in ("x", "weight", "y")), result, sums, op.images, op._splits(kind), beta]
     for launch in op.launches(kind, lie):
-        kernel = ctypes.CDLL(str(_library(launch.source))).run
-        kernel(launch.grid, launch.threads, 0, *host_arguments(launch.source, arguments))
+        convolution.launch_on(launch, launch.source.numbers(arguments), lambda: kind, 0, 0)
+
+
+@pytest.fixture
+def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_launch_on(monkeypatch, convolution)
 
 
 def allowed(wanted: Tensor, dtype: torch.dtype) -> float:
@@ -101,6 +105,7 @@ def allowed(wanted: Tensor, dtype: torch.dtype) -> float:
     return float(wanted.abs().max()) * (torch.finfo(dtype).eps + sums)
 
 
+@pytest.mark.usefixtures("kernels_on_the_cpu")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each_case
 def test_the_kernels_on_the_cpu(case: dict[str, Any], dtype: str) -> None:
@@ -118,6 +123,7 @@ def test_the_sum_over_positions_is_split_where_there_are_few_tiles() -> None:
     assert op._splits("forward") == 1
 
 
+@pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_any_order_of_axes_and_parts_of_larger_arrays() -> None:
     op = Convolution(**CASES["plain"])
     arrays = drawn(op, torch.float32)

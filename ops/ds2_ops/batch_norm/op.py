@@ -16,129 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds2_ops.batch_norm.rows import BYTES, NUMBERS, Rows
 from ds2_ops.checks import refuse_second_derivative, why_no_gpu
-from ds2_ops.jit.launch import Launch, Parameters, Source, names, parameters, run, translation_unit
-
-THREADS = 256
-_NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
-_BYTES = 16  # of a load instruction
-# Two for each of an H200's 132 multiprocessors: both passes of 22,400 rows of 1152 take 121 us, with 528 blocks 139 us,
-# because every block of the second launch reads the sums of all chunks of its columns.
-_BLOCKS = 264
-_MIN_ROWS = 4  # of a thread: fewer are not worth the start of a block
-_ROWS = (
-    "const int* lengths, int rows, int channels, int chunk_rows, int chunks, int column_blocks, int bins, int frames"
-)
-_ROW_NAMES = names(parameters(_ROWS))
-_CHANNEL = "const float* weight, const float* bias, const float* mean, const float* inverse"
-_KERNELS: dict[str, tuple[Parameters, str]] = {
-    name: (parameters(f"{_ROWS}, {declarations}"), call)
-    for name, (declarations, call) in {
-        "sum_rows": ("double* partial, const void* x", "(rows_of, x, partial, memory)"),
-        "normalise": (
-            """const double* partial, const void* x, void* y, const int* count, const float* weight, const float* bias,
-            float* mean, float* inverse, float* running_mean, float* running_var, float share, float eps, float clip""",
-            "(rows_of, x, y, partial, count, weight, bias, {mean, inverse, running_mean, running_var, share}, eps, "
-            "clip, memory)",
-        ),
-        "sum_gradients": (
-            f"double* partial, const void* grad_y, const void* x, {_CHANNEL}, float clip",
-            "(rows_of, grad_y, x, {weight, bias, mean, inverse}, partial, clip, memory)",
-        ),
-        "backward_rows": (
-            f"""const double* partial, const void* grad_y, const void* x, void* grad_x, const int* count, {_CHANNEL},
-            float* grad_weight, float* grad_bias, float clip""",
-            "(rows_of, grad_y, x, grad_x, partial, count, {weight, bias, mean, inverse}, grad_weight, grad_bias, clip, "
-            "memory)",
-        ),
-    }.items()
-}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """How the kernels divide a contiguous tensor (..., C) among blocks.
-
-    Attributes:
-        dtype: of its elements.
-        rows, channels: N and C.
-        bins, frames: F and T where rows are (B, F, T) with lengths; 0 where all rows are valid.
-        clipped: whether clipped ReLU follows.
-    """
-
-    dtype: torch.dtype
-    rows: int
-    channels: int
-    bins: int = 0
-    frames: int = 0
-    clipped: bool = False
-
-    @property
-    def lanes(self) -> int:
-        """Threads that share a row."""
-        return 8 if self.channels > 4 * _BYTES // self.dtype.itemsize else 4
-
-    @property
-    def columns(self) -> int:
-        """Blocks of columns."""
-        return -(-self.channels // (self.lanes * _BYTES // self.dtype.itemsize))
-
-    @functools.cached_property
-    def chunk(self) -> tuple[int, int]:
-        """Rows of a chunk, and number of chunks."""
-        max_chunks, rows_at_once = _BLOCKS // self.columns, THREADS // self.lanes
-        chunks = max(1, min(max_chunks, self.rows // (_MIN_ROWS * rows_at_once)))
-        rows = -(-self.rows // chunks)
-        rows += -rows % rows_at_once
-        return rows, -(-self.rows // rows)
-
-    def partial(self, device: torch.device) -> Tensor:
-        """Allocate the sums of each chunk, which the second launch reads: (chunks, 2, C) float64."""
-        return torch.empty(self.chunk[1], 2, self.channels, dtype=torch.float64, device=device)
-
-    def launch(self, kernel: str) -> Launch:
-        """Make the launch of a kernel over all rows."""
-        clipped = self.clipped and kernel != "sum_rows"
-        source = _source(kernel, self.dtype, self.lanes, self.bins > 0, clipped)
-        smem_bytes = THREADS * 2 * (_BYTES // self.dtype.itemsize) * 8 if kernel.startswith("sum") else THREADS * 8
-        return Launch(source, THREADS, grid=self.chunk[1] * self.columns, smem_bytes=smem_bytes)
-
-    def run(self, kernel: str, lengths: Tensor | None, partial: Tensor, *arguments: Tensor | float | None) -> None:
-        """Launch a kernel; `partial` holds the sums of each chunk, (chunks, 2, C), or of all, (1, 2, C)."""
-        chunk_rows, _ = self.chunk
-        shape = (lengths, self.rows, self.channels, chunk_rows, len(partial), self.columns, self.bins, self.frames)
-
-        def what() -> str:
-            return f"batch norm, {kernel} of {self.rows} rows of {self.channels} channels in {self.dtype}"
-
-        run(self.launch(kernel), [*shape, partial, *arguments], what, partial.device)
-
-
-@functools.cache
-def _source(kernel: str, dtype: torch.dtype, lanes: int, ragged: bool, clipped: bool) -> Source:
-    members, call = _KERNELS[kernel]
-    flags = [ragged] if kernel == "sum_rows" else [ragged, clipped]
-    template = ", ".join([f"ds2::{_NUMBERS[dtype]}", str(lanes), *(str(flag).lower() for flag in flags)])
-    return translation_unit(
-        "batch_norm/rows.cuh",
-        members,
-        f"""    extern __shared__ __align__(16) unsigned char shared[];
-    double* memory = reinterpret_cast<double*>(shared);
-    const ds2::Rows rows_of{{{_ROW_NAMES}}};
-    ds2::{kernel}<{template}>{call};
-""",
-        ahead=f'static_assert(ds2::NORM_THREADS == {THREADS}, "batch_norm.py and rows.cuh disagree");\n',
-        launch_bounds=f"{THREADS}, 2",
-    )
+from ds2_ops.jit.launch import run
 
 
 def why_not(dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
     """Say why the kernels cannot normalise channels of a dtype on a device; None if they can."""
     if device.type != "cuda":
         return why_no_gpu(device)
-    if dtype not in _NUMBERS:
+    if _name(dtype) not in NUMBERS:
         return f"the data is {dtype}, the kernels support bfloat16, float16 and float32"
-    numbers = _BYTES // dtype.itemsize
+    numbers = BYTES // dtype.itemsize
     if channels % numbers:
         return f"there are {channels} channels, the kernels load {numbers} at a time"
     return _why_not_device(device)
@@ -210,6 +99,21 @@ def batch_norm(
     return y
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _partial(rows: Rows, device: torch.device) -> Tensor:
+    """Allocate the sums of each chunk, which the second launch reads: (chunks, 2, C) float64."""
+    return torch.empty(rows.chunk[1], 2, rows.channels, dtype=torch.float64, device=device)
+
+
+def _run(rows: Rows, kernel: str, lengths: Tensor | None, partial: Tensor, *arguments: Tensor | float | None) -> None:
+    """Launch a kernel; `partial` holds the sums of each chunk, (chunks, 2, C), or of all, (1, 2, C)."""
+    numbers = [lengths, *rows.shape(len(partial)), partial, *arguments]
+    run(rows.launch(kernel), numbers, lambda: f"batch norm, {kernel} of {rows}", partial.device)
+
+
 class _BatchNorm(torch.autograd.Function):
     """Saves only the input and vectors of channels; the backward pass recomputes where the clip applies."""
 
@@ -220,16 +124,16 @@ class _BatchNorm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         channels, device = x.shape[-1], x.device
         bins, frames = (x.shape[1], x.shape[2]) if lengths is not None else (0, 0)
-        rows = Rows(x.dtype, x.numel() // channels, channels, bins, frames, clip is not None)
+        rows = Rows(_name(x.dtype), x.numel() // channels, channels, bins, frames, clip is not None)
         limit = 0.0 if clip is None else clip
-        partial = rows.partial(device)
-        rows.run("sum_rows", lengths, partial, x)
+        partial = _partial(rows, device)
+        _run(rows, "sum_rows", lengths, partial, x)
         if reduce is not None:
             partial = reduce(partial, None)
         mean, inverse = torch.empty(2, channels, device=device)
         averages = (None, None, 0.0) if running is None else (running.mean, running.var, running.share)
         y = torch.empty_like(x)
-        rows.run("normalise", lengths, partial, x, y, count, weight, bias, mean, inverse, *averages, eps, limit)
+        _run(rows, "normalise", lengths, partial, x, y, count, weight, bias, mean, inverse, *averages, eps, limit)
         ctx.save_for_backward(x, weight, bias, mean, inverse, count, lengths)
         ctx.rows, ctx.clip, ctx.reduce = rows, limit, reduce
         return y
@@ -241,8 +145,8 @@ class _BatchNorm(torch.autograd.Function):
         rows = ctx.rows
         channel = (weight, bias, mean, inverse)
         grad_y = grad_y.contiguous()
-        partial = rows.partial(x.device)
-        rows.run("sum_gradients", lengths, partial, grad_y, x, *channel, ctx.clip)
+        partial = _partial(rows, x.device)
+        _run(rows, "sum_gradients", lengths, partial, grad_y, x, *channel, ctx.clip)
         grad_weight: Tensor | None = torch.empty_like(mean)
         grad_bias: Tensor | None = torch.empty_like(mean)
         gradients = grad_weight, grad_bias
@@ -253,7 +157,7 @@ class _BatchNorm(torch.autograd.Function):
             grad_weight = grad_bias = None
         grad_x = torch.empty_like(x)
         outputs = (grad_weight, grad_bias)
-        rows.run("backward_rows", lengths, partial, grad_y, x, grad_x, count, *channel, *outputs, ctx.clip)
+        _run(rows, "backward_rows", lengths, partial, grad_y, x, grad_x, count, *channel, *outputs, ctx.clip)
         return grad_x, *gradients, None, None, None, None, None, None
 
 
