@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from support.paths import ROOT
 
 from ds2.config.schema import DecodeConfig
+from ds2.decoding.hypothesis import Hypothesis
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
@@ -158,3 +162,68 @@ def test_the_delay_counts_from_the_last_sound_of_a_recording(
     monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model hears no silence
     [early, never] = in_process(recogniser, utterance, [Endpoints(longest_s=0.5), NEVER], 0.1)
     assert early.texts and not never.texts and never.rest
+
+
+def test_the_fitted_contention_and_meeting_are_those_of_the_rows() -> None:
+    from benchmarks.predict import Link, Machine, errors, fitted, step_s
+
+    link = Link(latency_s=1e-4, bandwidth=1e10)
+    machine = Machine([4.0, 8.0], [0.01, 0.02], [0.02, 0.04], [0.001, 0.001], 1e8, 3, link, link, ranks_per_host=8)
+    truth = replace(machine, contention=0.5, meeting_s=1e-3)
+    rows = [
+        {
+            "ranks": ranks, "batch": ranks * batch, "overlap": overlap, "batch_norm": norm,
+            "step_ms": 1e3 * step_s(truth, ranks, batch, bucket_bytes=2e7, overlap=overlap, shared=norm == "shared")[0],
+        }
+        for ranks, batch, overlap, norm in [(2, 4, True, "local"), (2, 8, False, "shared"), (4, 8, True, "shared")]
+    ]  # fmt: skip
+    assert max(map(abs, errors(truth, rows, 2e7))) < 1e-9
+    assert max(map(abs, errors(machine, rows, 2e7))) > 0.01
+    fit = fitted(machine, rows, 2e7)
+    assert (fit.contention, fit.meeting_s) == (pytest.approx(0.5), pytest.approx(1e-3))
+
+
+def test_words_that_a_later_partial_result_lacks_are_counted() -> None:
+    from benchmarks.same_words import Streams
+
+    streams = Streams(None, ["a.wav"], random.Random(0))  # type: ignore[arg-type]
+    streams.partial_words[0] = []
+    for text, retracted in (("one tw", 0), ("one two thr", 0), ("one too three four", 1), ("one", 3)):
+        streams._count_retracted(0, Hypothesis(text, 0.0, [], []))
+        assert streams.retracted == retracted, text
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_words_of_streams_that_differ_from_those_of_files_end_with_1(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    other: bool,
+) -> None:
+    from benchmarks import same_words
+
+    run = same_words.Streams.run
+
+    def changed(streams: Any) -> None:
+        run(streams)
+        if other:
+            streams.results[0] = replace(streams.results[0], text=f"{streams.results[0].text} more words".strip())
+
+    monkeypatch.setattr(same_words.Streams, "run", changed)
+    status = same_words.main([str(make_model()), str(recording), "--device", "cpu", "--commit", "abc1234"])
+    shown = capsys.readouterr().out
+    assert status == int(other) and f"{2 * other} words differ" in shown and "1 files" in shown
+
+
+@pytest.mark.slow
+def test_the_training_benchmark_counts_audio_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import training
+
+    sizes = ["--batch", "2", "--duration", "0.5", "--steps", "3", "--warmup", "1", "--device", "cpu"]
+    assert not training.main([*sizes, "model.hidden=8", "model.depth=2", "--commit", "abc1234"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    [row] = result["rows"]
+    assert result["git_commit"] == "abc1234" and row["skipped"] == 0
+    assert row["audio_s_per_s"] == pytest.approx(2 * 0.5 / (1e-3 * row["step_ms"]))
+    assert row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
