@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.recurrent import calibrate
+from ds2_ops.recurrent.plan.choose import choose, hopper, largest_grid_hidden
+from ds2_ops.recurrent.plan.problem import Problem
 
 from ds2 import __version__
 from ds2.commands.common import Parser
@@ -52,6 +54,7 @@ def run(arguments: Sequence[str]) -> int:
             f"GPU {index}: {facts.name}, capability {facts.major}.{facts.minor}, {facts.multi_processor_count} SMs, "
             f"{facts.total_memory / 2**30:.0f} GiB"
         )
+        print(f"  recurrent layers: {recurrence_facts(index)}")
     print(f"kernels: {cache_dir()}, sources {_sources()}")
     for path, record in calibrate.records():
         stale = "" if record["sources"] == _sources() else ", of other sources"
@@ -60,6 +63,25 @@ def run(arguments: Sequence[str]) -> int:
             step_us = choice["us"][choice["name"]]
             print(f"  {problem}: {choice['name']}, {step_us:.2f} us per step, fastest of {choice['most']}")
     return 0
+
+
+def recurrence_facts(index: int) -> str:
+    """Return which persistent kernels run the recurrence on a GPU, and up to which size; or why torch's layers do.
+
+    Args:
+        index: number of the CUDA device.
+    """
+    try:
+        facts = calibrate.device_facts(index)
+        choose(Problem(1, 64, "bfloat16", "relu", backward=False), facts)
+        relu, lstm, gru = (
+            largest_grid_hidden(Problem(1, 1, "bfloat16", cell, backward=False), facts, facts.sms)
+            for cell in ("relu", "lstm", "gru_after")
+        )
+    except (RuntimeError, ValueError) as error:
+        return f"matrix products and cuDNN, as {error}"
+    design = "kernels of clusters" if hopper(facts) else "portable kernels"
+    return f"{design}, in bfloat16 up to {relu} hidden units, LSTM {lstm}, GRU {gru}; larger ones by matrix products"
 
 
 def mpirun_facts(user_id: int, environment: Mapping[str, str]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MIN_CAPABILITY = (8, 0)  # of the GPUs that ctc and batch_norm run on: conversions of bfloat16, reductions over a warp
+from ds2_ops.jit.runtime import MIN_CAPABILITY
+
 _log = logging.getLogger("ds2_ops")
 
 

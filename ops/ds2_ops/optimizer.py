@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import MIN_CAPABILITY
 from ds2_ops.jit.launch import Launch, Source, names, parameters, run, translation_unit
+from ds2_ops.jit.runtime import MIN_CAPABILITY
 
 THREADS = 256
 _PIECE = 8192  # numbers of a block

@@ -7,8 +7,8 @@ import pytest
 import torch
 from ds2_ops.batch_norm.op import RunningStatistics, batch_norm, batch_norm_reference, why_not
 from ds2_ops.batch_norm.rows import NUMBERS, Rows
-from ds2_ops.checks import MIN_CAPABILITY
 from ds2_ops.jit.build import build
+from ds2_ops.jit.runtime import MIN_CAPABILITY
 from support.kernel_on_cpu import patch_run
 from torch import Tensor
 

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from ds2_ops import optimizer as kernels
-from ds2_ops.checks import MIN_CAPABILITY
 from ds2_ops.jit.build import build
+from ds2_ops.jit.runtime import MIN_CAPABILITY
 from ds2_ops.optimizer import ADAMW, NESTEROV, SQUARES, FusedNorm, FusedUpdate, why_not
 from support.kernel_on_cpu import patch_run
 from torch import nn

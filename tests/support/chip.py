@@ -26,6 +26,7 @@ def _library(source: Source, faults: Faults) -> ctypes.CDLL:
     headers = {
         "ptx/sync.cuh": (SUPPORT / "chip_on_cpu.h").read_text(),
         "ptx/grid_barrier.cuh": "#pragma once\n",
+        "ptx/poll.cuh": "#pragma once\n",
         "ptx/number.cuh": "#pragma once\n",
         "ptx/wgmma.cuh": "#pragma once\n",
     }
@@ -61,6 +62,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(persistent, "device_index", lambda device: 0)
         monkeypatch.setattr(persistent, "run_on", run)
         monkeypatch.setattr(layer, "run", run)
+        monkeypatch.setattr(layer, "multiprocessors", lambda device: 132)
 
     patch_run(monkeypatch, persistent)
     return use

@@ -450,6 +450,15 @@ inline void store_relaxed(unsigned* at, unsigned word) { chip::self().stores.pus
 inline void store_relaxed(unsigned* at, uint4 v) {
     store_relaxed(at, v.x), store_relaxed(at + 1, v.y), store_relaxed(at + 2, v.z), store_relaxed(at + 3, v.w);
 }
+template <int N>
+void load_relaxed_if(bool wanted, unsigned (&v)[N], const unsigned* at) {
+    chip::pause();
+    if (wanted) std::copy_n(at, N, v);
+}
+template <int N>
+void store_relaxed(unsigned* at, const unsigned (&v)[N]) {
+    for (int i = 0; i < N; i++) store_relaxed(at + i, v[i]);
+}
 inline void fence_stores() {
     while (!chip::self().stores.empty()) chip::drain_one(chip::self());
 }

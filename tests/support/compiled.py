@@ -29,24 +29,25 @@ class Report(NamedTuple):
     loss: str
 
 
-reports: dict[str, Report] = {}  # by translation unit, since the process began
+HOPPER = "sm_90a"
+reports: dict[tuple[str, str], Report] = {}  # by translation unit and architecture, since the process began
 
 
-def report(source: str) -> Report:
+def report(source: str, arch: str = HOPPER) -> Report:
     """What the compiler says about a translation unit, compiled only if the record does not know it."""
-    result = recorded().get(key(source))
+    result = recorded().get(key(source, arch))
     if result is None:
-        binary = build(source)
+        binary = build(source, arch)
         result = Report(binary.registers, binary.local_bytes, binary.loss)
-    reports[source] = result
+    reports[source, arch] = result
     return result
 
 
 def write_record() -> int:
     """Write the reports of kernels without losses to the record; return their number."""
     rows = sorted(
-        f"{_shape(source)}\t{result.registers}\t{result.local_bytes}\t{key(source)}"
-        for source, result in reports.items()
+        f"{_shape(source, arch)}\t{result.registers}\t{result.local_bytes}\t{key(source, arch)}"
+        for (source, arch), result in reports.items()
         if not result.loss
     )
     RECORD.write_text("\n".join(["kernel\tregisters\tlocal_bytes\tkey", *rows, ""]))
@@ -61,12 +62,12 @@ def recorded() -> dict[str, Report]:
     return {name: Report(int(registers), int(local), "") for _, registers, local, name in fields}
 
 
-def key(source: str) -> str:
+def key(source: str, arch: str = HOPPER) -> str:
     """Name all that decides what the compiler says."""
-    return hashlib.sha256(f"{builder.key(source)}{_HOW}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{builder.key(source, arch)}{_HOW}".encode()).hexdigest()[:12]
 
 
-def _shape(source: str) -> str:
+def _shape(source: str, arch: str) -> str:
     shape = re.search(r"using Shape = (.*);", source)
     assert shape, source
-    return shape[1].replace("ds2::", "")
+    return shape[1].replace("ds2::", "") + ("" if arch == HOPPER else f" {arch}")

@@ -52,7 +52,8 @@ def read(path: Path) -> Record:
     """
     content = json.loads(path.read_text())
     clusters = {int(size): count for size, count in content["active_clusters"].items()}
-    facts = DeviceFacts(name=content["gpu"], sms=content["sms"], active_clusters=clusters)
+    capability = tuple(content.get("capability", DeviceFacts().capability))
+    facts = DeviceFacts(content["gpu"], capability, content["sms"], active_clusters=clusters)
     many, _ = content["frames"]
     max_sms, dtype = content.get("max_sms"), content.get("dtype", "bfloat16")
     problems = []

@@ -9,6 +9,7 @@ continues from there. Shape letters: T frames, B batch, H hidden.
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -197,18 +198,18 @@ def clocked(problem: Problem, choices: list[Choice], options: argparse.Namespace
     return list({choice.work.layout: choice for choice in reversed(choices)}.values())
 
 
-def build_all(sources: Iterable[str], workers: int) -> dict[str, str]:
+def build_all(sources: Iterable[str], arch: str, workers: int) -> dict[str, str]:
     """Compile in parallel into the cache of kernels; return the sources that failed or spilled, with the reason."""
     wanted, started = sorted(set(sources)), time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        notes = dict(zip(wanted, pool.map(_build_one, wanted), strict=True))
+        notes = dict(zip(wanted, pool.map(functools.partial(_build_one, arch=arch), wanted), strict=True))
     print(f"{len(wanted)} kernels compiled in {time.perf_counter() - started:.0f} s by {workers} processes", flush=True)
     return {text: note for text, note in notes.items() if note}
 
 
-def _build_one(text: str) -> str:
+def _build_one(text: str, arch: str) -> str:
     try:
-        binary = build(text)
+        binary = build(text, arch)
     except RuntimeError as error:
         return str(error)[:2000]
     return f"{binary.local_bytes} B local, {binary.loss}" if binary.local_bytes or binary.loss else ""
@@ -261,13 +262,13 @@ def measure_all(options: argparse.Namespace, journal: Path) -> None:
 def record(options: argparse.Namespace, arguments: list[str]) -> int:
     """Compile, then measure in a process that may hang."""
     deadline = time.monotonic() + options.budget_s
-    facts = _facts_of_gpu()
+    facts, arch = _facts_of_gpu()
     wanted = set()
     for problem in problems(options):
         choices = tiles(problem, facts, options)
         wanted |= {choice.launch.source.text for choice in choices}
         wanted |= {clocked_text(choice) for choice in clocked(problem, choices, options)}
-    bad = build_all(wanted, options.workers)
+    bad = build_all(wanted, arch, options.workers)
     for text, why in bad.items():
         print(f"COMPILED BADLY: {why}\n{text}", flush=True)
     journal = options.out.with_suffix(".journal")
@@ -318,6 +319,7 @@ def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namesp
         "dtype": options.dtype,
         "git_commit": options.commit,
         "gpu": facts.name,
+        "capability": facts.capability,
         "sms": facts.sms,
         "active_clusters": dict(facts.active_clusters),
         "driver": _smi("driver_version"),
@@ -341,10 +343,10 @@ def _smi(what: str) -> str:
         return "unknown"
 
 
-def _facts_of_gpu() -> DeviceFacts:
-    """Ask in another process: this one forks compilers, and a CUDA context does not survive a fork."""
+def _facts_of_gpu() -> tuple[DeviceFacts, str]:
+    """Ask for its facts and architecture in another process: a CUDA context does not survive the fork of compilers."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(device_facts, (0,))
+        return pool.apply(device_facts, (0,)), pool.apply(runtime.arch, (0,))
 
 
 def main(arguments: list[str]) -> int:
@@ -356,7 +358,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=BATCH)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-sms", type=int)
-    parser.add_argument("--designs", nargs="+", default=["units", "cluster", "narrow", "wide"])
+    parser.add_argument("--designs", nargs="+", default=["units", "cluster", "narrow", "wide", "portable"])
     parser.add_argument("--most", type=int, help="only this many tiles of each design, the model's best")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--budget_s", type=float, default=1e9, help="after which the record is written as it is")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds2_ops.checks import refuse_second_derivative, under_autocast
-from ds2_ops.jit.launch import Launch, Source, names, parameters, run, translation_unit
+from ds2_ops.jit.launch import Launch, Source, multiprocessors, names, parameters, run, translation_unit
 
 CHANNELS = 32
 BIN_FRAMES = 64  # of a tile of `sum_weights_of_bins`, which holds its bins in a ring buffer
@@ -21,7 +21,6 @@ _PREFETCHED = 6  # bins of the ring buffer that are being loaded
 _SMEM_BYTES = 232448  # of a block on Hopper
 _MAX_STAGES = 8  # their barriers lie at the start of shared memory
 _MIN_FRAMES, _MAX_FRAMES = 64, 176  # of a warp group: accumulators must fit into registers
-_BLOCKS = 132  # one for each multiprocessor of an H200
 _CORRELATION = parameters(
     """const unsigned short* x, const unsigned short* weights, unsigned short* y, int bins_in, int bins_out, int frames,
     int rows, int step, int first, int pairs, int tiles"""
@@ -37,9 +36,9 @@ def frames_of_group(frames: int) -> int:
     return min(range(_MAX_FRAMES, _MIN_FRAMES - 1, -16), key=lambda n: -(-frames // (2 * n)) * 2 * n)
 
 
-def _splits(pairs: int, items: int) -> int:
-    """Return how many blocks share the items of a pair of taps."""
-    return max(1, min(_BLOCKS // pairs, items))
+def _splits(pairs: int, items: int, sms: int) -> int:
+    """Return how many blocks share the items of a pair of taps: one block for each multiprocessor."""
+    return max(1, min(sms // pairs, items))
 
 
 def correlation_launch(pairs: int, utterances: int, frames: int, taps: int, group: int | None = None) -> Launch:
@@ -245,10 +244,10 @@ def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, til
     tile = BIN_FRAMES if one_tap else tile or 2 * frames_of_group(frames)
     tiles = -(-frames // tile)
     if one_tap:
-        shares = _splits(1, batch * tiles)
+        shares = _splits(1, batch * tiles, multiprocessors(x.device))
         launch = bin_sums_launch(pairs, shares)
     else:
-        shares = _splits(pairs, batch * bins_out * tiles)
+        shares = _splits(pairs, batch * bins_out * tiles, multiprocessors(x.device))
         launch = weight_sums_launch(pairs, shares, taps, tile)
     partial = torch.empty(shares, pairs, taps, 2, CHANNELS, CHANNELS, dtype=torch.float32, device=x.device)
     shape = (batch, bins_in, bins_out, frames, stride, -(taps_bins // 2), pairs, shares, tiles)

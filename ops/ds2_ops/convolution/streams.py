@@ -19,10 +19,9 @@ from torch.nn import functional
 
 from ds2_ops.convolution import op
 from ds2_ops.convolution.op import CHANNELS
-from ds2_ops.jit.launch import Launch, names, parameters, run, translation_unit, why_not_early
+from ds2_ops.jit.launch import Launch, multiprocessors, names, parameters, run, translation_unit, why_not_early
 
 _GROUPS = (16, 32, 64, 112, 176)  # frames of a warp group; each is a kernel to build
-_BLOCKS = 132  # one for each multiprocessor of an H200
 _CHUNK, _THREADS = 8, 128  # numbers of a load; threads of a block
 _SPAN = "const long long* heard, const long long* ends, int frames, int delay"
 _INPUT = f"const uint4* x, int of_bin, int of_stream, int of_frame, const uint4* bias, float clip, {_SPAN}"
@@ -250,7 +249,7 @@ class StreamConvolution:
             rows = join(block, table, slots, needed).transpose(0, 1)
         end_to_end = rows.reshape(1, rows.shape[0], batch * length, CHANNELS)
         y = rows.new_empty(1, -(-bins // self.strides[0]), batch * length, CHANNELS)
-        group = _group(-(-y.shape[1] // 2), batch * length)
+        group = _group(-(-y.shape[1] // 2), batch * length, multiprocessors(y.device))
         op.correlate(end_to_end, self.packed, y, step=self.step, first=self.first, group=group)
         return y.view(-1, batch, length, CHANNELS)[:, :, begin : begin + count * step : step].transpose(0, 1)
 
@@ -260,7 +259,7 @@ def _padded_taps(weight: Tensor) -> Tensor:
     return functional.pad(weight, (0, 0, 1, 1)) if weight.shape[2] % 4 == 3 else weight
 
 
-def _group(pairs: int, frames: int) -> int:
+def _group(pairs: int, frames: int, sms: int) -> int:
     """Return the frames of a warp group, two groups a block: the fewest with which all blocks run at once."""
-    max_tiles = max(1, _BLOCKS // pairs)
+    max_tiles = max(1, sms // pairs)
     return next((group for group in _GROUPS if -(-frames // (2 * group)) <= max_tiles), _GROUPS[-1])

@@ -30,7 +30,7 @@ class Binary:
     """A compiled kernel and the assembler's report on it.
 
     Attributes:
-        code: the cubin.
+        code: the cubin, or PTX.
         registers: of a thread.
         local_bytes: local memory of a thread. It holds spilled registers, and arrays indexed at run time, which
             the assembler does not count as spills although they cost as much.
@@ -63,10 +63,10 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
 
     Args:
         source: CUDA C++ that defines ``ds2_kernel`` and may include any header of ``csrc``.
-        arch: real architecture, for example "sm_90a".
+        arch: real architecture, for example "sm_90a"; or a virtual one, "compute_80", whose result is PTX.
 
     Returns:
-        The cubin and its resource use.
+        The cubin and its resource use; of PTX that is not known, and 0.
 
     Raises:
         RuntimeError: NVRTC or cuda-core is missing, the source does not compile (the compiler's log is quoted), or a
@@ -77,7 +77,8 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
         return _decode(entry.read_bytes())
     except (OSError, ValueError):
         pass  # absent, unreadable or damaged: build it
-    binary = _compile(source, arch, _defines())
+    compiled = _to_ptx if arch.startswith("compute_") else _compile
+    binary = compiled(source, arch, _defines())
     if _read_headers() != _headers():
         raise RuntimeError(f"headers in {_CSRC} changed since this process read them: start it again")
     try:
@@ -171,6 +172,23 @@ def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
     frames = re.findall(r"(\d+) bytes stack frame", report)
     losses = re.findall(r"Potential Performance Loss: (.*)", report)
     return Binary(code, int(registers[1]), sum(map(int, frames)), " ".join(losses))
+
+
+def _to_ptx(source: str, arch: str, defines: Sequence[str]) -> Binary:
+    from cuda.bindings import nvrtc  # cuda-core asks a driver before it makes PTX
+
+    options = [f"--gpu-architecture={arch}", "--std=c++17", f"--include-path={_CSRC}", *(f"-D{d}" for d in defines)]
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), ENTRY.encode(), 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    failed = int(status) != 0
+    log, ptx = (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog), (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+    size, get = log if failed else ptx
+    text = b" " * size(program)[1]
+    get(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    if failed:
+        raise RuntimeError(f"NVRTC cannot build this kernel for {arch}: {text.decode()}\n{source}")
+    return Binary(text, 0, 0, "")
 
 
 def check_registers(source: str, registers: int) -> None:

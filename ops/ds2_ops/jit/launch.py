@@ -238,6 +238,11 @@ def device_index(device: torch.device) -> int:
     return torch.cuda.current_device()
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return the streaming multiprocessors of a CUDA device."""
+    return runtime.attribute(device_index(device), "MULTIPROCESSOR_COUNT")
+
+
 def run(launch: Launch, arguments: Sequence[Argument], what: Callable[[], str], device: torch.device) -> None:
     """Run `launch_on` on torch's current stream of a device; tensors and None may be among the arguments."""
     run_on(launch, launch.source.numbers(arguments), what, device_index(device))

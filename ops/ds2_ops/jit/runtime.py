@@ -1,22 +1,53 @@
 """The CUDA driver: properties of a device, loading of kernels, launching. Needs no framework."""
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ds2_ops.jit.build import ENTRY, build, compiler_version
 
+# Of the GPUs that any kernel runs on: conversions of bfloat16 and products of it, asynchronous copies.
+MIN_CAPABILITY = (8, 0)
+
 
 @functools.cache
 def arch(device_index: int) -> str:
-    """Return the real architecture that kernels for this device are built for."""
+    """Return the architecture that kernels for this device are built for: a real one, or the one that is tried out."""
     version = capability(device_index)
+    if _tried():
+        return "compute_{}{}".format(*version)
     return "sm_90a" if version == (9, 0) else "sm_{}{}".format(*version)
 
 
+def _tried() -> str:
+    """The compute capability that $DS2_OPS_CAPABILITY says to build for, or ""."""
+    return os.environ.get("DS2_OPS_CAPABILITY", "").strip()
+
+
 def capability(device_index: int) -> tuple[int, int]:
-    """Compute capability, (major, minor)."""
+    """Compute capability, (major, minor).
+
+    With $DS2_OPS_CAPABILITY, an earlier one such as "8.0", kernels are chosen and built for that one, as PTX, which the
+    driver compiles for the GPU that is there. So they are tested without such a GPU.
+
+    Raises:
+        ValueError: it is no capability, or a later one than the GPU's.
+    """
+    real = _capability(device_index)
+    if not (text := _tried()):
+        return real
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) <= real):
+        raise ValueError(
+            f"DS2_OPS_CAPABILITY is {text!r}, allowed is a compute capability up to this GPU's, "
+            f"{real[0]}.{real[1]}, such as 8.0"
+        )
+    return int(major), int(minor)
+
+
+def _capability(device_index: int) -> tuple[int, int]:
     parts = ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR")
     major, minor = (attribute(device_index, part) for part in parts)
     return major, minor

@@ -25,7 +25,7 @@ from typing import Any
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.jit.launch import launch_on
-from ds2_ops.recurrent.plan.choose import rank, usable_sms
+from ds2_ops.recurrent.plan.choose import hopper, rank, usable_sms
 from ds2_ops.recurrent.plan.problem import THREADS, Choice, Design, DeviceFacts, Problem, array_bytes, pass_arguments
 
 FRAMES, ROUNDS = 96, 5
@@ -41,11 +41,15 @@ def device_facts(index: int) -> DeviceFacts:
         smem_bytes_per_block=runtime.smem_bytes_per_block(index),
         active_clusters={},
         clock_mhz=runtime.attribute(index, "CLOCK_RATE") // 1000,
+        registers=runtime.attribute(index, "MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        l2_bytes=runtime.attribute(index, "L2_CACHE_SIZE"),
     )
-    if facts.capability != DeviceFacts().capability:
+    if facts.capability < runtime.MIN_CAPABILITY:
         return facts
-    with runtime.current(index):
+    with runtime.current(index):  # a driver that is too old for what NVRTC makes refuses this one
         probe = runtime.load(f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) ds2_kernel() {{}}', index)
+        if not hopper(facts):
+            return facts
         active = {
             cluster: runtime.max_active_clusters(
                 probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds2_ops.checks import check_lengths, check_like, check_shape, check_x, contiguous, lengths_on
-from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
+from ds2_ops.jit.launch import Launch, device_index, multiprocessors, names, parameters, run, translation_unit
 from ds2_ops.jit.runtime import capability
 from ds2_ops.recurrent.autograd import options_of
 from ds2_ops.recurrent.backends import persistent
@@ -23,7 +23,6 @@ from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS
 MAX_ROWS = 4096  # for more, a library's product is several times as fast
 _MIN_LIBRARY_ROWS = 32  # of x on a CPU: for fewer, oneDNN's preparations take longer than they save
 _MIN_SHARE_ROWS = 64  # of a block
-_SMS = 132  # multiprocessors of an H200
 _WIDE_ROWS = 256  # of x; with as many or more, a block has two tiles of W
 # Pairs of matrix instructions along a warp's share of K, by the registers of a multiprocessor:
 _WIDE_PAIRS = 6  # for one block with two tiles
@@ -78,19 +77,22 @@ def launch_projection(
         return f"projection of (T, B, K) = {tuple(x.shape)} to H {hidden}, {x.dtype}"
 
     rows = frames * batch
-    launch, shares = projection_launch(width, hidden, dtype, concurrent, rows)
+    launch, shares = projection_launch(width, hidden, dtype, multiprocessors(x.device), concurrent, rows)
     run(launch, [x, weight, bias, begin, z, rows, batch, width, hidden, shares], what, x.device)
     return z
 
 
 @functools.lru_cache(maxsize=256)
 def projection_launch(
-    width: int, hidden: int, dtype: str, concurrent: bool = False, rows: int = 1
+    width: int, hidden: int, dtype: str, sms: int, concurrent: bool = False, rows: int = 1
 ) -> tuple[Launch, int]:
-    """Return the launch for a width, a hidden size and a dtype of `Problem`, and the number of shares of the rows."""
+    """Return the launch for a width, a hidden size and a dtype of `Problem`, and the number of shares of the rows.
+
+    `sms`: multiprocessors of the GPU.
+    """
     pairs = _pairs(width)
     tiles = 2 if rows >= _WIDE_ROWS and pairs <= _WIDE_PAIRS else 1
-    running_blocks = _SMS if tiles == 2 and pairs > _NARROW_PAIRS else 2 * _SMS  # at the same time
+    running_blocks = sms if tiles == 2 and pairs > _NARROW_PAIRS else 2 * sms  # at the same time
     row_blocks = -(-hidden // (tiles * MMA_ROWS))
     shares = max(1, min(-(-rows // _MIN_SHARE_ROWS), running_blocks // row_blocks))
     cluster = 1 if concurrent or shares > 1 else _CLUSTER
@@ -282,7 +284,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, co
     Returns:
         (T, B, H).
     """
-    hopper = x.is_cuda and capability(device_index(x.device)) >= (9, 0)
+    hopper = x.is_cuda and capability(device_index(x.device)) == (9, 0)
     if hopper and why_no_projection(x, weight, bias) is None:
         return launch_projection(x, weight, bias, begin, concurrent=concurrent)
     z = functional.linear(x, weight, bias)

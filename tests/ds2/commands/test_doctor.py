@@ -1,9 +1,12 @@
 """`ds2 doctor`: the calibrated kernels, shown and forgotten."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.problem import DeviceFacts
 
 from ds2.commands import doctor
 
@@ -40,3 +43,23 @@ def test_root_learns_what_open_mpi_needs(tmp_path: Path) -> None:
     assert doctor.mpirun_facts(0, environment | allowed) == mpirun
     (tmp_path / "ompi_info").unlink()  # another MPI
     assert doctor.mpirun_facts(0, environment) == mpirun
+
+
+def test_each_gpu_says_what_runs_the_recurrence_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def text_of(facts: DeviceFacts) -> str:
+        monkeypatch.setattr(doctor.calibrate, "device_facts", lambda index: facts)
+        return doctor.recurrence_facts(0)
+
+    assert text_of(DEVICES["H200"]).startswith("kernels of clusters, in bfloat16 up to 4224 hidden units, LSTM 1584")
+    assert text_of(DEVICES["A100"]).startswith("portable kernels, in bfloat16 up to 3")
+    turing = replace(DEVICES["A100"], name="T4", capability=(7, 5))
+    assert text_of(turing) == (
+        "matrix products and cuDNN, as T4 has compute capability 7.5; the persistent kernels need 8.0 or later: use "
+        "backend='gemm'"
+    )
+
+    def refuse(index: int) -> DeviceFacts:
+        raise RuntimeError("the driver cannot load a kernel built for sm_86: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+    monkeypatch.setattr(doctor.calibrate, "device_facts", refuse)
+    assert "cannot load a kernel built for sm_86" in doctor.recurrence_facts(0)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ds2_ops.checks import MIN_CAPABILITY
 from ds2_ops.ctc import align, beam, loss, paths
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
+from ds2_ops.jit.runtime import MIN_CAPABILITY
 from support.kernel_on_cpu import H200_SMEM_BYTES
 
 QUICK = [(32, "word"), (128, "label"), (512, "word")]

@@ -108,7 +108,7 @@ def test_the_projection_takes_weights_only_as_they_lie_in_rows() -> None:
 )
 @pytest.mark.parametrize("rows", [10, 640])
 def test_the_projection_compiles_without_spills(width: int, dtype: str, rows: int) -> None:
-    binary = build(projection_launch(width, 1152, dtype, rows=rows)[0].source.text)
+    binary = build(projection_launch(width, 1152, dtype, 132, rows=rows)[0].source.text)
     assert binary.local_bytes == 0 and not binary.loss
 
 

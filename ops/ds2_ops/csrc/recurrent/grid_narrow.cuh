@@ -16,6 +16,11 @@
 // A cell with gates: a block owns all gates' rows of its words of h, gate after gate. Backward the state is the gradients of all
 // gates, plane after plane, each as long as h: one thread finishes a word of all of them.
 //
+// The portable design is this one without clusters: it has no instruction that compute capability 8.0 lacks. Where CLUSTER is 1,
+// a block reads the whole state; nobody sends sums, as a finishing thread adds up its word's 8 partial sums itself. Else CLUSTER
+// blocks are a team, which divides K as a cluster does, and sums go through L2 (teams.cuh). Registers stay where they are at
+// launch, the same for all threads.
+//
 // Why two buffers of received sums for each group, by parity of the state's number, are enough, and their mbarriers may be
 // armed for state e + 2 when partial sums of e + 2 are there. Whoever has those has read words of state e + 2, as every warp
 // has a part of K. Some cluster published them after its blocks together had read all of e + 1, which all owners had
@@ -23,79 +28,10 @@
 // phase that has passed unseen; one that owns none does not wait.
 #pragma once
 
-#include "recurrent/exchange.cuh"
-#include "recurrent/frame.cuh"
-#include "recurrent/turns.cuh"
+#include "recurrent/grid_narrow_shape.cuh"
+#include "recurrent/teams.cuh"
 
 namespace ds2 {
-
-template <class Number_, class Cell_, int CLUSTER_, int BLOCK_WORDS_, int K_PAIRS_, int K_PAIRS_SMEM_, int GROUPS_,
-          bool BACKWARD_>
-struct GridShape : Slots<(Cell_::GATES > 1 ? 64 : 16), (Cell_::GATES > 1 ? 56 : 8)> {
-    using Number = Number_;
-    using Cell = Cell_;
-    static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr int PER_WORD = Number::PER_WORD;
-    static constexpr int CLUSTER = CLUSTER_, BLOCK_WORDS = BLOCK_WORDS_;  // of h, or of one gate
-    static constexpr bool GATED = Cell::GATES > 1;
-    static constexpr int SUMS = BACKWARD ? 1 : Cell::GATES;     // of each hidden unit that a step needs
-    static constexpr int SENT = BACKWARD ? Cell::GATES : 1;     // planes of the state
-    static constexpr int BLOCK_UNITS = BLOCK_WORDS * PER_WORD;  // hidden units of a block
-    static constexpr int BLOCK_ROWS = SUMS * BLOCK_UNITS, ROWS = CLUSTER * BLOCK_ROWS;
-    static constexpr int M_TILES = (ROWS + MMA_ROWS - 1) / MMA_ROWS;
-    static constexpr int SPLITS = CLUSTER * WARPS;      // warps that split K
-    static constexpr int K_PAIRS = K_PAIRS_;            // pairs of matrix instructions along K, one warp
-    static constexpr int K_PAIRS_SMEM = K_PAIRS_SMEM_;  // the first of these have weights in shared memory
-    static constexpr int K_PAIRS_REGISTERS = K_PAIRS - K_PAIRS_SMEM;
-    static constexpr int GROUPS = GROUPS_;              // at most, of one tile
-    static constexpr int STREAMS = 1;
-
-    static constexpr int ADDERS = 128, FINISHERS = 128;  // threads: warpgroups, the unit of register reallocation
-    static constexpr int ALL_THREADS = THREADS + ADDERS + FINISHERS;
-    // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
-    static constexpr int MULTIPLY_REGISTERS = GATED ? 192 : 208, ADD_REGISTERS = 40, FINISH_REGISTERS = GATED ? 88 : 56;
-    static_assert(THREADS * MULTIPLY_REGISTERS + ADDERS * ADD_REGISTERS + FINISHERS * FINISH_REGISTERS <=
-                      65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
-                  "what some warps gain, others have given");
-
-    // Partial sums: [turn % 2][warp][row][sample]. Received ones: [group][state % 2][block][row][sample]. Both have room for
-    // as many samples as a group has, rounded up to 2, 4 or 8.
-    static constexpr int PARTIAL_BYTES = WARPS * M_TILES * MMA_ROWS * MMA_SAMPLES * 4;
-    static constexpr int RECEIVED_AT = 2 * PARTIAL_BYTES;
-    static constexpr int RECEIVED_BYTES = CLUSTER * BLOCK_ROWS * MMA_SAMPLES * 4;
-    // What a finishing thread keeps of each group, its utterance's frames, and of the next turns, a word of each input.
-    static constexpr int INPUTS = pass_inputs<Cell, BACKWARD>(), OUTPUTS = pass_outputs<Cell, BACKWARD>();
-    static constexpr int READY = pass_ready<Cell, BACKWARD>();
-    static constexpr int LAST_SENT = BACKWARD && OUTPUTS > SENT ? SENT : SENT - 1;  // the last plane, among the outputs
-    static constexpr int CARRIED = GATED ? PER_WORD : 0;                            // of each group
-    static constexpr int AHEAD = 8;
-    static constexpr int LENGTHS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
-    static constexpr int CARRY_AT = LENGTHS_AT + GROUPS * FINISHERS * 4;
-    static constexpr int INPUTS_AT = CARRY_AT + GROUPS * CARRIED * FINISHERS * 4;
-    static constexpr int BARRIERS_AT = INPUTS_AT + AHEAD * INPUTS * FINISHERS * 4;  // of received sums
-    static constexpr int WEIGHTS_AT = BARRIERS_AT + 2 * GROUPS * 8;
-    static constexpr int SMEM_BYTES = WEIGHTS_AT + THREADS * K_PAIRS_SMEM * M_TILES * 32;
-
-    static_assert(CLUSTER > 1, "shared memory of a block without a cluster has no remote address");
-
-    // Named barriers of partial sums, between multiplying and adding warps, and of finishing warps; 0 is __syncthreads. In
-    // debug builds everybody waits at those of partial sums: race checkers follow no barrier of a part of a block.
-    static __device__ int written(int turn) { return 1 + turn % 2; }
-    static __device__ int read(int turn) { return 3 + turn % 2; }
-    static constexpr int SUM_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + ADDERS;
-    static constexpr int TILE_DONE = 5, ALL_EMPTY = 6, BEGINNERS = ADDERS + FINISHERS;
-};
-
-// The sums have room for 2, 4 or 8 samples: log2 of how many pairs.
-__device__ inline int log_sample_pairs(const Pass& pass) { return pass.samples > 4 ? 2 : pass.samples > 2 ? 1 : 0; }
-__device__ inline int sample_pairs(const Pass& pass) { return 1 << log_sample_pairs(pass); }
-
-// Blocks of this cluster that own words: the last cluster may have too many.
-template <class Shape>
-__device__ int owning_blocks(const Pass& pass, int words) {
-    const int left = words - blockIdx.x / Shape::CLUSTER * (Shape::CLUSTER * Shape::BLOCK_WORDS);
-    return min(Shape::CLUSTER, (left + Shape::BLOCK_WORDS - 1) / Shape::BLOCK_WORDS);
-}
 
 template <class Shape>
 struct GridMultiplier {
@@ -109,7 +45,7 @@ struct GridMultiplier {
     const uint4* const exchange;  // [group][slot][unit][sample], as many samples as a group has
     const int units = Shape::SENT * state_units<Number>(pass);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int split = warp * Shape::CLUSTER + cluster_rank();  // this warp has pairs split, split + SPLITS, ... of K
+    const int split = warp * Shape::CLUSTER + Shape::rank();  // this warp has pairs split, split + SPLITS, ... of K
     const int own_pairs = (units + 4 * (Shape::SPLITS - 1 - split) + 3) / (4 * Shape::SPLITS);
     const int unit = 4 * split + lane % 4;                     // this lane's first
     const unsigned partial =
@@ -231,7 +167,7 @@ struct GridAdder {
     const int first_row = thread >> log_pairs;  // then every (ADDERS >> log_pairs)th: of the thread's pair of samples
     const int owners = owning_blocks<Shape>(pass, 4 * state_units<typename Shape::Number>(pass));
     const int rows = owners * Shape::BLOCK_ROWS;
-    const bool arms = thread == 0 && int(cluster_rank()) < owners;
+    const bool arms = thread == 0 && int(Shape::rank()) < owners;
     // Shared memory: partial sums of turn 0; where to send them, in the owner's memory; mbarriers.
     const unsigned partial, sent, barriers;
 
@@ -239,10 +175,11 @@ struct GridAdder {
         : pass(pass),
           partial(smem_address(smem) + thread * 8),
           sent(smem_address(smem) + Shape::RECEIVED_AT +
-               ((cluster_rank() * Shape::BLOCK_ROWS << log_pairs) + thread % (1 << log_pairs)) * 8),
+               ((Shape::rank() * Shape::BLOCK_ROWS << log_pairs) + thread % (1 << log_pairs)) * 8),
           barriers(smem_address(smem) + Shape::BARRIERS_AT) {}
 
-    __device__ void run() const {
+    template <class... TeamSums>
+    __device__ void run(TeamSums... sums) const {
         int turn = 0;
         Turn at{0, 0};
         if (!DEBUG_WAITS) {
@@ -250,7 +187,33 @@ struct GridAdder {
             block_arrive(Shape::read(1), Shape::SUM_THREADS);
         }
         for (GridTile<Shape> tile(pass); tile.exists(); tile.next())
-            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) add_and_send(at, turn);
+            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) add_and_send(at, turn, sums...);
+    }
+
+    // Without clusters: a word's sums of one utterance at a time, to the owner by way of L2.
+    __device__ void add_and_send(Turn at, int turn, const TeamSums<Shape>& sums) const {
+        constexpr int PER_WORD = Shape::PER_WORD;
+        const int log_samples = log_pairs + 1, sample = thread & (1 << log_samples) - 1;
+        const unsigned base = partial - thread * 8 + turn % 2 * Shape::PARTIAL_BYTES + sample * 4;
+        const unsigned row_pitch = pinned(8 << log_pairs), warp_pitch = Shape::M_TILES * MMA_ROWS * row_pitch;
+        const int first = blockIdx.x / Shape::CLUSTER * Shape::CLUSTER, source = Shape::rank();
+        if (DEBUG_WAITS) block_wait(Shape::read(turn), Shape::SUM_THREADS);
+        block_wait(Shape::written(turn), Shape::SUM_THREADS);
+#pragma unroll 1
+        for (int w = thread >> log_samples; w < rows / PER_WORD; w += Shape::ADDERS >> log_samples) {
+            unsigned sum[PER_WORD];
+#pragma unroll
+            for (int e = 0; e < PER_WORD; e++) {
+                unsigned v[WARPS];
+#pragma unroll
+                for (int i = 0; i < WARPS; i++) v[i] = load_shared_4(base + (w * PER_WORD + e) * row_pitch + i * warp_pitch);
+                const float x = added(v[0], v[1], v[2], v[3]) + added(v[4], v[5], v[6], v[7]);
+                sum[e] = __float_as_uint(x) & ~1u | TeamSums<Shape>::use_of(at);
+            }
+            const int owner = w / (Shape::SUMS * Shape::BLOCK_WORDS), gate = w / Shape::BLOCK_WORDS % Shape::SUMS;
+            store_relaxed(sums.at(at, first + owner, source, sample, w % Shape::BLOCK_WORDS) + gate * PER_WORD, sum);
+        }
+        if (!DEBUG_WAITS) block_arrive(Shape::read(turn), Shape::SUM_THREADS);
     }
 
     // Adds the block's partial sums, in a fixed order, and sends two utterances of a row at a time to the row's owner.
@@ -283,6 +246,7 @@ struct GridAdder {
 template <class Shape>
 struct GridFinisher {
     using Number = typename Shape::Number;
+    using Team = TeamReader<Shape>;
 
     const Pass& pass;
     const int thread = threadIdx.x - THREADS - Shape::ADDERS;
@@ -293,14 +257,15 @@ struct GridFinisher {
     const int word = blockIdx.x * Shape::BLOCK_WORDS + local_word;
     const int valid = min(Shape::PER_WORD, pass.hidden - word * Shape::PER_WORD);  // its elements that exist
     unsigned* const mine;                                                          // in the first group's slot 0
-    // Shared memory: mbarriers; sums that it receives, in the first buffer; words of its own.
+    // Shared memory: mbarriers; sums that it adds up, in the first buffer; words of its own.
     const unsigned barriers, received, own;
 
     __device__ GridFinisher(const Pass& pass, unsigned* exchange, char* smem)
         : pass(pass),
           mine(exchange + (word / 4 * pass.samples + sample) * 4 + word % 4),
           barriers(smem_address(smem) + Shape::BARRIERS_AT),
-          received(smem_address(smem) + Shape::RECEIVED_AT + (local_word * Shape::PER_WORD * 2 * pairs + sample) * 4),
+          received(smem_address(smem) + (Shape::CLUSTER == 1 ? 0 : Shape::RECEIVED_AT) +
+                   (local_word * Shape::PER_WORD * 2 * pairs + sample) * 4),
           own(smem_address(smem) + thread * 4) {}
 
     __device__ bool owns(const GridTile<Shape>& tile, int group) const {
@@ -327,20 +292,26 @@ struct GridFinisher {
         return own + Shape::INPUTS_AT + (turn % Shape::AHEAD * Shape::INPUTS + array) * Shape::FINISHERS * 4;
     }
 
-    __device__ void run() const {
-        int epoch = 0, debug_turn = 0;
+    __device__ void run(TeamSums<Shape> sums) const {
+        int epoch = 0, sums_turn = 0;
+        if (Shape::CLUSTER == 1 && !DEBUG_WAITS) {
+            block_arrive(Shape::read(0), Shape::SUM_THREADS);
+            block_arrive(Shape::read(1), Shape::SUM_THREADS);
+        }
         for (GridTile<Shape> tile(pass); tile.exists(); tile.next()) {
             const int iterations = tile.iterations(), turns = tile.turns();
             open(tile, epoch);
             Turn at{epoch, 0}, fetching{0, 0};
             for (int i = 0; i < Shape::AHEAD; i++, fetching.next(tile.groups)) fetch(tile, fetching, i);
-            for (int i = 0; i < turns; i++, at.next(tile.groups), fetching.next(tile.groups)) {
+            for (int i = 0; i < turns; i++, at.next(tile.groups), fetching.next(tile.groups), sums_turn++) {
                 const int iteration = at.epoch - epoch;
                 if (DEBUG_WAITS) {
-                    block_wait(Shape::read(debug_turn), Shape::SUM_THREADS);
-                    block_wait(Shape::written(debug_turn++), Shape::SUM_THREADS);
+                    block_wait(Shape::read(sums_turn), Shape::SUM_THREADS);
+                    block_wait(Shape::written(sums_turn), Shape::SUM_THREADS);
                 }
-                finish(tile, at, Shape::BACKWARD ? tile.steps - 1 - iteration : iteration, i, iteration + 1 < iterations);
+                finish(tile, at, Shape::BACKWARD ? tile.steps - 1 - iteration : iteration, i, sums_turn,
+                       iteration + 1 < iterations, sums);
+                if (Shape::CLUSTER == 1 && !DEBUG_WAITS) block_arrive(Shape::read(sums_turn), Shape::SUM_THREADS);
                 fetch(tile, fetching, i + Shape::AHEAD);
             }
             copies_wait<0>();
@@ -393,9 +364,11 @@ struct GridFinisher {
 
     // The pointwise end of one turn at frame t; t = -1 is the gradient of the first state. What can be done before the sums
     // are there, is.
-    __device__ void finish(const GridTile<Shape>& tile, Turn at, int t, int turn, bool more) const {
+    __device__ void finish(const GridTile<Shape>& tile, Turn at, int t, int turn, int sums_turn, bool more,
+                           const TeamSums<Shape>& team_sums) const {
         const bool owner = owns(tile, at.group);
-        const unsigned from = pinned(received + buffer_of(at) * Shape::RECEIVED_BYTES);
+        const unsigned from = pinned(Shape::CLUSTER == 1 ? received + sums_turn % 2 * Shape::PARTIAL_BYTES
+                                                         : received + buffer_of(at) * Shape::RECEIVED_BYTES);
         unsigned* const to = pinned(slot(at.group, at.epoch + 1));
         copies_wait<Shape::AHEAD - 1>();
         unsigned given[Shape::INPUTS], out[Shape::OUTPUTS];
@@ -412,18 +385,26 @@ struct GridFinisher {
         Number::unpack(given[0], in), Number::unpack(given[Shape::INPUTS - 1], y);
 #pragma unroll
         for (int e = 0; e < Shape::PER_WORD; e++) in[e] += last[e];
-        if (__any_sync(0xffffffffu, owner))
+        typename Team::Sums sums;
+        if constexpr (Shape::TEAM) {
+            Team::await(team_sums, at, local_word, sample, owner, sums);
+        } else if constexpr (Shape::PORTABLE) {
+            if (!DEBUG_WAITS) block_wait(Shape::written(sums_turn), Shape::SUM_THREADS);
+        } else if (__any_sync(0xffffffffu, owner)) {
             barrier_wait(barriers + 8 * buffer_of(at), at.epoch / 2 % 2, "its cluster's sums", at.epoch);
+        }
         if (owner) {
             float value[Shape::SUMS][Shape::PER_WORD] = {};
 #pragma unroll
-            for (int source = 0; source < Shape::CLUSTER; source++)
+            for (int source = 0; source < Shape::SOURCES; source++)
 #pragma unroll
                 for (int k = 0; k < Shape::SUMS; k++)
 #pragma unroll
                     for (int e = 0; e < Shape::PER_WORD; e++)
-                        value[k][e] += __uint_as_float(load_shared_4(
-                            from + (source * Shape::BLOCK_ROWS + k * Shape::BLOCK_UNITS + e) * 8 * pairs));
+                        value[k][e] += __uint_as_float(
+                            Shape::TEAM ? sums.v[source % Team::SOURCES][k][e]
+                                        : load_shared_4(from + (source * Shape::SOURCE_ROWS + k * Shape::BLOCK_UNITS + e) *
+                                                                   8 * pairs));
             Floats carry;
             if constexpr (Shape::GATED) kept_carry<Shape>(carry_at(at.group), carry);
             if (Shape::BACKWARD && t < 0) {
@@ -472,24 +453,31 @@ struct GridFinisher {
 template <class Shape>
 __device__ void grid_recurrence(const Pass& pass, unsigned* exchange, int exchange_words) {
     extern __shared__ __align__(128) char smem[];
-    if (threadIdx.x < 2 * Shape::GROUPS) barrier_init(smem_address(smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, 1);
-    barrier_init_fence();
-    cluster_barrier();
+    if constexpr (!Shape::PORTABLE) {
+        if (threadIdx.x < 2 * Shape::GROUPS) barrier_init(smem_address(smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, 1);
+        barrier_init_fence();
+        cluster_barrier();
+    }
     // In each role's end: no block leaves while its last sums may be on their way to a peer.
     if (threadIdx.x < THREADS) {
-        registers_up<Shape::MULTIPLY_REGISTERS>();
+        if constexpr (!Shape::PORTABLE) registers_up<Shape::MULTIPLY_REGISTERS>();
         GridMultiplier<Shape>(pass, exchange, smem).run();
-        cluster_barrier();
+        Shape::meet_cluster();
     } else if (threadIdx.x < THREADS + Shape::ADDERS) {
-        registers_down<Shape::ADD_REGISTERS>();
-        await_empty<Shape>();  // whom the polling warps wait for, before their first turns
-        GridAdder<Shape>(pass, smem).run();
-        cluster_barrier();
+        if constexpr (!Shape::PORTABLE) {
+            registers_down<Shape::ADD_REGISTERS>();
+            await_empty<Shape>();  // whom the polling warps wait for, before their first turns
+            GridAdder<Shape>(pass, smem).run();
+            cluster_barrier();
+        } else if constexpr (Shape::TEAM) {
+            await_empty<Shape>();
+            GridAdder<Shape>(pass, smem).run(TeamSums<Shape>(pass, exchange, exchange_words));
+        }
     } else {
-        registers_down<Shape::FINISH_REGISTERS>();
+        if constexpr (!Shape::PORTABLE) registers_down<Shape::FINISH_REGISTERS>();
         empty_exchange<Shape>(exchange, exchange_words, threadIdx.x - THREADS - Shape::ADDERS);
-        GridFinisher<Shape>(pass, exchange, smem).run();
-        cluster_barrier();
+        GridFinisher<Shape>(pass, exchange, smem).run(TeamSums<Shape>(pass, exchange, exchange_words));
+        Shape::meet_cluster();
     }
 }
 

@@ -3,9 +3,12 @@
 Shape letters: B batch, H hidden.
 """
 
+from dataclasses import replace
+
+from ds2_ops.jit.runtime import MIN_CAPABILITY
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
-from ds2_ops.recurrent.plan.narrow import narrow_choices
+from ds2_ops.recurrent.plan.narrow import narrow_choices, portable_choices
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
 from ds2_ops.recurrent.plan.units import largest_units_hidden, units_choices
 from ds2_ops.recurrent.plan.wide import wide_choices
@@ -39,19 +42,34 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
         raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
     if problem.nonlinearity not in CELLS:
         raise DoesNotFit(f"cell {problem.nonlinearity!r} is not one of {', '.join(CELLS)}: use backend='gemm'")
-    if device.capability != (9, 0):
-        major, minor = device.capability
+    if device.capability < MIN_CAPABILITY:
         raise DoesNotFit(
-            f"{device.name} has compute capability {major}.{minor}; the persistent kernels are built for 9.0 "
-            "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
+            f"{device.name} has compute capability {_version(device.capability)}; the persistent kernels need "
+            f"{_version(MIN_CAPABILITY)} or later: use backend='gemm'"
         )
     sms = usable_sms(device, max_sms)
+    if not hopper(device):
+        if problem.directions > 1:
+            raise DoesNotFit(
+                "kernels for both directions in one launch need the clusters of compute capability 9.0, and "
+                f"{device.name} has {_version(device.capability)}: run one direction after the other"
+            )
+        device = replace(device, active_clusters={})
     choices = units_choices(problem, device, sms)
     if CELLS[problem.nonlinearity].phases == 1:
         choices += cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
-    return choices
+    return choices if hopper(device) else [replace(choice, processor=device.processor) for choice in choices]
+
+
+def hopper(device: DeviceFacts) -> bool:
+    """Whether the designs with clusters run on this GPU; others have the portable one, and that of one block."""
+    return device.capability == (9, 0)
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)
 
 
 def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
@@ -70,6 +88,13 @@ def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) 
     gates = CELLS[problem.nonlinearity].gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)
     times = f"{gates} x " if gates > 1 else ""
+    if not hopper(device):
+        return (
+            f"hidden size {problem.hidden} in {problem.dtype} does not fit: the {sms} multiprocessors that may be used "
+            f"on {device.name} ({device.sms} in all), with {device.smem_bytes_per_block >> 10} KiB of shared memory a "
+            f"block and {device.l2_bytes >> 20} MiB of L2, keep at most {times}{largest_grid} x {largest_grid} "
+            "weights: use a smaller size, or backend='gemm'"
+        )
     if problem.directions > 1:
         return (
             f"both directions of hidden size {problem.hidden} in {problem.dtype} need clusters of 8 or 16 of the {sms} "
@@ -96,6 +121,8 @@ def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     """
     if problem.directions > 1:
         return []
+    if not hopper(device):
+        return portable_choices(problem, device, sms)
     return narrow_choices(problem, device, sms) + wide_choices(problem, device, sms)
 
 

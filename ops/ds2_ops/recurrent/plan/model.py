@@ -86,7 +86,8 @@ def terms(work: Work) -> dict[str, float]:
     elif work.layout.startswith("cluster"):
         counts = _cluster_terms(work)
     else:
-        counts = _narrow_terms(work) if work.layout.startswith("narrow") else _wide_terms(work)
+        narrow = work.layout.startswith(("narrow", "portable"))
+        counts = _narrow_terms(work) if narrow else _wide_terms(work)
     if work.backward:  # reads another array, and sends all gates' gradients
         counts |= {
             "backward": work.groups,

@@ -1,4 +1,7 @@
-"""Tiles of the narrow whole-chip design: groups of up to 8 utterances, any number type."""
+"""Tiles of the narrow whole-chip design: groups of up to 8 utterances, any number type.
+
+Without clusters it is the portable design, for any GPU of compute capability 8.0 or later.
+"""
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS, Cell
@@ -24,34 +27,56 @@ from ds2_ops.recurrent.plan.problem import (
 
 PAIR_WORDS = 16  # words of K in two matrix instructions
 MAX_WAVE = 6  # 16-byte loads of a lane in flight
-REGISTERS = 208  # of a multiplying thread
+REGISTERS = 208  # of a multiplying thread, in clusters; portable kernels have as many for every thread
 OTHER_REGISTERS = 28  # of these, for neither weights nor sums nor chunks of the state
 PASSING_REGISTERS = 16  # additional ones where weights or chunks come in turns
-ALL_THREADS = THREADS + 2 * FINISHERS  # some multiply, some add, some finish
+BLACKWELL_REGISTERS = 40  # that the compiler takes more for compute capability 10.0 and 12.0
 MAX_ROW_TILES = 11  # the sums of more would spill
 CLUSTERS = (2, 4, 6, 8)  # blocks that divide K
+TEAMS, MORE_TEAMS = (1, 2, 4), (8,)  # and without clusters; of cells with gates
+EXCHANGE_SHARE = 0.5  # of L2 that the exchange may fill, beside the inputs and outputs that stream through it
 MAX_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 
 
 def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Return every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     fitting: list[Choice] = []
-    words, cell = state_words(problem), CELLS[problem.nonlinearity]
-    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     for cluster in CLUSTERS:
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
-        if clusters == 0 or sent * words <= (cluster * WARPS - 1) * PAIR_WORDS:
-            continue  # each warp needs a part of K
+        fitting += _of_clusters(problem, device, cluster, clusters, False)
+    return fitting
+
+
+def portable_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
+    """Return every tile without clusters that can run this problem on ``sms`` multiprocessors, one block on each."""
+    if problem.directions > 1:
+        return []
+    teams = TEAMS if CELLS[problem.nonlinearity].gates == 1 else TEAMS + MORE_TEAMS
+    return [choice for team in teams for choice in _of_clusters(problem, device, team, sms // team, True)]
+
+
+def _of_clusters(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, portable: bool) -> list[Choice]:
+    """Return the tiles whose K is divided by ``cluster`` blocks."""
+    fitting: list[Choice] = []
+    words, cell = state_words(problem), CELLS[problem.nonlinearity]
+    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    # Of several blocks each warp needs a part of K.
+    if clusters > 0 and (cluster == 1 or sent * words > (cluster * WARPS - 1) * PAIR_WORDS):
         for block_words in _block_words(words, cluster, clusters, sums * NUMBERS[problem.dtype][1]):
             for max_groups in MAX_GROUPS:
                 choices = [
-                    _choice(problem, device, words, cluster, block_words, max_groups, max_samples)
+                    _choice(problem, device, words, cluster, block_words, max_groups, max_samples, portable)
                     for max_samples in _sample_limits(problem.batch, block_words)
                 ]
-                if choices[0] is not None and choices[0].launch.smem_bytes <= device.smem_bytes_per_block:
+                if choices[0] is not None and _fits(choices[0], device):
                     fitting += [choice for choice in choices if choice is not None]
                     break  # a kernel for fewer groups is never faster
     return fitting
+
+
+def _fits(choice: Choice, device: DeviceFacts) -> bool:
+    small = choice.design is Design.NARROW or 4 * choice.exchange_words <= device.l2_bytes * EXCHANGE_SHARE
+    return small and choice.launch.smem_bytes <= device.smem_bytes_per_block
 
 
 def _block_words(words: int, cluster: int, clusters: int, rows_per_word: int) -> list[int]:
@@ -84,6 +109,7 @@ def _choice(
     block_words: int,
     max_groups: int,
     max_samples: int,
+    portable: bool,
 ) -> Choice | None:
     """Return a tile; None where the registers hold no weights, or too many sums."""
     number, per_word = NUMBERS[problem.dtype]
@@ -91,35 +117,52 @@ def _choice(
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     m_tiles = -(-block_words * cluster * sums * per_word // MMA_ROWS)
     k_pairs = -(-sent * words // (cluster * WARPS * PAIR_WORDS))
-    registers = REGISTERS * device.registers // DeviceFacts.registers
-    if cell.gates > 1:
-        registers -= 16 if per_word > 1 else 20  # for the finishing warps; float32 needs more for addresses
+    all_threads = THREADS + (1 if cluster == 1 else 2) * FINISHERS  # of several blocks some threads only add
+    if portable:
+        registers = device.registers // all_threads // 8 * 8
+        registers -= BLACKWELL_REGISTERS if device.capability >= (10, 0) else 0
+        registers -= 16 if cluster > 1 and cell.gates > 1 and per_word == 1 else 0  # for sums of a team, and addresses
+    else:
+        registers = REGISTERS * device.registers // DeviceFacts.registers
+        registers -= 0 if cell.gates == 1 else 16 if per_word > 1 else 20  # for the finishing warps, and addresses
     register_pairs = _register_pairs(m_tiles, k_pairs, registers)
     if register_pairs < 1 or (cell.gates == 1 and m_tiles > MAX_ROW_TILES):
         return None
     smem_pairs = k_pairs - register_pairs
-    slots = SLOTS if cell.gates == 1 else GATED_SLOTS
+    slots = SLOTS if cell.gates == 1 or portable else GATED_SLOTS
     samples, groups, tiles = turns(problem.batch, max_samples, max_groups)
-    smem_bytes = _smem_bytes(problem, cell, cluster, block_words, m_tiles, smem_pairs, max_groups)
-    numbers = (cluster, block_words, k_pairs, smem_pairs, max_groups, str(problem.backward).lower())
+    smem_bytes = _smem_bytes(problem, cell, 1 if portable else cluster, block_words, m_tiles, smem_pairs, max_groups)
+    team = portable and cluster > 1
+    numbers = [cluster, block_words, k_pairs, smem_pairs, max_groups, str(problem.backward).lower()]
+    numbers += ["true"] if team else []
     shape = f"GridShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     blocks = -(-words // (block_words * cluster)) * cluster
+    team_words = 2 * groups * blocks * cluster * sums * block_words * per_word * 2 * _pairs(samples)
     return Choice(
-        design=Design.NARROW,
+        design=Design.PORTABLE if portable else Design.NARROW,
         launch=Launch(
-            kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, threads=ALL_THREADS, slots=slots),
-            threads=ALL_THREADS,
+            kernel(
+                "grid_narrow.cuh",
+                "grid_recurrence",
+                shape,
+                cell,
+                smem_bytes,
+                threads=all_threads,
+                slots=slots,
+                hands_registers=not portable,
+            ),
+            threads=all_threads,
             grid=blocks,
-            cluster=cluster,
+            cluster=1 if portable else cluster,
             smem_bytes=smem_bytes,
             cooperative=True,
         ),
         rows=sums * block_words * per_word,
         samples=samples,
         groups=groups,
-        exchange_words=slots * groups * sent * words * samples,
+        exchange_words=slots * groups * sent * words * samples + (team_words if team else 0),
         work=Work(
-            layout=f"narrow{cluster}",
+            layout=f"{'portable' if portable else 'narrow'}{cluster}",
             backward=problem.backward,
             split_words=problem.hidden % per_word != 0,
             tiles=tiles,
@@ -161,12 +204,13 @@ def _smem_bytes(
     partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
     per_word = NUMBERS[problem.dtype][1]
     received_bytes = cluster * (1 if problem.backward else cell.gates) * block_words * per_word * MMA_SAMPLES * 4
+    buffers = 2 * max_groups * (received_bytes + 8) if cluster > 1 else 0  # 8: an mbarrier
     inputs, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:
         inputs, states = 1 + cell.saved if problem.backward else cell.gates, per_word
     own_bytes = (max_groups * (1 + states) + INPUTS_AHEAD * inputs) * FINISHERS * 4
     weight_bytes = THREADS * smem_pairs * m_tiles * 32
-    return 2 * partial_bytes + 2 * max_groups * (received_bytes + 8) + own_bytes + weight_bytes
+    return 2 * partial_bytes + buffers + own_bytes + weight_bytes
 
 
 def _register_pairs(m_tiles: int, k_pairs: int, registers: int) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ds2_ops.jit.build import LAUNCH_REGISTERS
 from ds2_ops.jit.launch import Launch, Source, names, parameters, translation_unit
 from ds2_ops.recurrent.cells import CELLS, Cell
-from ds2_ops.recurrent.plan.model import Work, step_us
+from ds2_ops.recurrent.plan.model import Processor, Work, step_us
 
 THREADS = 256  # multiplying threads: 8 warps, so that each has more than 200 registers, most of them for weights
 FINISHERS = 128  # finishing threads: 4 warps for each group, or for each part of the only group
@@ -35,12 +35,14 @@ class Design(StrEnum):
     CLUSTER: a cluster of 8 or 16 blocks keeps the matrix; the state goes through distributed shared memory.
     NARROW: the whole chip keeps the matrix; the state goes through L2, groups of up to 8 utterances.
     WIDE: as NARROW, groups of up to 32 utterances of 16-bit numbers.
+    PORTABLE: as NARROW without clusters, so that each block reads the whole state: for GPUs other than Hopper's.
     """
 
     UNITS = "units"
     CLUSTER = "cluster"
     NARROW = "narrow"
     WIDE = "wide"
+    PORTABLE = "portable"
 
 
 class DoesNotFit(ValueError):
@@ -67,6 +69,7 @@ class DeviceFacts:
         active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
         registers: of 32 bits, of each multiprocessor.
         clock_mhz: of the multiprocessors, from the driver; matrix instructions may lower it.
+        l2_bytes: of the L2 cache.
     """
 
     name: str = "NVIDIA H200"
@@ -78,6 +81,13 @@ class DeviceFacts:
     )
     clock_mhz: int = 1980
     registers: int = 65_536
+    l2_bytes: int = 50 * 2**20
+
+    @property
+    def processor(self) -> Processor:
+        """Its speed for the performance model: arithmetic and trips to L2 take cycles."""
+        clock = self.clock_mhz / DeviceFacts.clock_mhz
+        return Processor(clock, exchange=1 / clock)
 
 
 class Problem(NamedTuple):
@@ -107,6 +117,7 @@ class Choice:
         parts: parts of a block's rows, finished and sent one after the other, for the same overlap.
         work: of a step, from which its time is estimated.
         exchange_words: 32-bit words of uninitialised workspace, the last argument of the kernel; 0 for none.
+        processor: speed of the GPU, relative to an H200.
     """
 
     design: Design
@@ -117,6 +128,7 @@ class Choice:
     work: Work
     parts: int = 1
     exchange_words: int = 0
+    processor: Processor = field(default_factory=Processor)
 
     @functools.cached_property
     def early(self) -> Launch:
@@ -125,8 +137,8 @@ class Choice:
 
     @property
     def step_us(self) -> float:
-        """The model's estimate of one time step of the whole batch, on an H200."""
-        return step_us(self.work)
+        """The model's estimate of one time step of the whole batch."""
+        return step_us(self.work, processor=self.processor)
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.cells import GATED, Options
 from ds2_ops.recurrent.plan import wide
 from ds2_ops.recurrent.plan.cluster import cluster_choices
-from ds2_ops.recurrent.plan.narrow import narrow_choices
+from ds2_ops.recurrent.plan.narrow import narrow_choices, portable_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from ds2_ops.recurrent.plan.wide import wide_choices
@@ -31,6 +31,7 @@ DESIGNS = {
     "cluster": cluster_choices,
     "units": units_choices,
     "narrow": narrow_choices,
+    "portable": portable_choices,
     "wide": wide_choices,
     "wider": wide_choices,  # with three multiplying warp groups
     "streams": wide_choices,  # two, each with all weights
@@ -103,6 +104,17 @@ CASES = [
     pytest.param("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
     pytest.param(
         "gru_after", ("narrow", 2, 8, 1), (66, 1, 500), id="gru, the exchange comes round", marks=pytest.mark.slow
+    ),
+    pytest.param("lstm", ("portable", 1, 7, 1), (19, 3, 100), id="lstm, portable, many frames"),
+    pytest.param(
+        "gru_after", ("portable", 1, 7, 2), (4, 11, 131), id="gru, portable, odd rows", marks=pytest.mark.slow
+    ),
+    pytest.param("lstm", ("portable", 1, 5, 5), (3, 66, 60), id="lstm, portable, two tiles", marks=pytest.mark.slow),
+    pytest.param(
+        "lstm", ("portable", 2, 16, 1), (20, 3, 500), id="lstm, teams of two, many frames", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "gru_after", ("portable", 2, 16, 2), (5, 11, 501), id="gru, teams of two, odd rows", marks=pytest.mark.slow
     ),
     pytest.param("lstm", ("wide", 3, 6, 1), (5, 9, 168), id="lstm, wide"),
     pytest.param("gru_after", ("wide", 2, 6, 2), (4, 39, 177), id="gru, wide, odd rows", marks=pytest.mark.slow),
@@ -247,6 +259,31 @@ def test_planted_faults_in_the_wide_design_are_found(
     faults = ((fault,), ()) if forward else ((), (fault,))
     try:
         wrong = wrong_results(chip, "lstm", ("wide", 3, 6, 1), (3, 9, 168), faults)
+    except AssertionError:
+        return  # the emulation itself saw it
+    assert wrong
+
+
+NARROW = "recurrent/grid_narrow.cuh"
+PORTABLE_FAULTS = [
+    pytest.param(
+        1, (NARROW, "if (!DEBUG_WAITS) block_wait(Shape::written(sums_turn), Shape::SUM_THREADS);", ""), id="no wait"
+    ),
+    pytest.param(1, (NARROW, "SOURCES = CLUSTER == 1 ? WARPS", "SOURCES = CLUSTER == 1 ? WARPS / 4"), id="a sum less"),
+    pytest.param(2, (NARROW, "waits |= missing(sums.v[s][k], use);", ";"), id="no wait for the team"),
+    pytest.param(2, (NARROW, "return turn.epoch / 2 % 2;", "return 0;"), id="sums of two states before"),
+    pytest.param(2, (NARROW, "return end - (buffer_of(turn) + 1)", "return end - 1"), id="one buffer"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("team", "fault"), PORTABLE_FAULTS)
+def test_planted_faults_in_the_portable_design_are_found(
+    team: int, fault: tuple[str, str, str], chip: Callable[..., None]
+) -> None:
+    tile, shape = (("portable", 1, 7, 1), (19, 3, 100)) if team == 1 else (("portable", 2, 16, 1), (8, 3, 500))
+    try:
+        wrong = wrong_results(chip, "lstm", tile, shape, ((fault,), ()))
     except AssertionError:
         return  # the emulation itself saw it
     assert wrong

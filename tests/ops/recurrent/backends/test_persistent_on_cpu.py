@@ -1,6 +1,7 @@
 """The kernels' own source, whole-chip and of small layers, on a CPU, with slow warps and late messages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.rounding import Arithmetic, allowed_against_stock, variances
 # cluster -> clusters of a chip small enough to run here
 NARROW, WIDE = {2: 5}, {5: 4}
 ALONE, FEW = {1: 2}, {4: 1}
+PORTABLE, TEAMS = {1: 7}, {2: 6}  # of capability 8.0
 
 
 @pytest.fixture
@@ -25,9 +27,11 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def the_choice(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Choice:
-    facts = small_chip(active)
+    facts = replace(small_chip(active), capability=(8, 0) if active in (PORTABLE, TEAMS) else (9, 0))
     make = units_choices if active in (ALONE, FEW) else grid_choices
     choices = make(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
+    if active in (PORTABLE, TEAMS):
+        choices = [choice for choice in choices if choice.work.cluster in active]
     return max(choices, key=lambda choice: (choice.launch.grid, choice.samples))  # all multiprocessors at work
 
 
@@ -43,6 +47,11 @@ CASES = [
     pytest.param(WIDE, (20, 35, 264), 8, id="wide, many frames of uneven groups", marks=pytest.mark.slow),
     pytest.param(WIDE, (3, 70, 465), 6, id="wide, two tiles", marks=pytest.mark.slow),
     pytest.param(WIDE, (3, 9, 396), 7, id="wide, rows of whole words", marks=pytest.mark.slow),
+    pytest.param(PORTABLE, (20, 5, 100), 10, id="portable, many frames, warps without a part of K"),
+    pytest.param(PORTABLE, (6, 19, 333), 11, id="portable, odd rows, groups", marks=pytest.mark.slow),
+    pytest.param(PORTABLE, (4, 70, 201), 12, id="portable, two tiles", marks=pytest.mark.slow),
+    pytest.param(TEAMS, (20, 5, 520), 13, id="teams, many frames"),
+    pytest.param(TEAMS, (6, 70, 561), 14, id="teams, two tiles, odd rows", marks=pytest.mark.slow),
 ]
 
 

@@ -63,7 +63,12 @@ def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
     ("wrong", "device", "max_sms", "message"),
     [
         (problem(512), H200, 1, r"cluster of 8 or 16 .* 1 of 132 may be used on NVIDIA H200: raise max_sms"),
-        (problem(512), replace(H200, name="A100", capability=(8, 0)), None, r"A100 has compute capability 8\.0.*gemm"),
+        (
+            problem(512),
+            replace(H200, name="T4", capability=(7, 5)),
+            None,
+            r"T4 has compute capability 7\.5.*8\.0.*gemm",
+        ),
         (
             problem(512, dtype="float64"),
             H200,

@@ -26,8 +26,8 @@ SOURCE = tile("cluster", 1088, "tanh")
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Keep the record elsewhere, and replace the compiler by one whose kernels always spill."""
     monkeypatch.setattr(compiled, "RECORD", tmp_path / "compiled.tsv")
-    monkeypatch.setattr(compiled, "reports", {SOURCE: compiled.Report(128, 0, "")})
-    monkeypatch.setattr(compiled, "build", lambda source: Binary(b"", 255, 8, ""))
+    monkeypatch.setattr(compiled, "reports", {(SOURCE, "sm_90a"): compiled.Report(128, 0, "")})
+    monkeypatch.setattr(compiled, "build", lambda source, arch: Binary(b"", 255, 8, ""))
     compiled.write_record()
     compiled.recorded.cache_clear()
     yield tmp_path / "compiled.tsv"
@@ -58,7 +58,7 @@ def test_a_record_of_other_kernels_is_not_believed(other: str, record: Path, mon
 
 
 def test_a_kernel_that_loses_performance_is_not_recorded(record: Path) -> None:
-    compiled.reports[SOURCE] = compiled.Report(128, 0, "instructions wait for each other")
+    compiled.reports[SOURCE, "sm_90a"] = compiled.Report(128, 0, "instructions wait for each other")
     assert compiled.write_record() == 0
     assert spills(SOURCE)
 

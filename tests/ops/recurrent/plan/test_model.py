@@ -14,6 +14,7 @@ from tools.planning import fit
 from tools.planning.fit import Measured, Record, halves, read
 
 RECORDS = {"relu": "plans_h200.json"} | {name: f"plans_h200_{name}.json" for name in ("gated", "small", "streams")}
+RECORDS |= {"portable": "plans_h100_portable.json", "portable, gated": "plans_h100_portable_gated.json"}
 
 
 @functools.cache

@@ -1,0 +1,130 @@
+"""Tiles for GPUs other than Hopper's, without a GPU: they fit each of them, and compile for its architecture."""
+
+from dataclasses import replace
+
+import pytest
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden, space
+from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.problem import Design, DeviceFacts, DoesNotFit, Problem
+from hypothesis import given
+from hypothesis import strategies as st
+from support.compiled import report
+from support.persistent_cases import one_a_kernel
+
+OTHERS = {name: device for name, device in DEVICES.items() if device.capability != (9, 0)}
+CAPABILITIES = sorted({device.capability for device in DEVICES.values()})
+
+
+@given(
+    name=st.sampled_from(sorted(OTHERS)),
+    hidden=st.integers(1, 3000),
+    batch=st.integers(1, 200),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    cell=st.sampled_from(sorted(CELLS)),
+    backward=st.booleans(),
+)
+def test_every_launch_fits_the_gpu_and_covers_the_problem(
+    name: str, hidden: int, batch: int, dtype: str, cell: str, backward: bool
+) -> None:
+    device = OTHERS[name]
+    try:
+        choices = space(Problem(batch, hidden, dtype, cell, backward), device)
+    except DoesNotFit as reason:
+        assert "backend='gemm'" in str(reason) and name in str(reason)
+        return
+    for choice in choices:
+        launch = choice.launch
+        assert launch.cluster == 1 and launch.smem_bytes <= device.smem_bytes_per_block
+        assert launch.threads * 32 <= device.registers
+        if choice.design is Design.PORTABLE:
+            assert launch.cooperative and launch.grid <= device.sms
+            assert choice.rows * launch.grid >= hidden * (1 if backward else CELLS[cell].gates)
+            assert 4 * choice.exchange_words <= device.l2_bytes // 2
+        else:
+            assert choice.design is Design.UNITS and not launch.cooperative
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_largest_that_fits_and_one_past_it(name: str, dtype: str) -> None:
+    device = OTHERS[name]
+    for cell in ("relu", "lstm", "gru_after"):
+        largest = largest_grid_hidden(Problem(4, 1, dtype, cell, False), device, device.sms)
+        assert largest >= (1280 if cell == "relu" else 480)
+        for backward in (False, True):
+            assert choose(Problem(4, largest, dtype, cell, backward), device).design is Design.PORTABLE
+        with pytest.raises(DoesNotFit, match=rf"on {name} .* KiB .* MiB of L2, keep at most .*{largest} x {largest} "):
+            for backward in (False, True):
+                choose(Problem(4, largest + 1, dtype, cell, backward), device)
+
+
+def test_a_slice_of_a_gpu_holds_what_its_multiprocessors_do() -> None:
+    slice_of_gpu = replace(DEVICES["A100"], name="A100 MIG 1g.5gb", sms=14, l2_bytes=5 << 20)
+    assert choose(Problem(8, 256, "bfloat16", "lstm", False), slice_of_gpu).launch.grid <= 14
+    with pytest.raises(DoesNotFit, match=r"14 multiprocessors that may be used on A100 MIG 1g.5gb \(14 in all\)"):
+        choose(Problem(8, 1024, "bfloat16", "lstm", False), slice_of_gpu)
+
+
+def test_large_batches_leave_room_in_a_small_cache() -> None:
+    small, large = (choose(Problem(64, 256, "float32", "lstm", True), DEVICES[name]) for name in ("RTX 3090", "L40S"))
+    assert small.groups < large.groups
+    assert small.work.tiles > large.work.tiles
+
+
+def test_both_directions_follow_one_another() -> None:
+    with pytest.raises(DoesNotFit, match=r"L4 has 8\.9: run one direction after the other"):
+        choose(Problem(4, 256, "bfloat16", "relu", False, directions=2), DEVICES["L4"])
+
+
+def test_hopper_keeps_its_designs() -> None:
+    for name in ("H100", "H200"):
+        designs = {c.design for c in space(Problem(8, 512, "bfloat16", "lstm", True), DEVICES[name])}
+        assert Design.PORTABLE not in designs and Design.CLUSTER in designs
+    assert DEVICES["H200"] == replace(DeviceFacts(), name="H200")
+
+
+# All tiles of the sizes of the benchmarks; the largest sizes, where weights fill the registers.
+PROBLEMS = [
+    Problem(4, 1152, "bfloat16", "relu", True),
+    Problem(4, 1152, "bfloat16", "relu", False),
+    *(Problem(16, 1024, "bfloat16", "lstm", backward) for backward in (False, True)),
+    *(Problem(8, 512, "bfloat16", "gru_after", backward) for backward in (False, True)),
+    *(Problem(8, 640, "float32", "lstm", backward) for backward in (False, True)),
+    *(Problem(8, 513, "float16", "gru_after", backward) for backward in (False, True)),
+    *(Problem(4, 2560, "bfloat16", "tanh", backward) for backward in (False, True)),
+    *(Problem(4, 1280, "float32", "tanh", backward) for backward in (False, True)),
+]
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(one, marks=[] if one == (8, 0) else pytest.mark.slow, id="{}.{}".format(*one))
+        for one in CAPABILITIES
+    ],
+)
+def test_tiles_compile_without_spills(capability: tuple[int, int]) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    # As many multiprocessors as most, and as much shared memory as any. 9.0 is for kernels that are tried out there.
+    device = DeviceFacts(name="any", capability=(8, 0) if capability == (9, 0) else capability)
+    arch = "sm_{}{}".format(*capability)
+    spills = {}
+    for problem in PROBLEMS:
+        for choice in one_a_kernel(space(problem, device)):
+            if choice.design is Design.PORTABLE:
+                said = report(choice.launch.source.text, arch)
+                if said.local_bytes or said.loss:
+                    spills[problem, choice.name] = said
+    assert not spills
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_120", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cell", ["relu", "lstm", "gru_after", "gru_before"])
+def test_tiles_of_one_block_compile_without_spills(arch: str, cell: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for dtype, hidden in (("bfloat16", 96), ("float32", 48)):
+        for backward in (False, True):
+            for choice in one_a_kernel(space(Problem(8, hidden, dtype, cell, backward), DEVICES["A100"])):
+                if choice.design is Design.UNITS:
+                    assert report(choice.launch.source.text, arch).local_bytes == 0, choice.explain()
