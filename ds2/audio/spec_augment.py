@@ -1,4 +1,4 @@
-"""Augmentation of features on the device: SpecAugment's masks, and vocal tract length perturbation.
+"""Augmentation of features on the device: SpecAugment's time warping and masks, and vocal tract length perturbation.
 
 What is drawn depends on seed, epoch and utterance alone. Shapes: B utterances, F bins, T frames.
 """
@@ -38,7 +38,7 @@ def spectrogram_masks(
     indices: Sequence[int],
     view: int = 0,
 ) -> SpectrogramMasks | None:
-    """Draw the SpecAugment masks of a batch (Park et al. 2019, section 2, without time warping).
+    """Draw the SpecAugment masks of a batch (Park et al. 2019, section 2).
 
     Widths are drawn uniformly from 0 to the largest, positions uniformly from those that fit. A time mask covers at
     most `augment.time_fraction` of its utterance.
@@ -81,6 +81,64 @@ def apply_masks(features: Tensor, masks: SpectrogramMasks | None) -> Tensor:
     covered = _covered(masks.frequency.to(features.device, non_blocking=True), bins)[:, :, None]
     covered = covered | _covered(masks.time.to(features.device, non_blocking=True), frames)[:, None, :]
     return features.masked_fill(covered, 0.0)
+
+
+def time_warps(
+    lengths: Tensor, augment: AugmentConfig, features: FeaturesConfig, seed: int, epoch: int, indices: Sequence[int]
+) -> Tensor | None:
+    """Draw the time warp of each utterance of a batch (Park et al. 2019, section 2); None without `time_warp_s`.
+
+    A frame at least W from both ends moves by up to W, forwards or backwards; both are drawn uniformly. W is
+    `augment.time_warp_s`, or less where an utterance is too short for that. Both ends stay. There is no argument for
+    the view: views of an utterance are compared frame by frame, so they share their warp.
+
+    Args:
+        lengths: (B,) int64 on the CPU, frames.
+        augment: the longest move.
+        features: the step, in seconds.
+        seed, epoch: of the run.
+        indices: (B,) position of each utterance in the training set.
+    Returns:
+        (B, 2) int64: the frame, and where it moves to; both 0 for utterances of fewer than 5 frames, which do not move.
+    """
+    if not augment.time_warp_s:
+        return None
+    draws = np.stack([utterance_rng(seed, epoch, index, "time warp").random(2) for index in indices])
+    frames = lengths.numpy()
+    most = np.minimum(round(augment.time_warp_s / features.step_s), (frames - 3) // 2).clip(0)
+    frame = most + 1 + np.floor(draws[:, 0] * (frames - 2 * most - 2))  # from most + 1 to frames - 2 - most
+    moved = frame - most + np.floor(draws[:, 1] * (2 * most + 1))
+    warps = np.where(most[:, None] > 0, np.stack([frame, moved], axis=1), 0)
+    return torch.from_numpy(warps.astype(np.int64))
+
+
+def warp_time(features: Tensor, lengths: Tensor, warps: Tensor | None) -> Tensor:
+    """Return features with one frame of each utterance moved, and the time between it and both ends stretched.
+
+    Frames are read by linear interpolation. The number of frames stays.
+
+    Args:
+        features: (B, F, T), any device.
+        lengths: (B,) int64 on the same device, frames of each utterance.
+        warps: (B, 2) int64 on the same device, from `time_warps`; None warps nothing.
+    Returns:
+        (B, F, T), 0 after each length.
+    """
+    if warps is None:
+        return features
+    _, bins, frames = features.shape
+    at = torch.arange(frames, dtype=torch.float64, device=features.device)
+    last = (lengths - 1).clamp(min=0)[:, None]
+    frame, moved = warps[:, :1], warps[:, 1:]
+    # Float64, and products before the division: an utterance that does not move is read at whole frames.
+    before = at * frame / moved.clamp(min=1)
+    after = last - (last - at).clamp(min=0) * (last - frame) / (last - moved).clamp(min=1)
+    source = torch.where(at < moved, before, after)
+    below = source.long().clamp(max=max(frames - 2, 0))
+    above = (below + 1).clamp(max=frames - 1)
+    share = (source - below).to(features.dtype)[:, None, :]
+    low, high = (features.gather(2, index[:, None, :].expand(-1, bins, -1)) for index in (below, above))
+    return torch.where((at < lengths[:, None])[:, None, :], torch.lerp(low, high, share), 0.0)
 
 
 def warp_factors(augment: AugmentConfig, seed: int, epoch: int, indices: Sequence[int], view: int = 0) -> Tensor | None:

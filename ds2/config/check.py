@@ -82,6 +82,11 @@ def check(config: Config) -> None:
         augment.noise_probability == 0 or bool(augment.noise_snr_db),
         "augment.noise_probability is set: augment.noise_snr_db=[low, high] is needed too",
     )
+    _require(
+        augment.time_warp_s == 0 or augment.time_warp_s >= features.step_s,
+        f"augment.time_warp_s={augment.time_warp_s} is less than a frame (features.step_s={features.step_s}): set at "
+        "least one frame, such as 0.8, or 0 for no time warping",
+    )
     probabilities = (augment.noise_probability, augment.room_probability, augment.codec_probability)
     _require(
         augment.noisy_epochs == 0 or max(probabilities) > 0,

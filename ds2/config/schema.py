@@ -85,6 +85,7 @@ class AugmentConfig:
     codecs: list[str] = field(default_factory=lambda: list(CODECS))  # codecs, one is drawn
     noisy_epochs: int = number(0, 0, COUNT)  # noise, rooms and codecs in the first epochs only; 0: in all epochs
     vtlp: list[float] = numbers([], 0.5, 2, lengths=(0, 2))  # vocal tract length perturbation: [low, high] factor
+    time_warp_s: float = number(0.0, 0, 3600)  # SpecAugment: a moment moves by up to so much; views share it; 0: off
     frequency_masks: int = number(0, 0, 1000)  # SpecAugment: masks over frequency
     frequency_width: int = number(27, 0, 100_000)  # SpecAugment: greatest width of a mask, in bins
     time_masks: int = number(0, 0, 1000)  # SpecAugment: masks over time

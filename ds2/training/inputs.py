@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds2.audio.augment import of_view, utterance_rng
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import MILLION, SpectrogramMasks, spectrogram_masks, warp_factors
+from ds2.audio.spec_augment import MILLION, SpectrogramMasks, spectrogram_masks, time_warps, warp_factors
 from ds2.config.schema import Config, TrainConfig
 from ds2.data.loader import Batch, SpeechLoader, deal
 from ds2.distributed.communicator import Communicator
@@ -26,7 +26,7 @@ FRAMES_MULTIPLE = 32  # step of padded shapes; on average half of it is padding
 # Short of a multiple: at 16 n frames behind the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
 # convolution's weight gradient (B 4, 352 frames, H200).
 _FRAMES_SHORT = 4
-_FIXED = 4  # columns of `Inputs.numbers` that every batch has
+_FIXED = 6  # columns of `Inputs.numbers` that every batch has
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Inputs:
 
     Attributes:
         waveforms: (B, N) float32; samples after an utterance's frames are ignored.
-        numbers: (B, K) int64: frames, labels, feasible or not, bits of the labels' log-prob, L labels, and for each
-            view key of dropout, warp of frequencies where there is one, share of the dropout's rate where it rises,
-            masks.
+        numbers: (B, K) int64: frames, labels, feasible or not, bits of the labels' log-prob, warp of time (2 columns),
+            L labels, and for each view key of dropout, warp of frequencies where there is one, share of the dropout's
+            rate where it rises, masks.
         views: V, copies of each utterance in the batch, each with its own masks and dropout.
         label_columns: L.
+        warps_time: whether time is warped.
         warps: whether frequencies are warped.
         rises: whether dropout has a share of its rate.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
@@ -50,6 +51,7 @@ class Inputs:
     numbers: Tensor
     views: int
     label_columns: int
+    warps_time: bool
     warps: bool
     rises: bool
     frequency_masks: int
@@ -75,6 +77,11 @@ class Inputs:
     def label_log_probs(self) -> Tensor:
         """(B,) float64, the log-prob of the labels under the model of CTC-CRF; 0 without one."""
         return self.numbers.view(torch.float64)[:, 3]
+
+    @property
+    def time_warps(self) -> Tensor | None:
+        """(B, 2) int64: the frame that moves and where to, None where the config has no time warping."""
+        return self.numbers[:, 4:_FIXED] if self.warps_time else None
 
     @property
     def keys(self) -> Tensor:
@@ -181,6 +188,9 @@ class InputMaker:
         numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
         table = numbers.numpy()
         chosen = self._label_log_probs[batch.indices] if self._label_log_probs is not None else torch.zeros(len(frames))
+        moves = time_warps(frames, augment, config.features, seed, epoch, indices)
+        if moves is not None:
+            table[:, 4:_FIXED] = moves
         fixed = (frames, batch.label_lengths, feasible, chosen.double().view(torch.int64))
         for column, values in enumerate(fixed):
             table[:, column] = values
@@ -196,6 +206,7 @@ class InputMaker:
             numbers,
             views,
             columns,
+            moves is not None,
             bool(augment.vtlp),
             share is not None,
             augment.frequency_masks,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import apply_masks, warp
+from ds2.audio.spec_augment import apply_masks, warp, warp_time
 from ds2.config.schema import Config, ConfigError, TrainConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
@@ -75,6 +75,7 @@ class Passes:
             `divergence` (CR-CTC, Yao et al. 2025, equation 5).
         """
         features = self.features.padded(inputs.waveforms, inputs.frames)
+        features = warp_time(features, inputs.frames, inputs.time_warps)
         if inputs.views > 1:
             features = features.repeat(inputs.views, 1, 1)
         features = warp(features, self._centres_hz, inputs.factors, self.features.sample_rate_hz)

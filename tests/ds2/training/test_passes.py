@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds2.audio.spec_augment import apply_masks, warp
+from ds2.audio.spec_augment import apply_masks, warp, warp_time
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.data.loader import Batch
@@ -43,6 +43,24 @@ def test_two_views_of_an_utterance_differ_in_masks_and_dropout(tiny_config: Make
     assert torch.equal(first, one.masks.time) and not torch.equal(second, one.masks.time)
     keys, others = two.keys.chunk(2)
     assert torch.equal(keys, one.keys) and not set(others.tolist()) & set(keys.tolist())
+
+
+def test_both_views_have_one_warp_of_time_and_all_else_stays_as_it_was(tiny_config: MakeConfig) -> None:
+    extra = (*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2")
+    _, plain = prepared(tiny_config(*extra))
+    trainer, inputs = prepared(tiny_config(*extra, "augment.time_warp_s=0.1"))
+    assert plain.time_warps is None and inputs.time_warps is not None and inputs.time_warps.shape == (3, 2)
+    assert plain.masks is not None and inputs.masks is not None and inputs.factors is not None
+    assert torch.equal(plain.masks.time, inputs.masks.time) and torch.equal(plain.labels, inputs.labels)
+    assert torch.equal(plain.keys, inputs.keys) and torch.equal(plain.factors, inputs.factors)  # type: ignore[arg-type]
+    features = trainer.features.padded(inputs.waveforms, inputs.frames)
+    moved = warp_time(features, inputs.frames, inputs.time_warps)
+    assert not torch.equal(moved, features)
+    views = warp(moved.repeat(2, 1, 1), trainer.features.centres_hz, inputs.factors, trainer.features.sample_rate_hz)
+    logits, frames = trainer.model(apply_masks(views, inputs.masks), inputs.frames.repeat(2), inputs.keys)
+    given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
+    wanted = ctc_losses(logits, frames, *given).view(2, 3).mean(0)
+    torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm"])
@@ -217,6 +235,7 @@ def replays(trainer: Trainer) -> int:
         (
             "train.consistency=0.2",
             "augment.vtlp=[0.9,1.1]",
+            "augment.time_warp_s=0.2",
             "augment.time_masks=2",
             "model.dropout=0.1",
             "model.stochastic_depth=0.3",
