@@ -57,6 +57,14 @@ def test_a_wrong_stage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert named == {"#3 fused pointwise": "forward" if part == "forward" else "both"}
 
 
+def test_the_truth_of_stages_is_torch_s_lstm() -> None:
+    from benchmarks.stages import Network, Size
+
+    network = Network(Size(hidden=8, batch=3, frames=7, layers=2), torch.device("cpu"), torch.float32)
+    network.measure_truth()
+    torch.testing.assert_close(network.truth[0].float(), network.peer(network.x)[0].detach(), rtol=0, atol=1e-5)
+
+
 def test_operations_of_stages() -> None:
     from benchmarks.stages import Size, add_gains
 

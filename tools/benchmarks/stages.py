@@ -5,11 +5,12 @@
     python tools/bench.py stages --sweep figure2       TFLOP/s of RNN, GRU and LSTM, ours and cuDNN's (his Figure 2)
 
 "Optimizing performance of recurrent neural networks on GPUs" (Appleyard, Kocisky, Blunsom 2016): every stage keeps what
-those before it do. Outputs, and with the backward pass all gradients, are compared with nn.LSTM in float64 first; the
-error may be twice that of torch's own cells in the same dtype. Times are microseconds a cell (one layer, one time step)
-of the forward pass and of both passes, launched one by one by the host, and replayed as a CUDA graph; speed-ups are
-over the first stage of a column. The backward pass of a stage is what autograd makes of it: the same products on the
-same streams, in reverse. "#6, weights at the end" is his section 2.6: one product a matrix after the propagation.
+those before it do. Outputs, and with the backward pass all gradients, are compared with float64 first; the error may be
+twice that of a plain loop of torch's operations, which rounds after each. Times are microseconds a cell (one layer, one
+time step) of the forward pass and of both passes, launched one by one by the host, and replayed as a CUDA graph;
+speed-ups are over the first stage of a column. The backward pass of a stage is what autograd makes of it: the same
+products on the same streams, in reverse. "#6, weights at the end" is his section 2.6: one product a matrix after the
+propagation.
 Shape letters: T frames, B batch, H hidden: an input is (T, B, H), a layer's weights are (4 H, H), gates i, f, g, o.
 """
 
@@ -285,7 +286,7 @@ class Network:
         return [self.peer.get_parameter(f"{name}_l{index}").detach() for name in names]
 
     def measure_truth(self) -> None:
-        """Compute output and gradients in float64, and the errors of torch's cells in the network's dtype."""
+        """Compute output and gradients in float64, and the errors of a plain loop in the network's dtype."""
         wide_layers = [
             Layer(*(t.detach().double().requires_grad_() for t in (r.weight_ih, r.weight_hh, r.bias)), r.zero.double())
             for r in self.layers
@@ -299,12 +300,17 @@ class Network:
 
     @staticmethod
     def _stock(x: Tensor, layers: Sequence[Layer]) -> Tensor:
-        """torch's cells, one after the other."""
+        """The equations, one operation after the other."""
         for layer in layers:
             h = c = torch.zeros_like(x[0])
             outputs = []
             for frame in x:
-                h, c = torch.lstm_cell(frame, (h, c), layer.weight_ih, layer.weight_hh, layer.bias, layer.zero)
+                pre = (
+                    nn.functional.linear(frame, layer.weight_ih) + nn.functional.linear(h, layer.weight_hh) + layer.bias
+                )
+                i, f, g, o = pre.unflatten(1, (4, -1)).unbind(1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
                 outputs.append(h)
             x = torch.stack(outputs)
         return x

@@ -27,7 +27,8 @@ from ds2_ops.recurrent.primitives import Array, product, stream_handle
 
 THREADS, TILE_COLUMNS, TILE_DEPTH = 256, 128, 8
 _TILE_ROWS, _FEW_ROWS = (32, 64, 96, 128), 8  # below so many rows of a group a thread makes one sum
-_BLOCKS = 264  # two for each of an H200's multiprocessors: how many splits of a long sum fill it
+_SMS = 132  # of an H200
+_BLOCKS = 2 * _SMS  # that fill it: how many splits of a long sum are made
 _MIN_DEPTH = 512  # of a split
 _NUMBERS = {"float32": "Fp32", "float16": "Fp16", "bfloat16": "Bf16", "float64": "Fp64"}
 _MOST = 2**31 - 1
@@ -184,7 +185,8 @@ class Convolution:
                     _source(self.dtype, geometry, f"multiply_each<{_of(self.dtype, kind)}>(convolution)"), THREADS, each
                 )
             ]
-        tile, splits = _tile_rows(rows), self._splits(kind)
+        splits = self._splits(kind)
+        tile = _tile_rows(rows, 0 if splits > 1 else self.groups * -(-columns // TILE_COLUMNS))
         grid = splits * self.groups * -(-rows // tile) * -(-columns // TILE_COLUMNS)
         sum_bytes = 8 if self.dtype == "float64" else 4
         smem_bytes = 2 * TILE_DEPTH * (tile + 4 + TILE_COLUMNS) * sum_bytes
@@ -210,8 +212,13 @@ class Convolution:
         return tuple(numbers.items())
 
 
-def _tile_rows(rows: int) -> int:
-    """Rows of a tile that pads the last one least."""
+def _tile_rows(rows: int, others: int = 0) -> int:
+    """Rows of a tile that pads the last one least; with `others` tiles beside it, that which fills the GPU best.
+
+    A round of blocks takes a time that grows with the rows of a tile, and as 32 more for the data.
+    """
+    if others:
+        return min(reversed(_TILE_ROWS), key=lambda tile: -(-others * -(-rows // tile) // _SMS) * (tile + 32))
     return min(reversed(_TILE_ROWS), key=lambda tile: -(-rows // tile) * tile)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ds2_ops import lookahead
 from ds2_ops.jit.build import build
 from ds2_ops.primitives import convolution
 from ds2_ops.primitives.convolution import Convolution
@@ -123,6 +124,12 @@ def test_the_sum_over_positions_is_split_where_there_are_few_tiles() -> None:
     assert op._splits("forward") == 1
 
 
+def test_small_tiles_fill_the_gpu_where_there_are_few() -> None:
+    assert [convolution._tile_rows(128, others) for others in (13, 100, 3136)] == [32, 128, 128]
+    assert convolution._tile_rows(96, 13924) == 96 and convolution._tile_rows(384, 121) == 128
+    assert convolution._tile_rows(40) == 64
+
+
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_any_order_of_axes_and_parts_of_larger_arrays() -> None:
     op = Convolution(**CASES["plain"])
@@ -158,6 +165,30 @@ def test_the_kernels_on_a_gpu(case: dict[str, Any], dtype: str) -> None:
         result = torch.ones(op.shapes[result_name(kind)], dtype=DTYPES[dtype], device="cuda")
         run(op, kind, there, result, workspace, stream=torch.cuda.current_stream(), beta=2.0)
         torch.testing.assert_close(result.cpu().double(), wanted + 2, rtol=0, atol=allowed(wanted + 2, DTYPES[dtype]))
+
+
+def test_a_row_convolution_is_one_of_as_many_groups_as_channels() -> None:
+    frames, batch, hidden, taps = 11, 3, 6, 4
+    generator = torch.Generator().manual_seed(2)
+    x, weight, grad_y = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((frames, batch, hidden), (hidden, taps), (frames, batch, hidden))
+    )
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    wanted = lookahead(*leaves)
+    grad_x, grad_weight = torch.autograd.grad(wanted, leaves, grad_y)
+    op = Convolution(
+        images=batch, channels=hidden, outputs=hidden, size=(frames, 1), taps=(taps, 1), groups=hidden,
+        padding=(0, taps - 1, 0, 0),
+    )  # fmt: skip
+    as_images = lambda rows: rows.numpy().transpose(1, 2, 0)[..., None]  # noqa: E731  a view: (T, B, H) stays as it is
+    as_taps = lambda rows: rows.numpy()[:, None, :, None]  # noqa: E731
+    y, of_x, of_weight = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(weight)
+    op.forward(as_images(x), as_taps(weight), as_images(y))
+    op.data_gradient(as_images(grad_y), as_taps(weight), as_images(of_x))
+    op.weight_gradient(as_images(x), as_images(grad_y), as_taps(of_weight))
+    for ours, theirs in ((y, wanted.detach()), (of_x, grad_x), (of_weight, grad_weight)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_refused() -> None:
