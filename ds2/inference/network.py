@@ -21,7 +21,9 @@ from ds2_ops.classifier import classify
 from ds2_ops.convolution import streams
 from ds2_ops.convolution.op import CHANNELS
 from ds2_ops.convolution.streams import ConvInput, StreamConvolution, flatten, join
+from ds2_ops.jit.launch import device_index
 from ds2_ops.recurrent.backends.choose import why_not_unasked
+from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.layer import lstm_layer, project, recurrent_layer, why_not_concurrent
 from ds2_ops.row_convolution.op import lookahead_chain
 from torch import Tensor, nn
@@ -35,7 +37,6 @@ from ds2.model.norm import divided_by_rms
 from ds2.model.structure import frames_after, operator_cell
 from ds2.model.wavefront import LAYER_SMS
 
-PARALLEL_LAYERS = 7  # side by side: as many clusters of 16 multiprocessors as an H200 holds
 MOST_PARALLEL_STREAMS = 16  # that a cluster runs at once
 _HOLD = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
 
@@ -71,7 +72,8 @@ class BlockNetwork:
         self.piece = (piece_frames or block_frames) // model.time_stride
         self.dtype, self.wide = dtype, torch.promote_types(dtype, torch.float32)
         self.bins, self.hidden, self.delay = weights.bins, weights.hidden, weights.delay
-        self.parallel_layers, self.runs_parallel = PARALLEL_LAYERS, runs_parallel(model, dtype)
+        self.runs_parallel = runs_parallel(model, dtype)
+        self.parallel_layers = parallel_layers(self.device) if self.runs_parallel else 1
         self._layer_streams = list[wavefront.LayerStreams]()
         self.convs, self._channels = _conv_levels(weights, block_frames, dtype)
         self.modules = [BlockModule(module, dtype, backend) for module in weights.modules]
@@ -195,6 +197,11 @@ def why_not(model: AcousticModel) -> str | None:
             "use a model trained with model.bidirectional=false, or transcribe whole files"
         )
     return None
+
+
+def parallel_layers(device: torch.device) -> int:
+    """How many layers a CUDA device runs side by side: as many as it holds clusters of `LAYER_SMS` multiprocessors."""
+    return device_facts(device_index(device)).active_clusters.get(LAYER_SMS, 1)
 
 
 def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:

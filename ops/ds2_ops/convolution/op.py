@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds2_ops.checks import refuse_second_derivative, under_autocast
-from ds2_ops.jit.launch import Launch, Source, multiprocessors, names, parameters, run, translation_unit
+from ds2_ops.jit.launch import Launch, Source, device_index, multiprocessors, names, parameters, run, translation_unit
+from ds2_ops.jit.runtime import capability
 
 CHANNELS = 32
 BIN_FRAMES = 64  # of a tile of `sum_weights_of_bins`, which holds its bins in a ring buffer
@@ -127,7 +128,7 @@ def why_not(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> str | None:
             f"(32, 32, 4 n + 1, up to {_MAX_TAPS}) with stride (2, 1), and "
             f"(32, 1, 4 n + 1, up to {_FOLDED}) with stride (2, n) for data without gradient"
         )
-    return None if torch.cuda.get_device_capability(x.device) == (9, 0) else "the kernels need a Hopper GPU"
+    return None if capability(device_index(x.device)) == (9, 0) else "the kernels need a Hopper GPU"
 
 
 def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> Tensor:
