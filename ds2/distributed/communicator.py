@@ -48,11 +48,13 @@ class Communicator:
         rank, world: the number of this process, and the number of processes.
         host: name of this machine.
         device: of the tensors of this rank.
+        path: the memory and library that sums of gradients use, in words.
         status: the step and phase that this rank is in, for messages about failures and for the watchdog.
         elastic: whether ranks may come and go.
     """
 
     name = "single"
+    path = "stay on one rank"
     elastic = False
     rank, world = 0, 1
 
@@ -251,6 +253,8 @@ class OrderedCommunicator(GroupCommunicator):
         super().__init__(group, device, timeout_s)
         self.name = group.name
         self.staged = device.type == "cuda" and not group.reads_device_memory
+        memory = "memory" if device.type == "cpu" else "GPU memory"
+        self.path = f"from {memory}{' through page-locked host memory' if self.staged else ''} over {group.name}"
 
     def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
         super()._use(group, on_hang)

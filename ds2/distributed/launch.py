@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from ds2.system.signals import Stopped
 from ds2.system.terminal import visible
 
 log = logging.getLogger(__name__)
+_MIB = 4  # of the sum that is timed at start
 
 
 @contextmanager
@@ -157,6 +159,7 @@ def share_cores(comm: Communicator) -> None:
 
 def _log_ranks(comm: Communicator, reason: str, library: str) -> None:
     rows = comm.allgather((comm.host, os.getpid(), _device_name(comm.device), torch.get_num_threads()))
+    rate = bus_gb_per_s(comm)
     if comm.rank == 0:
         width = max(len("host"), *(len(row[0]) for row in rows))
         lines = [f"  rank  {'host':<{width}}  process  threads  device"]
@@ -164,6 +167,26 @@ def _log_ranks(comm: Communicator, reason: str, library: str) -> None:
             lines.append(f"  {rank:>4}  {host:<{width}}  {process:>7}  {threads:>7}  {device}")
         table = "\n".join(lines)
         log.info("%d ranks over %s (%s); %s\n%s", comm.world, comm.name, reason, library, table)
+        if comm.world > 1:
+            log.info("gradients travel %s: %.3g GB/s a rank in a sum of %d MiB", comm.path, rate, _MIB)
+
+
+def bus_gb_per_s(comm: Communicator) -> float:
+    """Measure a sum over ranks: what each sends, 2 (N - 1) / N of the buffer, over the slowest rank's time.
+
+    All ranks make this call together. 0 for a single rank.
+    """
+    if comm.world == 1:
+        return 0.0
+    tensor = torch.zeros(_MIB * 2**18, device=comm.device)
+    for _ in range(2):  # the first one opens connections
+        comm.allgather(None)
+        began = time.perf_counter()
+        comm.start_sum(tensor).wait()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+        seconds = max(comm.allgather(time.perf_counter() - began))
+    return 2e-9 * (comm.world - 1) / comm.world * tensor.numel() * tensor.element_size() / seconds
 
 
 def _device_name(device: torch.device) -> str:

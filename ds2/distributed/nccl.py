@@ -159,6 +159,7 @@ class NcclCommunicator(GroupCommunicator):
     """
 
     name = "nccl"
+    path = "between GPUs over nccl"
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group, device, timeout_s)

@@ -51,6 +51,10 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
     assert "2 ranks over mpi (comm=auto" in run.stdout and re.search(
         r"rank +host +process +threads +device", run.stdout
     )
+    assert (
+        len(re.findall(r"gradients travel from memory over mpi: [\d.e+]+ GB/s a rank in a sum of 4 MiB", run.stdout))
+        == 7
+    )
     assert run.stdout.count("epoch 1: dev WER") == 7  # seven trainings, each told by rank 0 alone
     run = train(4, clean(tiny_overrides, folders["four"], *SMOOTH), clean(tiny_overrides, folders["drop4"], *dropout))
     assert run.returncode == 0, run.stdout
@@ -71,6 +75,19 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
     assert {"allreduce_total_s", "allreduce_exposed_s", "data_s", "forward_s", "backward_s"} <= set(
         events(folders["four"], "train")[0]
     )
+
+
+def test_ranks_whose_layers_take_pieces_of_a_batch_learn_what_one_learns_from_whole_batches(
+    tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    rms = ("model.norm=rms", "model.dropout=0.2")
+    assert train(1, clean(tiny_overrides, whole, *SMOOTH, *rms)).returncode == 0
+    job = ("pieces", *clean(tiny_overrides, halves, *SMOOTH, *rms)[1:])
+    run = train(2, job)
+    assert run.returncode == 0, run.stdout
+    assert len(losses(whole)) == 9 and losses(halves) == pytest.approx(losses(whole), rel=1e-4)
+    assert scores(halves) == scores(whole)
 
 
 def test_a_step_that_one_rank_cannot_take_is_skipped_by_all(tiny_overrides: list[str], tmp_path: Path) -> None:

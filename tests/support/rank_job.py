@@ -4,7 +4,8 @@ python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
 FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), lose (the device fails every call from now on),
 signal (SIGTERM to this rank alone),
 launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin),
-unrecorded (none, but what CUDA graphs would be is launched one by one)
+unrecorded (none, but what CUDA graphs would be is launched one by one),
+pieces (none, but recurrent layers take batches in three pieces, as they do side by side on a GPU)
 A fault before a step strikes the first time only, not after torchrun has started its ranks again.
 """
 
@@ -23,8 +24,9 @@ from ds2.audio.features import Features
 from ds2.cli import main
 from ds2.distributed.launcher import launched
 from ds2.distributed.watchdog import Watchdog
+from ds2.model.pieces import Wavefront
 from ds2.recognition.recogniser import Recogniser
-from ds2.training import run_folder, stopping
+from ds2.training import run_folder, stopping, trainer
 from ds2.training.passes import GraphedPasses, Passes
 from ds2.training.trainer import Trainer
 
@@ -91,6 +93,11 @@ def run(fault: str, rank: str, step: str, *overrides: str) -> int:
     Trainer.step = faulty_step  # type: ignore[method-assign]
     if fault == "unrecorded":
         GraphedPasses.forward, GraphedPasses.backward = Passes.forward, Passes.backward  # type: ignore[method-assign]
+    if fault == "pieces":
+        in_pieces = Wavefront(2, 48 * 48, 2, lambda batch: ((0.0, 0.0), (0.0, 0.0)), fixed=3)
+        trainer.choose_wavefront = lambda *_, **__: in_pieces
+    else:
+        trainer.choose_wavefront = HEALTHY_CHOICE
     if fault.startswith("signal:") and launched().rank == int(rank):
         _signal_in(*PHASES[fault.partition(":")[2]])
     return main(["train", *overrides])
@@ -107,7 +114,7 @@ def _signal_in(owner: Any, name: str) -> None:
 
 
 HANG_S = 8.0
-HEALTHY_STEP = Trainer.step
+HEALTHY_STEP, HEALTHY_CHOICE = Trainer.step, trainer.choose_wavefront
 PHASES = {
     "statistics": (Features, "estimate"),
     "evaluation": (Recogniser, "recognise"),
