@@ -152,7 +152,7 @@ def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torc
         (comm.world > 1 and comm.name != "nccl", f"the ranks' sums go over {comm.name}, which cannot be recorded"),
         (
             several_hosts,
-            f"on {hosts} hosts gradients are summed during back-propagation; train.graphs=on sums them after",
+            f"the ranks are on {hosts} hosts, where no recorded sum was tried; train.graphs=on records there too",
         ),
         (
             why_torch is not None,

@@ -442,7 +442,9 @@ def test_gpus_of_one_host_have_them_unless_told_otherwise(world: int) -> None:
     assert not use_graphs(compose_config(["run_dir=x", "train.graphs=off"]), comm, None)
 
 
-def test_over_several_hosts_they_must_be_asked_for() -> None:
+def test_over_several_hosts_they_must_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     comm = ranks("cuda", 2, "nccl", hosts=["one", "other"])
-    assert not use_graphs(compose_config(["run_dir=x"]), comm, None)
+    with caplog.at_level("INFO"):
+        assert not use_graphs(compose_config(["run_dir=x"]), comm, None)
+    assert "on 2 hosts" in caplog.text and "train.graphs=on records there too" in caplog.text
     assert use_graphs(compose_config(["run_dir=x", "train.graphs=on"]), comm, None)
