@@ -20,7 +20,7 @@ from ds2.data.corpora.layouts import (
     parts,
 )
 from ds2.data.corpora.shards import import_shar, import_webdataset
-from ds2.data.manifest import Utterance, write_manifest
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
 
 __all__ = [
     "FORMATS",
@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 
 _DEV_FRACTION = 0.05
 _DEV_SEED = 1
+_LEARNERS_HELD_OUT, _LJSPEECH_HELD_OUT = 25, 60  # speakers and utterances that recipe=english tests with
 FORMATS = ("folder", "csv", "kaldi", "librispeech", "an4", "deepspeech_pytorch", "webdataset", "shar")
-RECIPES = ("an4", "librispeech", "librispeech_5h", "synthetic")
+RECIPES = ("an4", "english", "librispeech", "librispeech_5h", "synthetic")
 
 
 def import_corpus(
@@ -90,6 +91,9 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
 
     - an4: the official train and test parts; dev is 5 % of train by whole speakers, drawn by seed. Like those of the
       test part, its speakers do not occur in train; its texts may.
+    - english: what the shipped model learns from, in a folder of corpora: LibriSpeech/train-clean-5, the train parts of
+      speechocean762 and AN4, ljspeech_part/manifest.jsonl. Dev is LibriSpeech/train-clean-100-part. The tests are
+      LibriSpeech/dev, AN4's, 25 learners of speechocean762 and the last 60 utterances of ljspeech_part.
     - librispeech: all train-* parts except the mini one, dev-clean and test-clean; dev-other and test-other if present.
     - librispeech_5h: train-clean-5, and `dev` or mini LibriSpeech's `dev-clean-2` as dev.
     - synthetic: a generated corpus, audio included; `corpus` is not read.
@@ -99,6 +103,7 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
     """
     recipes: dict[str, Callable[[str | Path], Mapping[str, Sequence[Utterance]]]] = {
         "an4": _an4,
+        "english": _english,
         "librispeech": _librispeech,
         "librispeech_5h": _librispeech_5h,
     }
@@ -139,6 +144,27 @@ def _an4(corpus: str | Path) -> dict[str, list[Utterance]]:
         "train": [u for u in utterances if u.speaker not in dev_speakers],
         "dev": [u for u in utterances if u.speaker in dev_speakers],
         "test": import_an4(corpus, "test"),
+    }
+
+
+def _english(corpus: str | Path) -> dict[str, list[Utterance]]:
+    root = Path(corpus)
+    learners = import_kaldi(root / "speechocean762" / "train")
+    held_out = set(random.Random(_DEV_SEED).sample(sorted({u.speaker for u in learners}), _LEARNERS_HELD_OUT))
+    reader = read_manifest(root / "ljspeech_part" / "manifest.jsonl")
+    libri = root / "LibriSpeech"
+    return {
+        "train": [
+            *import_librispeech(libri, "train-clean-5"),
+            *(u for u in learners if u.speaker not in held_out),
+            *reader[:-_LJSPEECH_HELD_OUT],
+            *import_an4(root / "an4", "train"),
+        ],
+        "dev": import_librispeech(libri, "train-clean-100-part"),
+        "librispeech": import_librispeech(libri, "dev"),
+        "an4": import_an4(root / "an4", "test"),
+        "learners": [u for u in learners if u.speaker in held_out],
+        "ljspeech": reader[-_LJSPEECH_HELD_OUT:],
     }
 
 
