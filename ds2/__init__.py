@@ -15,11 +15,11 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "load", "save_dataset", "train"]
 
 
-def load(path: Path | str, **settings: Any) -> Any:
+def load(path: Path | str | None = None, **settings: Any) -> Any:
     """Open a model file, or the best one of a run folder: a `ds2.recognition.recogniser.Recogniser`.
 
     Args:
-        path: the file or folder.
+        path: the file or folder, or a name of `ds2 models`; None: the model that comes with ds2, named on stderr.
         settings: device, precision, decode: as `Recogniser.load`.
 
     Raises:

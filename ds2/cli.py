@@ -25,9 +25,10 @@ usage: ds2 COMMAND [...]
   info [OVERRIDE...]                 layers, parameters, lookahead and memory: ds2 info model=rnn_48_skip_4
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
-  transcribe MODEL FILE...           audio files to text or JSON
-  serve MODEL                        live recognition for clients of OpenAI's interfaces and of Vosk's
-  listen MODEL                       the same from a microphone
+  transcribe [MODEL] FILE...         audio files to text or JSON
+  serve [MODEL]                      live recognition for clients of OpenAI's interfaces and of Vosk's
+  listen [MODEL]                     the same from a microphone
+  models [NAME]                      the models that come with ds2, and how good they are
   export MODEL --to onnx|torch       a streaming model in one file, for sherpa-onnx on phones, ONNX Runtime or torch
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
@@ -46,6 +47,7 @@ usage: ds2 COMMAND [...]
   version                            version and commit
   doctor                             versions, devices and backends of this machine
 
+MODEL is a model file, a run folder or a name of `ds2 models`; where it may be left out, english.
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
 
@@ -58,6 +60,7 @@ COMMANDS = (
     "transcribe",
     "serve",
     "listen",
+    "models",
     "export",
     "align",
     "data",

@@ -17,6 +17,7 @@ from ds2.audio.read import MAX_CHANNELS
 from ds2.config.allowed import COUNT, Range
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import yield_to_rank_0
+from ds2.model.shipped import DEFAULT, default_model
 from ds2.system.errors import UserError
 from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
@@ -151,6 +152,21 @@ def manifests_of(model_file: Path, paths: Sequence[str | Path], configured: Sequ
     missing = next((path for path in configured if not Path(path).is_file()), "")
     lacks = f"{key} of its config, {missing}, is not here" if missing else f"it names none ({key} is empty)"
     raise ConfigError(f"{model_file}: no manifests were given, and {lacks}: add MANIFEST... to the command")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, which need not be given; `given_or_default` chooses."""
+    parser.add_argument(
+        "model",
+        type=Path,
+        nargs="?",
+        help=f"model file or run folder of a unidirectional model, or a name of `ds2 models` (default: {DEFAULT})",
+    )
+
+
+def given_or_default(model: Path | None) -> Path:
+    """Return the model of the command line, or the one that comes with ds2, which is then named on stderr."""
+    return default_model() if model is None else model
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:

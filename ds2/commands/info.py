@@ -12,6 +12,7 @@ from ds2.config.schema import Config, ConfigError
 from ds2.export import sherpa
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import find_model, load_model
+from ds2.model.shipped import folder_of
 from ds2.model.summary import contents, summary
 from ds2.recognition.session import describe_delays
 from ds2.recognition.settings import tuned_file
@@ -50,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show_file(path: Path) -> None:
-    if not path.exists():
+    if not folder_of(path).exists():
         raise ConfigError(
             f"there is no model {str(path)!r}: give a model file or a run folder, or overrides such as model=rnn_8"
         )

@@ -7,7 +7,6 @@ import queue
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_where
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, given_or_default
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -32,12 +31,12 @@ _CLEAR = "\r\x1b[K"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 listen MODEL`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
+    """`ds2 listen [MODEL]`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
     overrides, arguments = split_overrides(arguments)
     options = make_parser().parse_args(arguments)
     sounddevice = _import_sounddevice()
     device = resolve_device(options.device)
-    file = find_model(options.model)
+    file = find_model(given_or_default(options.model))
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, options.precision)
     hot_words = dict.fromkeys(options.hot)
@@ -136,11 +135,11 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="ds2 listen",
         settings=DECODER_SETTINGS,
-        usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        usage="%(prog)s [MODEL] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="live recognition of a microphone: a line whenever the speaker pauses; on a terminal, the "
         "open one in grey",
     )
-    parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
+    add_model(parser)
     parser.add_argument("--input", default="", help="microphone, by number or part of its name (default: the system's)")
     parser.add_argument("--format", choices=["text", "json"], default="text")
     parser.add_argument(

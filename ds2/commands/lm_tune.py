@@ -18,6 +18,7 @@ from ds2.decoding.methods import METHODS, make_decoder
 from ds2.lm.files import load_ngram
 from ds2.lm.recurrent import load_recurrent
 from ds2.model.checkpoint import find_model, load_model
+from ds2.model.shipped import is_shipped
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
@@ -53,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, print each trial, draw the WER surface and write the best settings next to the model."""
     file, device = find_model(arguments.model), resolve_device(arguments.device)
+    if is_shipped(file):
+        raise DecodeError(
+            f"{arguments.model}: the settings of a model that comes with ds2 are not changed: copy {file.parent} and "
+            "tune the copy"
+        )
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)
     options = resolve_options(arguments.overrides, file, loaded.config, tuned=False)
     if "alpha" not in METHODS[options.method].options:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from ds2_ops.install import install_command
 
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_where, real, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, given_or_default, real, whole
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
@@ -32,7 +32,7 @@ _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused con
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 serve MODEL`: serve until SIGINT, SIGTERM or SIGHUP; 0."""
+    """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP; 0."""
     overrides, arguments = split_overrides(arguments)
     options = make_parser().parse_args(arguments)
     try:
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
     device = resolve_device(options.device)
-    file = find_model(options.model)
+    file = find_model(given_or_default(options.model))
     delays = describe_delays(load_model(file).config)
     limits = Limits(
         sessions=options.sessions,
@@ -181,13 +181,13 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="ds2 serve",
         settings=DECODER_SETTINGS,
-        usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        usage="%(prog)s [MODEL] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="a page at / for microphone and files, /v1/audio/transcriptions as OpenAI has it, "
         f"{_protocols()}/healthz and /metrics, all on one port; with DS2_API_KEY in the environment, "
         "clients must send it as Authorization: Bearer KEY",
         epilog=_fixed_limits(),
     )
-    parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
+    add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
     parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any free one, which is printed")
     parser.add_argument(

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_where, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_where, given_or_default, whole
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
 from ds2.model.checkpoint import find_model, load_model
+from ds2.model.shipped import DEFAULT, looks_like_model
 from ds2.recognition.captions import cues, paragraphs, srt, vtt
 from ds2.recognition.recogniser import Recogniser, Transcript, transcribe_file
 from ds2.system.files import check_writable, temporary_folder, write_text
@@ -115,7 +116,7 @@ def _readable(name: str) -> Iterator[Path]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 transcribe MODEL FILE...`: transcribe all files; return 1 if any of them failed."""
+    """`ds2 transcribe [MODEL] FILE...`: transcribe all files; return 1 if any of them failed."""
     decode, arguments = split_overrides(arguments)
     args = _parse(arguments)
     device = resolve_device(args.device)
@@ -123,7 +124,7 @@ def run(arguments: Sequence[str]) -> int:
     outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
     if args.out is not None or (args.format in _CAPTIONS and len(files) > 1):
         outputs = output_files(files, _SUFFIXES[args.format], args.out, overwrite=args.overwrite)
-    file = find_model(args.model)
+    file = find_model(given_or_default(args.model))
     loaded = load_model(file, device)
     options = resolve_options(decode, file, loaded.config)
     if args.format in _CAPTIONS and not options.times:
@@ -268,11 +269,16 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="ds2 transcribe",
         settings=DECODER_SETTINGS,
-        usage="%(prog)s MODEL FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        usage="%(prog)s [MODEL] FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="audio files to text; decode=beam decode.lm=FILE recognises with a language model",
     )
-    parser.add_argument("model", type=Path, help="model file or run folder")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="audio file, folder of them, or - for standard input")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="audio file, folder of them, or - for standard input; the first may be the model: a model file, a run "
+        f"folder or a name of `ds2 models` (default: {DEFAULT})",
+    )
     parser.add_argument(
         "--format",
         choices=list(_SUFFIXES),
@@ -301,9 +307,30 @@ def make_parser() -> Parser:
     return parser
 
 
+def _split_model(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the model, if the first word names one, and the audio files.
+
+    Where the first of several words names nothing, it is a model that is missing, unless it has a suffix of audio.
+
+    Raises:
+        ConfigError: a model without audio, or a model that is not the first.
+    """
+    first, *others = words
+    missing = first != _STDIN and not Path(first).exists() and Path(first).suffix.lower() not in AUDIO_SUFFIXES
+    is_model = looks_like_model(first) or (missing and bool(others))
+    files = others if is_model else list(words)
+    if not files:
+        raise ConfigError(f"{first} is a model, not audio: ds2 transcribe {first} talk.mp3")
+    for word in files:
+        if word != _STDIN and looks_like_model(word):
+            raise ConfigError(f"{word} is a model, not audio: the model comes first, ds2 transcribe {word} talk.mp3")
+    return Path(first) if is_model else None, files
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(arguments)
+    args.model, args.files = _split_model(args.files)
     if args.stream and args.format in _CAPTIONS:
         parser.error(f"--stream writes text or json, not {args.format}")
     if args.stream and args.out is not None:

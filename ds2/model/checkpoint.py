@@ -16,6 +16,7 @@ from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
+from ds2.model.shipped import folder_of, names
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, read_metadata, save, with_prefix, without_prefix
@@ -78,9 +79,16 @@ def save_model(
 
 
 def find_model(path: Path) -> Path:
-    """Return the model file of a path: the file itself, or the best, else the last, model of a run folder."""
+    """Return the model file of a path: the file itself, or the best, else the last, model of a run folder.
+
+    The path may be the name of a model that comes with ds2.
+    """
+    path = folder_of(path)
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}: give a run folder, or its best.safetensors")
+        raise CheckpointError(
+            f"there is no checkpoint {path}: give a run folder, its best.safetensors, or one of {', '.join(names())}, "
+            "which comes with ds2"
+        )
     if not path.is_dir():
         return path
     for name in ("best.safetensors", "last.safetensors"):

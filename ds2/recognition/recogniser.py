@@ -32,6 +32,7 @@ from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
 from ds2.inference.runner import file_block_frames, window_logits
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
+from ds2.model.shipped import default_model
 from ds2.recognition.pipeline import Pipeline
 from ds2.recognition.session import BLOCK_S, Endpoints, Live, Session
 from ds2.recognition.settings import decode_settings
@@ -77,7 +78,7 @@ class Recogniser(Pipeline):
     @classmethod
     def load(
         cls,
-        path: Path | str,
+        path: Path | str | None = None,
         *,
         device: str = "auto",
         precision: str = "auto",
@@ -86,7 +87,7 @@ class Recogniser(Pipeline):
         """Open a model file, or the best one of a run folder.
 
         Args:
-            path: the file or folder.
+            path: the file or folder, or a name of `ds2 models`; None: the model that comes with ds2, named on stderr.
             device: auto, cpu, cuda, cuda:N.
             precision: fp32, bf16 or auto: on a GPU the precision of its training, on a CPU fp32.
             decode: decoder settings; None: those tuned for the model, or without them those of its config.
@@ -96,7 +97,7 @@ class Recogniser(Pipeline):
             ConfigError: an unknown device or precision.
             DecodeError, LanguageModelError: decoder settings that cannot work.
         """
-        file, chosen = find_model(Path(path)), resolve_device(device)
+        file, chosen = find_model(default_model() if path is None else Path(path)), resolve_device(device)
         loaded = load_model(file, chosen)
         return cls.of(loaded, decode or decode_settings(file, loaded.config), chosen, precision)
 

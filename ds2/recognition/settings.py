@@ -43,7 +43,7 @@ def decode_settings(
     try:
         base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
         if tuned and file.is_file():
-            base = OmegaConf.merge(base, {"decode": _read(file)})
+            base = OmegaConf.merge(base, {"decode": _beside(file, _read(file))})
         texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
         others = [change for change in changes if change.partition("=")[0] not in _TEXTS]
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
@@ -82,6 +82,15 @@ def _read(file: Path) -> DictConfig:
     if not isinstance(read, DictConfig):
         raise ConfigError(f"{file}: expected lines `KEY: VALUE`; delete it or run `ds2 lm tune` again")
     return read
+
+
+def _beside(file: Path, values: DictConfig) -> DictConfig:
+    """Make the paths of a tuned file that are relative start at its folder, so that this can be moved."""
+    for key in ("lm", "rescore"):
+        path = values.get(key)
+        if isinstance(path, str) and path:
+            values[key] = str(file.parent / path)
+    return values
 
 
 def _refuse_interpolation(file: Path, text: str) -> None:
