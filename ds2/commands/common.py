@@ -155,7 +155,7 @@ def manifests_of(model_file: Path, paths: Sequence[str | Path], configured: Sequ
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, which need not be given; `given_or_default` chooses."""
+    """Add MODEL, which need not be given; `chosen_model` chooses."""
     parser.add_argument(
         "model",
         type=Path,
@@ -164,7 +164,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_or_default(model: Path | None) -> Path:
+def chosen_model(model: Path | None) -> Path:
     """Return the model of the command line, or the one that comes with ds2, which is then named on stderr."""
     return default_model() if model is None else model
 

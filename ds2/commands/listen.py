@@ -14,7 +14,7 @@ from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, given_or_default
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, chosen_model
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     sounddevice = _import_sounddevice()
     device = resolve_device(options.device)
-    file = find_model(given_or_default(options.model))
+    file = find_model(chosen_model(options.model))
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, options.precision)
     hot_words = dict.fromkeys(options.hot)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from ds2_ops.install import install_command
 
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, given_or_default, real, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, chosen_model, real, whole
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
     device = resolve_device(options.device)
-    file = find_model(given_or_default(options.model))
+    file = find_model(chosen_model(options.model))
     delays = describe_delays(load_model(file).config)
     limits = Limits(
         sessions=options.sessions,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_where, given_or_default, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_where, chosen_model, whole
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -124,7 +124,7 @@ def run(arguments: Sequence[str]) -> int:
     outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
     if args.out is not None or (args.format in _CAPTIONS and len(files) > 1):
         outputs = output_files(files, _SUFFIXES[args.format], args.out, overwrite=args.overwrite)
-    file = find_model(given_or_default(args.model))
+    file = find_model(chosen_model(args.model))
     loaded = load_model(file, device)
     options = resolve_options(decode, file, loaded.config)
     if args.format in _CAPTIONS and not options.times:

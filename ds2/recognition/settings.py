@@ -43,7 +43,7 @@ def decode_settings(
     try:
         base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
         if tuned and file.is_file():
-            base = OmegaConf.merge(base, {"decode": _beside(file, _read(file))})
+            base = OmegaConf.merge(base, {"decode": _located(file, _read(file))})
         texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
         others = [change for change in changes if change.partition("=")[0] not in _TEXTS]
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
@@ -84,11 +84,11 @@ def _read(file: Path) -> DictConfig:
     return read
 
 
-def _beside(file: Path, values: DictConfig) -> DictConfig:
-    """Make the paths of a tuned file that are relative start at its folder, so that this can be moved."""
+def _located(file: Path, values: DictConfig) -> DictConfig:
+    """Find language models that a tuned file names in its own folder, so that this can be moved."""
     for key in ("lm", "rescore"):
         path = values.get(key)
-        if isinstance(path, str) and path:
+        if isinstance(path, str) and path and (file.parent / path).is_file():
             values[key] = str(file.parent / path)
     return values
 

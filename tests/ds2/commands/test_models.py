@@ -104,7 +104,7 @@ def test_words_are_models_or_audio_by_what_they_are(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["english"], "english is a model, not audio: ds2 transcribe english talk.mp3"),
         (["gone.safetensors"], "gone.safetensors is a model, not audio"),
@@ -116,11 +116,11 @@ def test_words_are_models_or_audio_by_what_they_are(
     ],
 )
 def test_what_cannot_be_meant_is_refused(
-    words: list[str], said: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["transcribe", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_its_settings_are_not_tuned_in_place(capsys: Capture) -> None:

@@ -33,5 +33,5 @@ def test_wrong_names_list_the_right_ones(tmp_path: Path) -> None:
         import_corpus("timit", tmp_path)
     with pytest.raises(ImporterError, match="has no parts"):
         import_corpus("kaldi", tmp_path, "train")
-    with pytest.raises(ImporterError, match="not one of an4, librispeech, librispeech_5h, synthetic"):
+    with pytest.raises(ImporterError, match="not one of an4, english, librispeech, librispeech_5h, synthetic"):
         prepare("timit", tmp_path, tmp_path)
