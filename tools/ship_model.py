@@ -99,7 +99,8 @@ def pack(options: argparse.Namespace) -> int:
     save_settings(replace(tuned, method="beam", lm=lm.name, beam=options.beam), tuned_file(weights))
     card = json.loads(options.card.read_text(encoding="utf-8"))
     card["parameters"] = sum(t.numel() for name, t in tensors.items() if name.startswith("model.") and t.ndim > 1)
-    card["commit"] = str(metadata["metrics"].get("git_commit", ""))[:7] or card["commit"]
+    trained_by = str(metadata["metrics"].get("git_commit", "unknown"))
+    card["commit"] = card["commit"] if trained_by == "unknown" else trained_by[:7]
     card["scores"] = scores(options.greedy, options.lm)
     (folder / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.check:
