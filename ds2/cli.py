@@ -38,6 +38,7 @@ usage: ds2 COMMAND [...]
   data shards MANIFEST... FOLDER     tar files with indices (WebDataset), for corpora larger than a cache
   data alphabet MANIFEST...          the characters of transcripts as an alphabet
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
+  data lexicon FILE --dictionary D   pronunciations: the network writes phones, a search finds the words
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
   lm train TEXT... --output FILE     a recurrent language model, which ranks hypotheses again (decode.rescore)

@@ -17,6 +17,7 @@ from typing import Any
 from ds2.audio.read import RATES_HZ
 from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, real, whole, with_search_path
 from ds2.commands.compose import compose_config, overridden_keys
+from ds2.commands.lexicon import add_lexicon
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data.check import check
@@ -87,7 +88,7 @@ def make_parser() -> Parser:
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
 
-    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet, _add_normalise):
+    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet, _add_normalise, add_lexicon):
         add(commands)
 
     return parser

@@ -153,7 +153,7 @@ def _unknown(key: str) -> NoReturn:
 
 _SECTIONS = ("model", "features", "alphabet")
 _OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
-_LABELS = ("symbols", "pieces", "pieces_file")
+_LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class AlphabetConfig:
     unknown: str = choice("stop", "drop")  # what to do with characters outside the alphabet; drop counts and logs them
     pieces: list[str] = field(default_factory=list)  # byte-pair pieces in merge order, labels instead of the symbols
     pieces_file: str = ""  # file that `ds2 data pieces` wrote; its content becomes alphabet.pieces
+    lexicon: str = ""  # file of pronunciations (`ds2 data lexicon`): phones are the labels instead of the symbols
     locale: str = ""  # language code for upper and lower case: tr and az have a dotted and a dotless i
     unicode: str = choice("NFC", "NFKC")  # NFKC also replaces full-width letters, ligatures and the like
     numbers: str = ""  # language code (en, de, tr, pt_PT) in which numbers become words; empty: unchanged

@@ -60,7 +60,8 @@ class BestPath:
 
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
-        self._starts_word = [symbol.isspace() or symbol.startswith(WORD_MARK) for symbol in alphabet.symbols]
+        phones = alphabet.pronunciations is not None  # each a word of its own
+        self._starts_word = [phones or symbol.isspace() or symbol.startswith(WORD_MARK) for symbol in alphabet.symbols]
         self._frames, self._score = 0, 0.0
         self._labels: list[int] = []  # of complete runs
         self._words: list[Word] = []  # complete ones

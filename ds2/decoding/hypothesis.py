@@ -67,7 +67,7 @@ Run = tuple[int, int, int, float]
 
 
 def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
-    """Group labels into words: white space separates them; in alphabets of pieces a word mark starts one.
+    """Group labels into words: white space separates them; a word mark starts one; each phone is one.
 
     Args:
         runs: the labels with their frames, in order.
@@ -77,7 +77,7 @@ def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tupl
     spelled: list[list[Run]] = [[]]
     for run in runs:
         symbol = alphabet.symbols[run[0]]
-        if symbol.isspace() or symbol.startswith(WORD_MARK):
+        if symbol.isspace() or symbol.startswith(WORD_MARK) or alphabet.pronunciations is not None:
             spelled.append([])
         if symbol.strip().removeprefix(WORD_MARK):
             spelled[-1].append(run)

@@ -49,6 +49,7 @@ class Spelling:
     counts: Tensor  # (V,) int64 characters
     space: int  # the label that only separates words, or -1
     codes: Mapping[str, int]  # character to code, from 1
+    sounds: Tensor | None = None  # (V,) int64: labels of one sound, which need a blank between them; None: all differ
 
     @classmethod
     def of(cls, alphabet: Alphabet) -> Spelling:
@@ -73,6 +74,7 @@ class Spelling:
             starts_word=self.starts_word.to(device),
             characters=self.characters.to(device),
             counts=self.counts.to(device),
+            sounds=None if self.sounds is None else self.sounds.to(device),
         )
 
 

@@ -71,6 +71,11 @@ def _ctcdecode(inputs: DecoderInputs) -> Decoder:
 
 def _on_cpu(kind: type[NativeSearch | LexiconSearch | CtcdecodeSearch], inputs: DecoderInputs) -> Decoder:
     """Build the decoder of another package's search, which runs on the CPU whatever the device of the model."""
+    if inputs.alphabet.pronunciations is not None:
+        raise DecodeError(
+            f"decode.method={inputs.options.method} searches no pronunciations, and the network writes phones: choose "
+            "decode.method=beam with a decode.lm of words, or greedy for the phones"
+        )
     search = kind(inputs.alphabet, inputs.options, inputs.lm).search
     return SearchDecoder(search, inputs.alphabet, inputs.frame_s, inputs.options.times, inputs.second_pass)
 

@@ -109,7 +109,7 @@ def evaluate(
             hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm, watch=watch)
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
-        report = score(utterances, hypotheses, recogniser.alphabet)
+        report = score(utterances, hypotheses, recogniser.alphabet, phones=recogniser.writes_phones)
         yield Evaluation(path, utterances, hypotheses, report, score_words(report, recogniser.alphabet))
 
 
@@ -158,10 +158,17 @@ def recognition_loader(
     return SpeechLoader(utterances, replace(data, cache="none", workers=workers), device)
 
 
-def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alphabet: Alphabet) -> Report:
-    """Score hypotheses against normalised transcripts; characters outside the alphabet count as errors."""
+def score(
+    utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alphabet: Alphabet, *, phones: bool = False
+) -> Report:
+    """Score hypotheses against normalised transcripts; characters outside the alphabet count as errors.
+
+    If the hypotheses are `phones`, so are the references, by the first pronunciations: the word error rate of the
+    report is then the phone error rate.
+    """
+    lenient = replace(alphabet, unknown="drop")
     return corpus_report(
-        [alphabet.normalise(u.text)[0] for u in utterances],
+        [lenient.decode(lenient.encode(u.text)) if phones else alphabet.normalise(u.text)[0] for u in utterances],
         [h.text for h in hypotheses],
         names=[u.name for u in utterances],
         speakers=[u.speaker for u in utterances],
@@ -252,7 +259,7 @@ def robustness(
         loader = SpeechLoader(utterances, data, recogniser.device, augment=augment, seed=_DEGRADE_SEED)
         with Progress(name, len(utterances), "utterances") as progress:
             hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, watch=counting(progress))
-        yield name, score(utterances, hypotheses, recogniser.alphabet)
+        yield name, score(utterances, hypotheses, recogniser.alphabet, phones=recogniser.writes_phones)
 
 
 def robustness_table(reports: Sequence[tuple[str, Report]]) -> str:

@@ -40,6 +40,11 @@ class Pipeline:
         """(V,) bool on the device: labels without a sound: the blank and white space."""
         return torch.tensor([not symbol.strip() for symbol in self.alphabet.symbols], device=self.device)
 
+    @property
+    def writes_phones(self) -> bool:
+        """Whether results are phones instead of words: of a network of phones without a search for words."""
+        return self.alphabet.pronunciations is not None and not self.decoder.hot_characters
+
     def autocast(self) -> torch.autocast:
         """The context in which the model computes in `precision`."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")

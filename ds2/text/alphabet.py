@@ -10,12 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain, short_repr
 from ds2.text.numbers import check_numbers, spell_numbers, unread_numbers
+from ds2.text.pronunciations import Pronunciations, read_pronunciations
 
 _DOTTED = ("tr", "az")  # languages with a dotted and a dotless i
 _APOSTROPHES = "'’‘ʼ＇`´"
@@ -100,6 +102,7 @@ class _StoredAlphabet:
     replace: dict[str, str]
     symbols: str = ""
     pieces: list[str] = field(default_factory=list)
+    pronunciations: str = ""  # packed
     locale: str = _RULES["locale"]
     unicode: str = _RULES["unicode"]
     numbers: str = _RULES["numbers"]
@@ -118,7 +121,8 @@ class Alphabet:
     """The labels of a network: label 0 is the CTC blank, label i writes symbols[i]; V = len(alphabet).
 
     Symbols are characters, or the pieces of a byte-pair encoding in merge order (Sennrich et al. 2016, "Neural machine
-    translation of rare words with subword units"), in which words start with WORD_MARK.
+    translation of rare words with subword units"), in which words start with WORD_MARK. With `pronunciations` they are
+    phones: a word becomes the labels of its first pronunciation, and nothing stands between words.
     """
 
     symbols: tuple[str, ...]  # symbols[0] is "", the blank
@@ -129,6 +133,7 @@ class Alphabet:
     unicode: str = "NFC"
     numbers: str = ""
     punctuation: str = "keep"
+    pronunciations: Pronunciations | None = field(default=None, repr=False)
     _labels: dict[str, int] = field(init=False, repr=False, compare=False)
     _characters: frozenset[str] = field(init=False, repr=False, compare=False)
     _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # cache: the pieces of each word
@@ -154,7 +159,14 @@ class Alphabet:
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
             raise AlphabetError(f"symbols {short_repr(self.symbols)} must be the blank '' and then distinct symbols")
-        unreachable = [s for s in self.symbols if self._composed(self._cased(s)) != s]
+        written = self.pronunciations.words if self.pronunciations is not None else self.symbols
+        unreachable = [text for text in written if self._composed(self._cased(text)) != text]
+        if unreachable and self.pronunciations is not None:
+            raise AlphabetError(
+                f"alphabet.lexicon has words such as {unreachable[:5]}, which no transcript has after alphabet.case="
+                f"{self.case} and Unicode composition ({self.unicode}): write them in that form, as `ds2 data lexicon` "
+                "does"
+            )
         if unreachable:
             raise AlphabetError(
                 f"alphabet.symbols has {unreachable}, which no transcript has after alphabet.case={self.case} and "
@@ -163,7 +175,9 @@ class Alphabet:
         if any(not key for key, _ in self.replace):
             raise AlphabetError("alphabet.replace has an empty key")
         keys = sorted((self._composed(key) for key, _ in self.replace), key=len, reverse=True)
-        characters = set("".join(self.symbols))
+        characters = set("".join(written))
+        if self.pronunciations is not None:
+            characters.add(" ")
         if self.has_pieces:
             characters = characters - {WORD_MARK} | {" "}
         object.__setattr__(self, "_labels", labels)
@@ -182,8 +196,10 @@ class Alphabet:
                 f"alphabet.pieces lacks {missing}: it needs the word mark and each character of alphabet.symbols to "
                 "spell every word. `ds2 data pieces` adds them"
             )
-        symbols = ("", *(config.pieces or config.symbols))
-        rules = {key: getattr(config, key) for key in _RULES}
+        pronunciations = read_pronunciations(Path(config.lexicon)) if config.lexicon else None
+        phones = () if pronunciations is None else pronunciations.phones
+        symbols = ("", *(phones or config.pieces or config.symbols))
+        rules: dict[str, Any] = {key: getattr(config, key) for key in _RULES} | {"pronunciations": pronunciations}
         return cls(symbols, config.case, tuple(sorted(config.replace.items())), config.unknown, **rules)
 
     @classmethod
@@ -193,17 +209,24 @@ class Alphabet:
             fields = from_plain(_StoredAlphabet, stored, "alphabet")
         except FieldError as error:
             raise AlphabetError(str(error)) from error
-        symbols = ("", *(fields.pieces or fields.symbols))
-        rules = {key: getattr(fields, key) for key in _RULES}
+        pronunciations = Pronunciations.unpacked(fields.pronunciations) if fields.pronunciations else None
+        phones = () if pronunciations is None else pronunciations.phones
+        symbols = ("", *(phones or fields.pieces or fields.symbols))
+        rules: dict[str, Any] = {key: getattr(fields, key) for key in _RULES} | {"pronunciations": pronunciations}
         return cls(symbols, fields.case, tuple(sorted(fields.replace.items())), fields.unknown, **rules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the alphabet as plain containers for checkpoints, without the blank.
 
-        Characters are a string, `symbols`; pieces are a list, `pieces`.
+        Characters are a string, `symbols`; pieces are a list, `pieces`; phones follow from `pronunciations`.
         """
+        symbols: dict[str, Any] = {"symbols": "".join(self.symbols)}
+        if self.pronunciations is not None:
+            symbols = {"pronunciations": self.pronunciations.packed()}
+        elif self.has_pieces:
+            symbols = {"pieces": list(self.symbols[1:])}
         return {
-            **({"pieces": list(self.symbols[1:])} if self.has_pieces else {"symbols": "".join(self.symbols)}),
+            **symbols,
             "case": self.case,
             "replace": dict(self.replace),
             "unknown": self.unknown,
@@ -225,6 +248,8 @@ class Alphabet:
     @property
     def as_printed(self) -> bool:
         """Whether the network writes upper and lower case, or punctuation other than the apostrophe."""
+        if self.pronunciations is not None:
+            return False
         cased = self.case == "keep" and any(c != c.lower() for c in self._characters)
         marks = self._characters - {"'", " ", WORD_MARK}
         return cased or any(unicodedata.category(c)[0] in "PS" for c in marks)
@@ -281,6 +306,15 @@ class Alphabet:
                     "them with alphabet.replace, or drop them with alphabet.unknown=drop"
                 )
             text = " ".join("".join(c for c in text if c not in unknown).split())
+        if self.pronunciations is not None:
+            words = self.pronunciations.words
+            missing = Counter(word for word in text.split() if word not in words)
+            if missing and self.unknown == "stop":
+                raise AlphabetError(
+                    f"words without a pronunciation: {', '.join(list(missing)[:20])}; add them with "
+                    "`ds2 data lexicon`, or leave them out with alphabet.unknown=drop"
+                )
+            text = " ".join(word for word in text.split() if word not in missing)
         return self.spell(text)
 
     def normalises_as(self, other: Alphabet) -> bool:
@@ -288,7 +322,10 @@ class Alphabet:
         return self._characters == other._characters and replace(self, symbols=other.symbols) == other
 
     def spell(self, text: str) -> list[int]:
-        """Return the labels of a normalised text without unknown characters."""
+        """Return the labels of a normalised text without unknown characters or words."""
+        if self.pronunciations is not None:
+            variants = (self.pronunciations.words[word] for word in text.split())
+            return [self._labels[phone] for usual, *_ in variants for phone in usual]
         if not self.has_pieces:
             try:
                 return list(text.translate(self._read).encode("latin-1"))  # three times as fast as the line below
@@ -327,7 +364,12 @@ class Alphabet:
         return [part for part in parts if part]
 
     def decode(self, labels: Iterable[int]) -> str:
-        """Return the text of labels; blanks write nothing, repeated labels are kept (the decoder collapses them)."""
+        """Return the text of labels; blanks write nothing, repeated labels are kept (the decoder collapses them).
+
+        Phones are separated by spaces.
+        """
+        if self.pronunciations is not None:
+            return " ".join(symbol for symbol in map(self.symbols.__getitem__, labels) if symbol)
         if isinstance(labels, tuple):  # five times as fast as the line below
             with suppress(ValueError):  # labels past 255
                 return bytes(labels).decode("latin-1").translate(self._written)

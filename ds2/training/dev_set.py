@@ -134,7 +134,7 @@ class DevEvaluator:
         parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
         self.monitor.start(comm)
         hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=self.monitor.observe)
-        report = score(self.utterances, hypotheses, self.alphabet)
+        report = score(self.utterances, hypotheses, self.alphabet, phones=self.alphabet.pronunciations is not None)
         scores = {"wer": report.wer, "cer": report.cer}
         if step >= _STUCK_STEPS and report.cer > _STUCK_CER:
             log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +23,13 @@ from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, join, search, sp
 from ds2.decoding.decoder import check_log_probs
 from ds2.decoding.frames import NONE, pack, pack_next
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, spell_words
-from ds2.decoding.lexicon import ROOT, HotWords, as_written
+from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written
+from ds2.decoding.pronounced import PronouncedWords
 from ds2.decoding.rescore import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
+log = logging.getLogger(__name__)
 Labels = tuple[int, ...]
 SearchState = Beams | list[Slots]  # of streams: of the search in PyTorch, or of the kernel
 
@@ -205,28 +208,36 @@ class BeamDecoder:
                 f"decode.beam={options.beam} is not allowed with decode.method=beam: give {_MAX_BEAM} or less, "
                 "or choose decode.method=native"
             )
-        self.alphabet, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
+        self.written, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
         self.second_pass = second_pass
-        hot_words = as_written(dict.fromkeys(options.hot_words), alphabet)
+        self.pronounced = _pronounced(alphabet, lm)
+        self.alphabet = alphabet if self.pronounced is None else self.pronounced.alphabet
+        options = replace(options, lexicon=options.lexicon or self.pronounced is not None)
+        hot_words = self._as_searched(dict.fromkeys(options.hot_words))
         single = [word for word in hot_words if len(word.split()) <= 1]
         self.phrases: HotWords = {phrase: None for phrase in hot_words if phrase not in single}
         options = replace(options, hot_words=single)
-        fusion = Fusion(alphabet, options, lm, device)
+        fusion = Fusion(alphabet, options, lm, device, self.pronounced)
         if self.phrases:
             fusion.trie.add_phrases(self.phrases)  # refuses characters that the network cannot write
         self.search = BatchedBeamSearch(fusion, options)
-        self.hot_characters = frozenset(fusion.trie.codes)
-        self.lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
+        self.hot_characters = frozenset(
+            fusion.trie.codes if self.pronounced is None else "".join(self.pronounced.spelled)
+        )
+        known = self.pronounced.ids if self.pronounced is not None else lm.vocabulary if lm is not None else ()
+        self.lexicon = {*known, *options.hot_words} if options.lexicon else None
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode whole utterances; see `Decoder`. On a GPU this is one launch, and one alignment of each utterance."""
-        check_log_probs(log_probs, lengths, len(self.alphabet))
+        check_log_probs(log_probs, lengths, len(self.written))
         if not len(lengths):
             return []
-        log_probs = log_probs.float().to(self.device)
+        log_probs = self._searched(log_probs)
         if not self.phrases and self.search.kernel is not None and self.search.kernel.fits(log_probs):
             rows = self._rescored(self.hypotheses(self.search.search(log_probs, lengths)))
-            return add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.options.times else rows
+            if self.options.times:
+                rows = add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s)
+            return [self._in_words(row) for row in rows]
         decoding = self.start(len(lengths))
         self._step([decoding], log_probs, lengths)
         return decoding.finish()
@@ -237,18 +248,18 @@ class BeamDecoder:
         Raises:
             LexiconError: hot words that the network cannot write, or too many.
         """
-        return BeamDecoding(self, rows, {**self.phrases, **as_written(hot_words or {}, self.alphabet)})
+        return BeamDecoding(self, rows, {**self.phrases, **self._as_searched(hot_words or {})})
 
     def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         """Decode the next frames of several decodings in one batch; see `Decoder`."""
-        check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
-        self._step(decodings, log_probs.float().to(self.device), lengths)
+        check_log_probs(log_probs, lengths, len(self.written), allow_empty=True)
+        self._step(decodings, self._searched(log_probs), lengths)
 
     def best(self, decodings: Sequence[BeamDecoding]) -> list[list[Hypothesis]]:
         """Return the best hypothesis of each stream of each decoding; see `Decoder`."""
         rows = [row for d in decodings for row in d.rows]
         nbest = self._stream_hypotheses(self.search.beams(self.search.join([d.state for d in decodings])), rows)
-        return _by_decoding([row[0] for row in nbest], decodings)
+        return _by_decoding([self._in_words(row)[0] for row in nbest], decodings)
 
     def finish(self, decodings: Sequence[BeamDecoding]) -> list[list[list[Hypothesis]]]:
         """Return the N best hypotheses of each stream of each decoding; see `Decoder`."""
@@ -260,7 +271,23 @@ class BeamDecoder:
             timed = add_stream_word_times([nbest[i] for i in nonempty], [rows[i].aligner for i in nonempty])
             for index, hypotheses in zip(nonempty, timed, strict=True):
                 nbest[index] = hypotheses
-        return _by_decoding(nbest, decodings)
+        return _by_decoding([self._in_words(row) for row in nbest], decodings)
+
+    def _searched(self, log_probs: Tensor) -> Tensor:
+        """Log-probs (T, B, V) of the network as those of the labels of the search."""
+        log_probs = log_probs.float().to(self.device)
+        return log_probs if self.pronounced is None else self.pronounced.frames(log_probs)
+
+    def _as_searched(self, hot_words: HotWords) -> dict[str, float | None]:
+        """Hot words and phrases in the characters of the search."""
+        written = as_written(hot_words, self.written)
+        if self.pronounced is None:
+            return written
+        spelled = self.pronounced.spell_phrases(list(written))
+        return {way: bonus for phrase, bonus in written.items() for way in spelled[phrase]}
+
+    def _in_words(self, hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+        return hypotheses if self.pronounced is None else [self.pronounced.in_words(h) for h in hypotheses]
 
     def _step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         parts = [d.state for d in decodings]
@@ -339,9 +366,28 @@ class BeamDecoder:
                 labels = labels[: int(words[-1].start_s)]
         if labels and self.alphabet.symbols[labels[-1]].isspace():
             labels = labels[:-1]
-        text = " ".join(self.alphabet.decode(labels).replace(WORD_MARK, " ").split())
+        spelled = self.alphabet.decode(labels).replace(WORD_MARK, " ").split()
+        text = " ".join(spelled) if self.pronounced is None else self.pronounced.text(spelled)
         score, acoustic, log_prob, bonus = scores
         return Hypothesis(text, score, labels, (), acoustic, log_prob, bonus)
+
+
+def _pronounced(alphabet: Alphabet, lm: NGram | None) -> PronouncedWords | None:
+    """Return the words of a search whose network writes phones; None if it writes characters or pieces."""
+    if alphabet.pronunciations is None:
+        return None
+    if lm is None or lm.unit != "word":
+        raise LexiconError(
+            "the network writes phones: a search needs decode.lm, a model of words (`ds2 lm build`); decode=greedy "
+            "shows the phones"
+        )
+    words = PronouncedWords(alphabet, lm)
+    if words.missing:
+        log.warning(
+            "%d of the language model's %d words have no pronunciation and are never recognised; `ds2 data lexicon` "
+            "adds them", words.missing, len(lm.vocabulary),
+        )  # fmt: skip
+    return words
 
 
 class BeamDecoding:

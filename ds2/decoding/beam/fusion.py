@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.lexicon import OFF, ROOT, LexiconError, SessionTrie, Spelling, build_trie, walk
+from ds2.decoding.pronounced import PronouncedWords
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet
 
@@ -46,10 +47,19 @@ class Fusion:
     the most probable word that it may become (Ortmanns, Ney and Eiden 1996, "Language-model look-ahead for large
     vocabulary speech recognition"); the charge of an unknown hot word grows with its bonus. A model of characters reads
     a space together with the character after it, so a space at the end costs nothing.
+
+    With `pronounced` words are spelled by their phones, and its labels take the place of the alphabet's.
     """
 
-    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> None:
-        if lm is not None:
+    def __init__(
+        self,
+        alphabet: Alphabet,
+        options: DecodeConfig,
+        lm: NGram | None,
+        device: torch.device,
+        pronounced: PronouncedWords | None = None,
+    ) -> None:
+        if lm is not None and pronounced is None:
             lm.check_alphabet(alphabet)
         self.by_word = lm is not None and lm.unit == "word"
         self.by_label = lm is not None and not self.by_word
@@ -58,7 +68,7 @@ class Fusion:
         self.alpha, self.beta = (options.alpha, options.beta) if lm is not None else (0.0, 0.0)
         self.lexicon, self.unknown_score = options.lexicon, options.unknown_score
         self.lm = None if lm is None else lm.to(device)
-        self.spelling = Spelling.of(alphabet).to(device)
+        self.spelling = (Spelling.of(alphabet) if pronounced is None else pronounced.spelling).to(device)
         self.device = device
         self._unknown_id, self._end_id, self._start = (
             (lm.ids[UNKNOWN], lm.ids[END], lm.start()) if lm is not None else (0, 0, 0)
@@ -66,7 +76,8 @@ class Fusion:
         if lm is not None and self.by_word:
             unigrams = lm.log_prob[: len(lm.vocabulary)].cpu().numpy()
             unknown = float(unigrams[self._unknown_id]) + self.unknown_score
-            words = {w: i for w, i in lm.ids.items() if w not in _SPECIAL}
+            ids = lm.ids if pronounced is None else pronounced.ids
+            words = {w: i for w, i in ids.items() if w not in _SPECIAL}
             trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown)
         else:
             unknown, trie = 0.0, build_trie({}, options.hot_words, self.spelling)

@@ -85,6 +85,7 @@ def lexicon_tables(fusion: Fusion) -> kernel.LexiconTables:
         follow=nodes.follow,
         space=spelling.space,
         has_hot=fusion.trie.has_hot,
+        sounds=None if spelling.sounds is None else spelling.sounds.int(),
     )
 
 

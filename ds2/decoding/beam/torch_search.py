@@ -165,7 +165,10 @@ class Extended:
 def extend(fusion: Fusion, beams: Beams, log_probs: Tensor) -> Extended:
     """Extend every prefix by every label of a frame (B, V) float64."""
     space, last, both = fusion.spelling.space, beams.names[..., LAST], beams.acoustic
-    repeats = last[..., None] == torch.arange(log_probs.shape[1], device=last.device)
+    sounds = fusion.spelling.sounds
+    if sounds is None:
+        sounds = torch.arange(log_probs.shape[1], device=last.device)
+    repeats = sounds[last][..., None] == sounds
     longer = torch.where(repeats, beams.blank[..., None], both[..., None]) + log_probs[:, None]  # (B, K, V)
     longer[..., BLANK] = NONE
     label = beams.label + log_probs.gather(1, last)

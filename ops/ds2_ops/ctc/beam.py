@@ -32,7 +32,7 @@ _SEARCH = parameters(
 _LEXICON = parameters(
     """const unsigned char* starts_word, const long long* characters, const long long* counts, const int* children,
     const long long* word, const unsigned char* is_word, const double* hot, const double* unfinished,
-    const int* follow, int longest, int width, int space, int has_hot"""
+    const int* sounds, const int* follow, int longest, int width, int space, int has_hot"""
 )
 # struct Grams of csrc/ctc/ngram.cuh
 _GRAMS = parameters(
@@ -78,6 +78,7 @@ class LexiconTables:
     follow: Tensor  # (N,) int32: root of the next word after one that ends at the node; 0: the utterance's root
     space: int  # the label that only separates words, or -1
     has_hot: bool
+    sounds: Tensor | None = None  # (V,) int32: labels of one sound need a blank between them; None: all sounds differ
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ def _lexicon_arguments(lexicon: LexiconTables) -> list[Any]:
     """Return the members of struct Lexicon of csrc/ctc/beam.cuh, in its order."""
     tables = [lexicon.starts_word, lexicon.characters, lexicon.counts, lexicon.children, lexicon.word, lexicon.is_word]
     sizes = [lexicon.characters.shape[1], lexicon.children.shape[1], lexicon.space, int(lexicon.has_hot)]
-    return [*tables, lexicon.hot, lexicon.unfinished, lexicon.follow, *sizes]
+    return [*tables, lexicon.hot, lexicon.unfinished, lexicon.sounds, lexicon.follow, *sizes]
 
 
 def _grams_arguments(grams: NGramTables | None) -> list[Any]:

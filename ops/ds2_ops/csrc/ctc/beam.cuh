@@ -29,6 +29,7 @@ struct Lexicon {
     const unsigned char* is_word;      // (N)
     const double* hot;                 // (N) bonus of the hot words that end here
     const double* unfinished;          // (N) what a word is worth before it is whole
+    const int* sounds;                 // (V) labels of one sound need a blank between them; null: all sounds differ
     const int* follow;                 // (N) where the word after one that ends here starts; 0: at the utterance's root
     int longest, width, space;         // L, A, the label that only separates words or -1
     int has_hot;                       // any hot words
@@ -307,7 +308,9 @@ struct BeamSearch {
     // Log-prob of the alignments by which prefix k grows by a label.
     __device__ double grow(const Slots& now, const float* row, int k, int label) const {
         if (label == lexicon.space && now.length[k] == 0) return none();  // a second space changes nothing
-        return (now.last[k] == label ? now.in_blank[k] : now.both[k]) + row[label];
+        bool repeats = now.last[k] == label;
+        if (lexicon.sounds != nullptr) repeats = __ldg(lexicon.sounds + now.last[k]) == __ldg(lexicon.sounds + label);
+        return (repeats ? now.in_blank[k] : now.both[k]) + row[label];
     }
 
     // Log-prob of a label in a model of labels; a space is read with the label after it.

@@ -1,0 +1,160 @@
+"""Pronunciations of words that no dictionary has, by a joint n-gram model of letters and phones.
+
+Bisani and Ney 2008, "Joint-sequence models for grapheme-to-phoneme conversion": a word and its phones are one sequence
+of units, here of a letter with the 0 to 2 phones that it stands for. The units of a dictionary come from its most
+probable alignment (hard EM); a Kneser-Ney model of the units then ranks all pronunciations of a word.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from ds2.lm.kneser_ney import estimate
+from ds2.lm.ngram import END, NGram
+from ds2.text.pronunciations import Phones, PronunciationError, Pronunciations
+
+Unit = tuple[str, Phones]  # a letter and its phones
+_MOST_PHONES = 2  # of a letter
+_ROUNDS = 5  # of hard EM
+_FIRST_WORDS = 20_000  # that all rounds but the last align: the counts of units need no more
+_ORDER = 7
+_BEAM = 16
+_WORDS_AT_ONCE = 256
+_SEPARATOR = "\u2063"  # between a letter and its phones in the name of a unit
+
+
+class LettersToPhones:
+    """A joint model, estimated from a dictionary.
+
+    Args:
+        dictionary: at least some thousand words.
+        order: of the n-gram model, in units; of a dictionary of short words less.
+
+    Raises:
+        PronunciationError: no word of the dictionary can be divided into letters of at most two phones each.
+    """
+
+    def __init__(self, dictionary: Pronunciations, order: int = _ORDER) -> None:
+        pairs = [(word, phones) for word, variants in dictionary.words.items() for phones in variants]
+        sample = pairs if len(pairs) <= _FIRST_WORDS else random.Random(0).sample(pairs, _FIRST_WORDS)
+        scores = _first_scores(sample)
+        for _ in range(_ROUNDS - 1):
+            scores = _scores_of(units for pair in sample if (units := _align(*pair, scores)))
+        aligned = [units for pair in pairs if (units := _align(*pair, scores))]
+        if not aligned:
+            raise PronunciationError(
+                f"pronunciations cannot be guessed: of {len(dictionary.words)} words in the dictionary none has letters"
+                f" of at most {_MOST_PHONES} phones each; give a larger one, such as CMUdict, or --no-guess"
+            )
+        names: dict[str, dict[Unit, str]] = {}
+        for units in aligned:
+            for unit in units:
+                names.setdefault(unit[0], {}).setdefault(unit, _SEPARATOR.join((unit[0], *unit[1])))
+        self._units = {letter: list(own) for letter, own in names.items()}
+        longest = max(map(len, aligned)) + 1
+        self.model: NGram = estimate(
+            ([names[unit[0]][unit] for unit in units] for units in aligned), min(order, longest), [0], unit="piece"
+        ).model
+        ids = self.model.ids
+        self._ids = {letter: torch.tensor([ids[name] for name in own.values()]) for letter, own in names.items()}
+        self.unaligned = len(pairs) - len(aligned)
+
+    def pronounce(self, words: Iterable[str]) -> dict[str, Phones]:
+        """The most probable pronunciation of each word; words of unknown letters, or without a phone, are left out."""
+        known = sorted((w for w in dict.fromkeys(words) if w and self._units.keys() >= set(w)), key=len)
+        result: dict[str, Phones] = {}
+        for start in range(0, len(known), _WORDS_AT_ONCE):
+            part = known[start : start + _WORDS_AT_ONCE]
+            result.update({word: phones for word, phones in zip(part, self._search(part), strict=True) if phones})
+        return result
+
+    def _search(self, words: Sequence[str]) -> Iterator[Phones]:
+        """Beam search over the units of all words side by side."""
+        end, rows = self.model.ids[END], range(len(words))
+        beams: list[list[tuple[float, int, tuple[Unit, ...]]]] = [
+            [(0.0, self.model.start(), ())] for _ in rows
+        ]  # log-prob, state, units before
+        complete: list[Phones] = [()] * len(words)
+        for at in range(max(map(len, words)) + 1):
+            live = [row for row in rows if at <= len(words[row])]
+            asked = [
+                (row, beam, torch.tensor([end]) if at == len(words[row]) else self._ids[words[row][at]])
+                for row in live
+                for beam in beams[row]
+            ]
+            states = torch.tensor([beam[1] for _, beam, ids in asked]).repeat_interleave(
+                torch.tensor([len(ids) for _, _, ids in asked])
+            )
+            scores, following = self.model.score_batch(states, torch.cat([ids for _, _, ids in asked]))
+            values, states_after, place = scores.tolist(), following.tolist(), 0
+            grown: dict[int, list[tuple[float, int, tuple[Unit, ...]]]] = {row: [] for row in live}
+            for row, (score, _, units), _ in asked:
+                choices: Sequence[Unit] = [("", ())] if at == len(words[row]) else self._units[words[row][at]]
+                for unit in choices:
+                    grown[row].append((score + values[place], states_after[place], (*units, unit)))
+                    place += 1
+            for row in live:
+                beams[row] = sorted(grown[row], key=lambda item: -item[0])[:_BEAM]
+                if at == len(words[row]):
+                    outputs = (tuple(p for _, phones in units for p in phones) for _, _, units in beams[row])
+                    complete[row] = next((phones for phones in outputs if phones), ())
+        yield from complete
+
+
+def _align(word: str, phones: Phones, scores: Mapping[Unit, float]) -> list[Unit]:
+    """The most probable units of a word; empty if there are none, as of a word of few letters and many phones."""
+    columns = len(phones) + 1
+    best = [-math.inf] * columns
+    best[0] = 0.0
+    taken: list[list[int]] = []
+    for letter in word:
+        after, took = [-math.inf] * columns, [0] * columns
+        for at, before in enumerate(best):
+            if before == -math.inf:
+                continue
+            for count in range(min(_MOST_PHONES, len(phones) - at) + 1):
+                score = before + scores.get((letter, phones[at : at + count]), _UNSEEN)
+                if score > after[at + count]:
+                    after[at + count], took[at + count] = score, count
+        best = after
+        taken.append(took)
+    if best[-1] == -math.inf:
+        return []
+    units: list[Unit] = []
+    at = len(phones)
+    for letter, took in zip(reversed(word), reversed(taken), strict=True):
+        units.append((letter, phones[at - took[at] : at]))
+        at -= took[at]
+    return units[::-1]
+
+
+_UNSEEN = -20.0  # natural log of a unit that the counts lack
+
+
+def _first_scores(pairs: Sequence[tuple[str, Phones]]) -> dict[Unit, float]:
+    """Scores from how often a letter and one phone stand at about the same place of a word."""
+    counts: Counter[Unit] = Counter()
+    for word, phones in pairs:
+        for at, letter in enumerate(word):
+            middle = (at + 0.5) * len(phones) / len(word)
+            for place in range(max(0, int(middle) - 1), min(len(phones), int(middle) + 2)):
+                counts[letter, phones[place : place + 1]] += 1
+            counts[letter, ()] += 1
+    return _logarithms(counts)
+
+
+def _scores_of(aligned: Iterable[Sequence[Unit]]) -> dict[Unit, float]:
+    return _logarithms(Counter(unit for units in aligned for unit in units))
+
+
+def _logarithms(counts: Counter[Unit]) -> dict[Unit, float]:
+    """Natural log of the share of each unit among those of its letter."""
+    totals: Counter[str] = Counter()
+    for (letter, _), count in counts.items():
+        totals[letter] += count
+    return {unit: math.log(count / totals[unit[0]]) for unit, count in counts.items()}

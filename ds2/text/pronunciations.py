@@ -1,0 +1,118 @@
+"""Pronunciations of words: files in the format of CMUdict, and their packed form within a model."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ds2.system.errors import UserError
+
+Phones = tuple[str, ...]
+_STRESS = "012"
+_MOST_TIMES = 100  # that packed pronunciations may grow; those of CMUdict grow 4 times
+
+
+class PronunciationError(UserError):
+    """A file of pronunciations that cannot be read; the message names the line and the format."""
+
+
+@dataclass(frozen=True)
+class Pronunciations:
+    """The pronunciations of words, each a sequence of phones.
+
+    Attributes:
+        words: the pronunciations of each word, the usual one first.
+        phones: all phones, sorted.
+    """
+
+    words: Mapping[str, tuple[Phones, ...]] = field(hash=False)
+    phones: tuple[str, ...]
+
+    @classmethod
+    def of(cls, words: Mapping[str, Sequence[Phones]]) -> Pronunciations:
+        """Drop repeated pronunciations of a word, and list the phones."""
+        distinct = {word: tuple(dict.fromkeys(variants)) for word, variants in words.items()}
+        phones = {phone for variants in distinct.values() for variant in variants for phone in variant}
+        return cls(distinct, tuple(sorted(phones)))
+
+    def lines(self) -> Iterable[str]:
+        """The lines of a file: a word and its phones; further pronunciations of a word follow it as word(2), ..."""
+        for word, variants in self.words.items():
+            for number, phones in enumerate(variants, start=1):
+                yield f"{word if number == 1 else f'{word}({number})'} {' '.join(phones)}"
+
+    def packed(self) -> str:
+        """The lines, compressed, as ASCII text for the metadata of a model."""
+        return base64.b64encode(zlib.compress("\n".join(self.lines()).encode(), 9)).decode()
+
+    @classmethod
+    def unpacked(cls, packed: str) -> Pronunciations:
+        """Undo `packed`.
+
+        Raises:
+            PronunciationError: the text is no such thing.
+        """
+        try:
+            compressed = base64.b64decode(packed, validate=True)
+            unpacking = zlib.decompressobj()
+            text = unpacking.decompress(compressed, _MOST_TIMES * len(compressed)).decode()
+        except (ValueError, zlib.error) as error:
+            raise PronunciationError(f"the pronunciations of the model are damaged: {error}") from error
+        if not unpacking.eof:
+            raise PronunciationError(
+                "the pronunciations of the model are damaged: they break off, or unpack to more than "
+                f"{_MOST_TIMES} times their size"
+            )
+        return parse_pronunciations(text.splitlines(), "the model's pronunciations")
+
+
+def read_pronunciations(path: Path, *, keep_stress: bool = True) -> Pronunciations:
+    """Read a file in the format of CMUdict.
+
+    Args:
+        path: each line is a word and its phones, apart by white space. `word(2)`, or the same word again, is a further
+            pronunciation. `#` begins a comment, `;;;` a line of comment.
+        keep_stress: whether a last 0, 1 or 2 of a phone stays, as in AH0.
+
+    Raises:
+        PronunciationError: the file cannot be read, or a line is not in that format.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PronunciationError(
+            f"pronunciations {path} cannot be read: {error}; `ds2 data lexicon` makes a file"
+        ) from error
+    return parse_pronunciations(text.splitlines(), str(path), keep_stress=keep_stress)
+
+
+def parse_pronunciations(lines: Iterable[str], name: str, *, keep_stress: bool = True) -> Pronunciations:
+    """Parse the lines of a file called `name`; see `read_pronunciations`."""
+    words: dict[str, list[Phones]] = {}
+    for number, line in enumerate(lines, start=1):
+        content = "" if line.startswith(";;;") else line.partition("#")[0]
+        word, *phones = content.split() or [""]
+        if not word:
+            continue
+        if not phones or _is_number(phones[0]):
+            what = "has no phones" if not phones else f"has the weight {phones[0]}, which is not supported"
+            raise PronunciationError(f"{name}, line {number}: {word} {what}; write: word PHONE PHONE ...")
+        if word.endswith(")") and "(" in word[1:]:
+            word = word[: word.rindex("(")]
+        if not keep_stress:
+            phones = [phone.rstrip(_STRESS) or phone for phone in phones]
+        words.setdefault(word, []).append(tuple(phones))
+    if not words:
+        raise PronunciationError(f"{name} has no pronunciations: write lines such as: word W ER D")
+    return Pronunciations.of(words)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.lower() not in ("nan", "inf", "infinity")

@@ -1,0 +1,62 @@
+"""`ds2 data lexicon` as a user calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds2.cli import main
+from ds2.text.pronunciations import read_pronunciations
+
+
+@pytest.fixture
+def dictionary(tmp_path: Path) -> Path:
+    path = tmp_path / "dictionary.txt"
+    path.write_text("CAT K AE1 T\nAT AE1 T\nTACT T AE1 K T\nA AH0\nA(2) EY1\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("a cat at a tac\n", encoding="utf-8")
+    return path
+
+
+def test_words_of_a_text_come_from_the_dictionary_or_are_guessed(
+    dictionary: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = text.parent / "lexicon.txt"
+    assert main(["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text)]) == 0
+    written = read_pronunciations(out)
+    assert set(written.words) == {"a", "cat", "at", "tac"}
+    assert written.words["a"] == (("AH",), ("EY",)) and written.words["cat"] == (("K", "AE", "T"),)
+    assert "guessed: tac T AE K" in capsys.readouterr().out
+
+
+def test_stress_stays_and_nothing_is_guessed_if_asked(dictionary: Path, text: Path) -> None:
+    out = text.parent / "lexicon.txt"
+    command = ["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text)]
+    assert main([*command, "--no-guess", "--keep-stress"]) == 0
+    assert dict(read_pronunciations(out).words) == {
+        "a": (("AH0",), ("EY1",)),
+        "at": (("AE1", "T"),),
+        "cat": (("K", "AE1", "T"),),
+    }
+
+
+def test_without_words_the_whole_dictionary_is_written(dictionary: Path, tmp_path: Path) -> None:
+    assert main(["data", "lexicon", str(tmp_path / "all.txt"), "--dictionary", str(dictionary)]) == 0
+    assert set(read_pronunciations(tmp_path / "all.txt").words) == {"a", "at", "cat", "tact"}
+
+
+def test_missing_and_useless_files_are_refused(
+    dictionary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "numbers.txt").write_text("dog\n", encoding="utf-8")
+    out = tmp_path / "out.txt"
+    for words, message in (("none.txt", "there is no file"), ("numbers.txt", "no word of")):
+        command = ["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(tmp_path / words)]
+        assert main(command) == 2
+        assert message in capsys.readouterr().err and not out.exists()
