@@ -1,11 +1,13 @@
 """Make `ds2/models/NAME`, a model that comes with ds2, from a run folder: weights in 16 bits, language model, card.
 
-    ds2 train recipe=english data.corpus=CORPORA
+    ds2 data prepare recipe=english data.corpus=CORPORA
     python tools/ship_model.py text corpora/english/train.jsonl others.txt
     ds2 lm build books_norm_42mb.txt.xz others.txt --order 3 --prune 0 1 3 --output english.lm
-    ds2 lm tune runs/english english.lm decode=wide --alphas 0.3:0.9:3 --betas 0:2:3
+    ds2 data lexicon english.txt --dictionary cmudict.dict --words corpora/english/train.jsonl english.lm
+    ds2 train recipe=english data.corpus=CORPORA
+    ds2 lm tune runs/english english.lm decode=phones
     ds2 evaluate runs/english decode=greedy --out greedy
-    ds2 evaluate runs/english decode.beam=64 --out lm
+    ds2 evaluate runs/english decode.beam=128 --out lm
     python tools/ship_model.py pack runs/english english.lm card.json --greedy greedy --lm lm --check dev.jsonl
 
 `pack` says how many of the first utterances of --check are recognised differently in 16 bits.
@@ -54,7 +56,9 @@ def pack_weights(source: Path, target: Path) -> None:
     tensors, metadata = load(source)
     small = {name: t.half() if t.ndim > 1 and t.is_floating_point() else t for name, t in tensors.items()}
     config = config_from_dict(metadata["config"])
-    metadata["config"] = config_to_dict(replace(config, data=DataConfig(), run_dir=f"runs/{target.parent.name}"))
+    alphabet = replace(config.alphabet, lexicon=Path(config.alphabet.lexicon).name)
+    run_dir = f"runs/{target.parent.name}"
+    metadata["config"] = config_to_dict(replace(config, data=DataConfig(), alphabet=alphabet, run_dir=run_dir))
     metadata["metrics"].pop("dev", None)
     save(target, small, metadata)
 
@@ -71,13 +75,13 @@ def changed(first: Path, second: Path, manifest: Path, count: int) -> int:
 
 
 def scores(greedy: Path, lm: Path) -> list[dict[str, object]]:
-    """Read the word error rates of a card from two folders of `ds2 evaluate --out`."""
+    """Read the error rates of a card from two folders of `ds2 evaluate --out`: of phones, greedy, and of words."""
     found: list[dict[str, object]] = []
     for part, speech in SPEECH.items():
         reports = [json.loads((folder / part / "report.json").read_text()) for folder in (greedy, lm)]
         rates = [round(100 * report["wer"], 2) for report in reports]
         count = reports[0]["utterances"]
-        found.append({"speech": speech, "utterances": count, "greedy": rates[0], "language_model": rates[1]})
+        found.append({"speech": speech, "utterances": count, "phones": rates[0], "words": rates[1]})
     return found
 
 
@@ -121,7 +125,7 @@ def main() -> int:
     packed.add_argument("card", type=Path, help="language, sources, licence, made_by, notes; scores are filled in")
     packed.add_argument("--greedy", type=Path, required=True, help="folder of reports of decode=greedy")
     packed.add_argument("--lm", type=Path, required=True, help="folder of reports with the language model")
-    packed.add_argument("--beam", type=int, default=64)
+    packed.add_argument("--beam", type=int, default=128)
     packed.add_argument("--check", type=Path, help="manifest")
     packed.add_argument("--count", type=int, default=100, help="utterances of --check")
     packed.add_argument("--folder", type=Path, default=FOLDER / "english")

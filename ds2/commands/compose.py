@@ -149,9 +149,12 @@ def _source(config: Config) -> Config:
             "give a run folder, or its best.safetensors or last.safetensors"
         )
     try:
-        return config_from_dict(metadata["config"])
+        source = config_from_dict(metadata["config"])
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error}") from error
+    if source.alphabet.lexicon and not resumed:
+        source.alphabet.lexicon = str(file)  # which has the pronunciations: the file of its training may be gone
+    return source
 
 
 def open_free_form(overrides: Sequence[str]) -> list[str]:

@@ -33,8 +33,8 @@ def _text(name: str, *, full: bool) -> str:
         f"{name}  {card.language}, {card.parameters / 1e6:.1f} M parameters, {shipped.size_bytes(name) / 1e6:.1f} MB "
         "with its language model",
         f"  {shipped.FOLDER / name}",
-        f"  {'words wrong, %':40s}  greedy  language model",
-        *(f"    {s.speech:38s}  {s.greedy:6.1f}  {s.language_model:14.1f}" for s in card.scores),
+        f"  {'wrong, %':40s}  phones, greedy  words, language model",
+        *(f"    {s.speech:38s}  {s.phones:14.1f}  {s.words:21.1f}" for s in card.scores),
     ]
     if full:
         lines += [f"  made from ({card.licence})"]

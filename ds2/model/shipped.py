@@ -21,12 +21,12 @@ _HEADER_BYTES = 9  # of a safetensors file: the length of its JSON header, and t
 
 @dataclass(frozen=True)
 class Score:
-    """Word error rates on one test set, percent."""
+    """Error rates on one test set, percent."""
 
     speech: str
     utterances: int
-    greedy: float
-    language_model: float
+    phones: float  # wrong phones, greedy
+    words: float  # wrong words of the search with the language model
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Card:
 
     def quality(self) -> str:
         """The error rates in one line."""
-        return "; ".join(f"{score.language_model:.1f} % ({score.speech})" for score in self.scores)
+        return "; ".join(f"{score.words:.1f} % ({score.speech})" for score in self.scores)
 
 
 def names() -> list[str]:

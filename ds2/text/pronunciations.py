@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds2.system.errors import UserError
+from ds2.system.tensor_file import read_metadata
 
 Phones = tuple[str, ...]
 _STRESS = "012"
@@ -70,16 +71,21 @@ class Pronunciations:
 
 
 def read_pronunciations(path: Path, *, keep_stress: bool = True) -> Pronunciations:
-    """Read a file in the format of CMUdict.
+    """Read a file in the format of CMUdict, or the pronunciations of a model.
 
     Args:
         path: each line is a word and its phones, apart by white space. `word(2)`, or the same word again, is a further
-            pronunciation. `#` begins a comment, `;;;` a line of comment.
+            pronunciation. `#` begins a comment, `;;;` a line of comment. Or a model of phones, *.safetensors.
         keep_stress: whether a last 0, 1 or 2 of a phone stays, as in AH0.
 
     Raises:
-        PronunciationError: the file cannot be read, or a line is not in that format.
+        PronunciationError: the file cannot be read, or a line is not in that format, or the model writes no phones.
     """
+    if path.suffix == ".safetensors":
+        alphabet = read_metadata(path).get("alphabet")
+        if not isinstance(alphabet, dict) or not isinstance(packed := alphabet.get("pronunciations"), str):
+            raise PronunciationError(f"{path} is no model of phones: it has no pronunciations")
+        return Pronunciations.unpacked(packed)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

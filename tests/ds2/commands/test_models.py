@@ -35,8 +35,8 @@ def test_a_shipped_model_is_small_and_says_what_it_is(name: str, capsys: Capture
     printed = capsys.readouterr().out
     assert name in printed and str(folder) in printed and card.language in printed
     for score in card.scores:
-        assert score.speech in printed and f"{score.greedy:.1f}" in printed
-        assert 0 < score.language_model < score.greedy < 100
+        assert score.speech in printed and f"{score.words:.1f}" in printed
+        assert 0 < score.words < 100 and 0 < score.phones < 100
     for source in card.sources:
         assert source.licence in printed
     assert len(card.commit) == 7 and card.commit in printed
