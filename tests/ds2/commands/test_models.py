@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import ds2
 from ds2.audio.read import read_audio
 from ds2.cli import main
 from ds2.commands import transcribe
+from ds2.data.manifest import read_manifest, write_manifest
 from ds2.model import shipped
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.settings import decode_settings
@@ -134,11 +136,14 @@ def test_its_settings_are_not_tuned_in_place(capsys: Capture) -> None:
 
 
 def test_fine_tuning_starts_from_its_name(tone_manifest: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    overrides = [f"data.train=[{tone_manifest}]", f"run_dir={run}", "checkpoint.init_from=english", "device=cpu"]
+    run, words = tmp_path / "run", tmp_path / "words.jsonl"
+    utterances = read_manifest(tone_manifest)
+    write_manifest(words, [replace(utterance, text="a word") for utterance in utterances])
+    overrides = [f"data.train=[{words}]", f"run_dir={run}", "checkpoint.init_from=english", "device=cpu"]
     steps = ["train.max_steps=1", "optim.learning_rate=1e-9", "batching.utterances=2", "data.workers=0"]
     assert main(["train", *overrides, *steps]) == 0
     base, tuned = load_model("english"), load_model(run / "last.safetensors")
-    assert tuned.config.model == base.config.model and tuned.alphabet.symbols == base.alphabet.symbols
+    assert tuned.config.model == base.config.model and tuned.alphabet.pronunciations == base.alphabet.pronunciations
+    assert base.alphabet.pronunciations is not None and "word" in base.alphabet.pronunciations.words
     for name, weight in base.model.named_parameters():
         torch.testing.assert_close(tuned.model.get_parameter(name), weight, rtol=0, atol=1e-6)
