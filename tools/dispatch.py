@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ds2.system.machine import git_commit
 
@@ -28,13 +28,17 @@ def dispatch(commands: Mapping[str, str], description: str | None) -> int | None
     return 2
 
 
-def add_commit_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--commit`, for source trees without git."""
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser with `--commit`, for source trees without git."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="", help="commit of this source tree, where it is not a git repository")
+    return parser
 
 
-def check_commit(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set `options.commit` to the commit of the source tree; a tree of an unknown commit is an error."""
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line; `commit` becomes that of the source tree, and a tree of an unknown commit is an error."""
+    options = parser.parse_intermixed_args(arguments)
     options.commit = options.commit or git_commit()
     if options.commit == "unknown":
         parser.error("the commit is unknown, as these sources are not in a git repository: name it with --commit")
+    return options

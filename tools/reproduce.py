@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dispatch import add_commit_option, check_commit
+from dispatch import new_parser, parse
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
 from ds2.commands.common import real, whole
@@ -379,7 +379,7 @@ def _file_name(name: str) -> str:
 
 def main() -> int:
     """Run, report; status 1 where rows are missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("overrides", nargs="*", help="settings of ds2 train for all rows: data.corpus=FOLDER")
     parser.add_argument("--out", type=Path, help="folder (default: runs/TABLE); the same one continues")
@@ -407,9 +407,7 @@ def main() -> int:
         default=0,
         help="stop runs then; the same command continues them",
     )
-    add_commit_option(parser)
-    options = parser.parse_intermixed_args()
-    check_commit(parser, options)
+    options = parse(parser, None)
     table = TABLES[options.table](Shape(options.narrow, options.epochs, options.optimizer))
     unknown = set(options.rows) - {row.name for row in table.rows}
     if unknown:

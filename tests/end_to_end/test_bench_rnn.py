@@ -40,9 +40,9 @@ def test_a_figure_has_its_own_batches(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_result_of_an_unknown_commit_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dispatch, common = importlib.import_module("dispatch"), importlib.import_module("benchmarks.common")
+    dispatch = importlib.import_module("dispatch")
     monkeypatch.setattr(dispatch, "git_commit", lambda: "unknown")
     with pytest.raises(SystemExit) as refused:
-        common.parse(common.new_parser(None), [])
+        dispatch.parse(dispatch.new_parser(None), [])
     assert refused.value.code == 2 and "name it with --commit" in capsys.readouterr().err
-    assert common.parse(common.new_parser(None), ["--commit", "abc1234"]).commit == "abc1234"
+    assert dispatch.parse(dispatch.new_parser(None), ["--commit", "abc1234"]).commit == "abc1234"

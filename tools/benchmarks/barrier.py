@@ -10,7 +10,8 @@ kernel; the others launch an empty kernel a step, by the host or as one recorded
 from __future__ import annotations
 
 import torch
-from benchmarks.common import Table, facts, graphed, measure, new_parser, parse, write_json
+from benchmarks.common import Table, facts, graphed, measure, write_json
+from dispatch import new_parser, parse
 from ds2_ops.jit.launch import Launch, parameters, run, translation_unit
 
 _STEPS = parameters("int steps")

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import Table, facts, new_parser, parse, write_json
+from benchmarks.common import Table, facts, write_json
+from dispatch import new_parser, parse
 from mpi4py import MPI
 from torch import Tensor
 

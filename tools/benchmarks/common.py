@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 import torch
-from dispatch import add_commit_option, check_commit
 
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.cuda_graph import GraphRecorder
@@ -85,20 +84,6 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_commit_option(parser)
-    return parser
-
-
-def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Parse a command line whose result names the commit of the source tree."""
-    options = parser.parse_args(arguments)
-    check_commit(parser, options)
-    return options
 
 
 def facts(options: argparse.Namespace, device: torch.device, title: str) -> dict[str, str]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, measure, new_parser, parse, write_json
+from benchmarks.common import Table, facts, measure, write_json
+from dispatch import new_parser, parse
 from ds2_ops.jit.runtime import attribute
 from ds2_ops.primitives.convolution import Convolution
 from torch import Tensor

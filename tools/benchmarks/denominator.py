@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.common import Table, facts, graphed, measure, new_parser, parse, write_json
+from benchmarks.common import Table, facts, graphed, measure, write_json
+from dispatch import new_parser, parse
 from torch import Tensor
 
 from ds2.config.schema import AlphabetConfig, TrainConfig

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 import soxr
-from benchmarks.common import RATE_HZ, Table, facts, new_parser, parse
+from benchmarks.common import RATE_HZ, Table, facts
+from dispatch import new_parser, parse
 from numpy.typing import NDArray
 from websockets.asyncio.client import ClientConnection, connect
 

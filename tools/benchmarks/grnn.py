@@ -20,8 +20,9 @@ from typing import Any
 
 import ds2_ops
 import torch
-from benchmarks.common import Table, facts, graphed, measure, new_parser, parse, write_json
+from benchmarks.common import Table, facts, graphed, measure, write_json
 from benchmarks.rnn import Problem
+from dispatch import new_parser, parse
 from ds2_ops.recurrent.cells import GATED
 from torch import nn
 

@@ -21,8 +21,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.common import Table, facts, new_parser, parse, write_json, write_noise
+from benchmarks.common import Table, facts, write_json, write_noise
 from benchmarks.training import add_noise_options, noise_overrides
+from dispatch import new_parser, parse
 from torch import Tensor, nn
 
 from ds2.commands.compose import compose_config

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, Timing, facts, graphed, measure, measure_host, new_parser, parse, write_json
+from benchmarks.common import Table, Timing, facts, graphed, measure, measure_host, write_json
+from dispatch import new_parser, parse
 from ds2_ops import recurrence
 from ds2_ops.recurrent.backends.reference import recurrence_reference
 from ds2_ops.recurrent.cells import CELLS, GATED

@@ -12,7 +12,8 @@ import random
 import time
 from pathlib import Path
 
-from benchmarks.common import facts, new_parser, parse
+from benchmarks.common import facts
+from dispatch import new_parser, parse
 
 from ds2.audio.read import read_audio
 from ds2.commands.compose import resolve_options

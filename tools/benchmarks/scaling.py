@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, new_parser, parse, write_json, write_noise
+from benchmarks.common import Table, facts, write_json, write_noise
 from benchmarks.training import add_noise_options, noise_overrides
+from dispatch import new_parser, parse
 
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device

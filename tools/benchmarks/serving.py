@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.common import RATE_HZ, Table, facts, new_parser, parse
+from benchmarks.common import RATE_HZ, Table, facts
+from dispatch import new_parser, parse
 from numpy.typing import NDArray
 from websockets.asyncio.client import connect
 

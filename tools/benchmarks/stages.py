@@ -26,7 +26,8 @@ from typing import Any
 
 import ds2_ops
 import torch
-from benchmarks.common import Table, facts, graphed, measure, new_parser, parse, write_json
+from benchmarks.common import Table, facts, graphed, measure, write_json
+from dispatch import new_parser, parse
 from torch import Tensor, nn
 
 FIGURE_1 = [(hidden, batch) for hidden in (512, 1024, 2048) for batch in (32, 64, 128, 256)]

@@ -15,7 +15,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from benchmarks.common import Table, facts, new_parser, parse
+from benchmarks.common import Table, facts
+from dispatch import new_parser, parse
 
 from ds2.audio.features import Features
 from ds2.audio.stream import SampleBlocks

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, new_parser, parse, write_json, write_noise
+from benchmarks.common import Table, facts, write_json, write_noise
+from dispatch import new_parser, parse
 
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device

@@ -12,7 +12,6 @@ error; `died`; `hang`, longer than 30 s; `memory`, 1 GiB more than before. The e
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from dispatch import add_commit_option, check_commit
+from dispatch import new_parser, parse
 from fuzzing import files, server
 from fuzzing.files import Target
 
@@ -60,15 +59,13 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases and print the table of counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--cases", type=int, default=12, help="a reader (default 12)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", choices=list(TARGETS), help="these readers")
     parser.add_argument("--case", type=int, help="this case alone, in this process")
     parser.add_argument("--faults", type=Path, help="write each fault there as a line")
-    add_commit_option(parser)
-    options = parser.parse_args(arguments)
-    check_commit(parser, options)
+    options = parse(parser, arguments)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)  # children are forked: no threads may have started
     targets = [TARGETS[name] for name in options.only or TARGETS]

@@ -11,7 +11,6 @@ are any. Needs /proc (Linux).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from dispatch import add_commit_option, check_commit
+from dispatch import new_parser, parse
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -73,13 +72,11 @@ class Count:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chains and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--kills", type=int, default=4, help="of each work (default 4)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="works whose names begin so")
-    add_commit_option(parser)
-    options = parser.parse_args(arguments)
-    check_commit(parser, options)
+    options = parse(parser, arguments)
     started, faults = time.monotonic(), []
     rows = ["| work | kills -9 | chains | equal | faults |", "|---|---:|---:|---:|---:|"]
     with tempfile.TemporaryDirectory(prefix="ds2-kills-") as name:

@@ -10,7 +10,6 @@ once, and no file may remain half written. The exit status is 1 if a run differs
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.utils.tensorboard  # noqa: F401  once, for all forked processes
-from dispatch import add_commit_option, check_commit
+from dispatch import new_parser, parse
 from fuzzing.kills import corpus, trained, training_settings
 
 from ds2.commands.compose import compose_config
@@ -62,12 +61,10 @@ class Count:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trainings and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow it")
-    add_commit_option(parser)
-    options = parser.parse_args(arguments)
-    check_commit(parser, options)
+    options = parse(parser, arguments)
     started, count = time.monotonic(), Count()
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
         base = Path(name)

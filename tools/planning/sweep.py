@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dispatch import add_commit_option, check_commit
+from dispatch import new_parser, parse
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Source, run_loaded
@@ -351,7 +351,7 @@ def _facts_of_gpu() -> tuple[DeviceFacts, str]:
 
 def main(arguments: list[str]) -> int:
     """Record a sweep; with --measure be the process that measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", nargs="+", default=["relu"])
     parser.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
@@ -364,9 +364,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--budget_s", type=float, default=1e9, help="after which the record is written as it is")
     parser.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    add_commit_option(parser)
-    options = parser.parse_args(arguments)
-    check_commit(parser, options)
+    options = parse(parser, arguments)
     if not options.measure:
         return record(options, arguments)
     measure_all(options, options.out.with_suffix(".journal"))
