@@ -6,7 +6,7 @@ AN4 ?=
 # `make demo CPU=1` takes PyTorch's wheels for CPUs: the usual ones are for CUDA and bring several GB of its libraries.
 TORCH_INDEX := $(if $(CPU),--index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-slow test-all test-gpu test-versions lint docs wheel clean
+.PHONY: demo test test-slow test-all test-gpu test-two-gpus test-versions lint docs wheel clean
 
 # torch first and by its pinned version: a later request for any torch would fetch another build of several gigabytes.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -32,8 +32,9 @@ test-slow: $(VENV)/installed
 test-all: test test-slow
 
 # On a machine with a GPU, with its own Python and torch: needs pytest, pytest-xdist and the other dependencies of ds2 besides, no extra.
-test-gpu:
-	PYTHONPATH=.:ops:$$PYTHONPATH $(PYTHON) -m pytest -m gpu -n 14 --dist worksteal
+# A pass is noted in tests/gpu_passes.tsv; where the sources are not in a git repository, COMMIT=... names their commit.
+test-gpu test-two-gpus:
+	PYTHONPATH=.:ops:$$PYTHONPATH $(PYTHON) tools/gpu_tests.py run $(if $(filter test-two-gpus,$@),--two-gpus) $(if $(COMMIT),--commit $(COMMIT))
 
 # The oldest and the newest packages that pyproject.toml allows, in environments of their own; fetches about 11 GB.
 # CI tries the oldest with constraints.txt's PyTorch; what `make test` installs is the newest but for PyTorch.
@@ -43,6 +44,7 @@ test-versions:
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/gpu_tests.py check
 
 # Guide, design, results and the API reference, from the docstrings, to build/site/index.html. A link that leads nowhere is an error.
 docs: $(VENV)/installed

@@ -39,8 +39,9 @@ if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, import only files and folders with GPU tests: a GPU machine may lack what the others import."""
-    if config.option.markexpr != "gpu" or not (collection_path.is_dir() or collection_path.name.startswith("test_")):
+    """With `-m gpu...`, import only files and folders with GPU tests: a GPU machine may lack what the others import."""
+    gpu = config.option.markexpr in ("gpu", "gpu and two_gpus")
+    if not gpu or not (collection_path.is_dir() or collection_path.name.startswith("test_")):
         return None
     files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any("mark.gpu" in file.read_text("utf-8") for file in files) else True

@@ -48,6 +48,7 @@ def test_ranks_of_torchrun_give_the_answer_of_one_process_and_the_bits_of_mpi(
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("batch_norm", ["local", "shared"])
 def test_recorded_passes_of_ranks_give_the_bits_of_single_launches(

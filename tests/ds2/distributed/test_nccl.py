@@ -115,6 +115,7 @@ class Sum(nccl.PeerSum):
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_give_the_bits_of_nccl_launched_and_recorded() -> None:
     run = torchrun(2, "peers_check.py")

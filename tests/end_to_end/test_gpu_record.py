@@ -1,0 +1,108 @@
+"""The record of GPU tests: a pass replaces the former one of its GPU, and a kernel that changed since is named."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+SUITE = """
+import pytest
+def test_right(): pass
+def test_wrong(): assert {right}
+@pytest.mark.skip
+def test_elsewhere(): pass
+"""
+
+
+@pytest.fixture(name="tool")
+def _tool(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import gpu_tests
+
+    return gpu_tests
+
+
+def a_pass(tool: object, **changes: str) -> object:
+    values = ("H100", "gpu", "0123456789abcdef", "2026-11-26", "643", "5", "237", "a", "b")
+    return replace(tool.Pass(*values), **changes)  # type: ignore[attr-defined]
+
+
+def test_a_pass_replaces_the_one_of_the_same_gpu_and_tests(tool: object, tmp_path: Path) -> None:
+    path = tmp_path / "passes.tsv"
+    assert tool.read(path) == []  # type: ignore[attr-defined]
+    first, two, other = a_pass(tool), a_pass(tool, tests="two_gpus"), a_pass(tool, gpu="H200")
+    for new in (first, two, other, a_pass(tool, passed="650")):
+        tool.note(path, new)  # type: ignore[attr-defined]
+    assert tool.read(path) == [a_pass(tool, passed="650"), two, other]  # type: ignore[attr-defined]
+
+
+def test_what_changed_since_the_last_pass_is_said_by_part(tool: object) -> None:
+    notices, now = tool.notices, {"csrc": "a", "python": "b"}  # type: ignore[attr-defined]
+    assert notices([a_pass(tool)], now) == []
+    (kernels,) = notices([a_pass(tool, tests="two_gpus"), a_pass(tool, csrc="old")], now)
+    assert kernels.startswith("CUDA sources in") and "H100 passed `make test-gpu` at 0123456, 2026-11-26" in kernels
+    (both,) = notices([a_pass(tool, tests="two_gpus", csrc="old", python="old")], now)
+    assert both.startswith("CUDA sources and the Python") and "`make test-two-gpus`" in both
+    assert "make test-gpu" in notices([], now)[0]
+
+
+def test_digests_follow_names_and_contents_of_kernels_and_of_their_python(tool: object, tmp_path: Path) -> None:
+    package = tmp_path / "ops" / "ds2_ops"
+    for name in ("csrc/a.cuh", "plan.py", "__pycache__/plan.pyc"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(name)
+    before = tool.digests(tmp_path)  # type: ignore[attr-defined]
+    (package / "__pycache__" / "plan.pyc").write_text("compiled again")
+    assert tool.digests(tmp_path) == before  # type: ignore[attr-defined]
+    (package / "csrc" / "a.cuh").rename(package / "csrc" / "b.cuh")
+    renamed = tool.digests(tmp_path)  # type: ignore[attr-defined]
+    assert renamed["csrc"] != before["csrc"] and renamed["python"] == before["python"]
+    (package / "plan.py").write_text("other")
+    assert tool.digests(tmp_path)["python"] != before["python"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("right", "passed"), [(True, 2), (False, 1)])
+def test_tests_that_passed_and_were_skipped_are_counted(tool: object, tmp_path: Path, right: bool, passed: int) -> None:
+    (tmp_path / "test_suite.py").write_text(SUITE.format(right=right))
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", "test_suite.py"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == int(not right)
+    assert tool.counts(report) == (passed, 1)  # type: ignore[attr-defined]
+
+
+NO_GPU = """
+import runpy, sys
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda index: "GPU"
+sys.argv = ["gpu_tests.py", "run", "--two-gpus", "--commit", "abc"]
+sys.path.insert(0, "tools")
+runpy.run_path("tools/gpu_tests.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_run_is_noted_only_if_all_passed(tmp_path: Path, right: bool) -> None:
+    for folder in ("tests", "ops/ds2_ops"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("gpu_tests.py", "dispatch.py"):
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+    body = f"import pytest\n@pytest.mark.gpu\n@pytest.mark.two_gpus\ndef test_it(): assert {right}\n"
+    (tmp_path / "tests" / "test_it.py").write_text(body)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_GPU], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == int(not right), done.stdout + done.stderr
+    record = tmp_path / "tests" / "gpu_passes.tsv"
+    assert record.is_file() == right
+    if right:
+        line = record.read_text().splitlines()[1].split("\t")
+        assert line[:3] == ["GPU", "two_gpus", "abc"] and line[4:6] == ["1", "0"]
