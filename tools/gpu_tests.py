@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from xml.etree import ElementTree
 
-from dispatch import add_commit_option, check_commit
+from dispatch import new_parser, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_passes.tsv"
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         parallel = () if options.two_gpus else PARALLEL  # each of these takes both GPUs
         path = os.pathsep.join((str(ROOT), str(ROOT / "ops"), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": path}
-        tests = [sys.executable, "-m", "pytest", "-m", mark, *parallel, f"--junitxml={report}", *options.pytest]
+        tests = [sys.executable, "-m", "pytest", "-m", mark, *parallel, f"--junitxml={report}"]
         status = subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
         if not options.two_gpus:
             fuzz = [sys.executable, str(ROOT / "tools" / "fuzz.py"), *FUZZ]
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         passed, skipped = counts(report) if report.is_file() else (0, 0)
     seconds = time.monotonic() - began
     print(f"GPU tests: {passed} passed, {skipped} skipped, {seconds:.1f} s in all, status {status}")
-    if status or not passed or options.pytest or digests() != before:
+    if status or not passed or digests() != before:
         print(f"{RECORD.relative_to(ROOT)} stays as it was: it has complete passes only")
         return status or int(not passed)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -134,18 +134,15 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("command", choices=["run", "check"])
     parser.add_argument("--two-gpus", action="store_true", help="only the tests that need two GPUs")
-    parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="options for pytest; notes no pass")
-    add_commit_option(parser)
     options = parser.parse_args(arguments)
     if options.command == "check":
         for notice in notices(read(RECORD), digests()):
             print(f"notice: {notice}")
         return 0
-    check_commit(parser, options)
-    return run(options)
+    return run(parse(parser, arguments))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -64,12 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow it")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further run begins")
     options = parse(parser, arguments)
-    started, count = time.monotonic(), Count()
+    started, count, runs = time.monotonic(), Count(), 0
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
         base = Path(name)
         settings = (*training_settings(corpus(base / "corpus")), f"data.work_dir={base / 'work'}", *STEPS)
-        for seed in range(options.seed, options.seed + options.runs):
+        while runs < options.runs and time.monotonic() - started < options.seconds:
+            seed, runs = options.seed + runs, runs + 1
             folder = base / str(seed)
             try:
                 one_run(folder, settings, random.Random(seed), count)
@@ -82,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     times = count.recovered_s or [0.0]
     sent = (count.events[kind] for kind in ("kill", "stop", "leave"))
-    done = (options.runs, *sent, count.of_ranks, count.events["join"], count.equal, len(count.faults))
+    done = (runs, *sent, count.of_ranks, count.events["join"], count.equal, len(count.faults))
     print(f"| {' | '.join(map(str, done))} | {statistics.median(times):.2f} | {max(times):.2f} |\n")
-    print(f"seeds {options.seed} to {options.seed + options.runs - 1}, {time.monotonic() - started:.0f} s")
+    print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
     print("\n".join([f"commit {options.commit}", *(f"- {fault}" for fault in count.faults)]))
     return 1 if count.faults else 0
 
