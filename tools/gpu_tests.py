@@ -115,7 +115,8 @@ def run(options: argparse.Namespace) -> int:
         parallel = () if options.two_gpus else PARALLEL  # each of these takes both GPUs
         path = os.pathsep.join((str(ROOT), str(ROOT / "ops"), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": path}
-        tests = [sys.executable, "-m", "pytest", "-m", mark, *parallel, f"--junitxml={report}"]
+        # -v: a run that is cut off, as where machines are lent by the minute, has named its failures by then.
+        tests = [sys.executable, "-m", "pytest", "-v", "-m", mark, *parallel, f"--junitxml={report}"]
         status = subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
         if not options.two_gpus:
             fuzz = [sys.executable, str(ROOT / "tools" / "fuzz.py"), *FUZZ]
