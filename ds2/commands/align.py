@@ -70,6 +70,7 @@ def run(arguments: Sequence[str]) -> int:
         write_text(args.out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     if args.textgrid:
         name = "pieces" if loaded.alphabet.has_pieces else "characters"
+        name = "phones" if loaded.alphabet.pronunciations is not None else name
         for indices, path in zip(recordings.values(), grids, strict=True):
             write_text(path, _grid([(utterances[i], order[i]) for i in indices], name))
     doubtful = suspicious((a.surprise for a in order), swapped)

@@ -53,6 +53,8 @@ def _print_summary(path: Path, loaded: LoadedModel, described: dict[str, Any]) -
         f"{path}: {path.stat().st_size / 2**20:.1f} MiB; {described['signal']} at {described['sample_rate_hz']} Hz in, "
         f"{chunking}; {len(loaded.alphabet)} labels in {path.with_name('tokens.txt')}"
     )
+    if loaded.alphabet.pronunciations is not None:
+        print("the labels are phones: what runs the file writes phones, and the search for words stays with ds2")
 
 
 def make_parser() -> Parser:

@@ -33,6 +33,10 @@ from ds2.system.terminal import Progress
 from ds2.text.alphabet import Alphabet, fold
 
 log = logging.getLogger(__name__)
+PHONES_ONLY = (
+    "the network writes phones, and without a search no words are found: what is called WER is the phone error rate; "
+    "decode=phones with a decode.lm of words finds words"
+)
 _DEGRADE_SEED = 1
 _RECORDINGS_BYTES = 4 << 20  # of the recordings within a report
 _LONGEST_RECORDING_S = 120.0
@@ -98,6 +102,8 @@ def evaluate(
         raise ConfigError(
             f"two manifests are called {', '.join(repeated)}: evaluate them one by one, each with its --out"
         )
+    if recogniser.writes_phones:
+        log.warning(PHONES_ONLY)
     for path in manifests:
         began = time.monotonic()
         utterances = scored_utterances([str(path)], recogniser.alphabet)

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -38,19 +39,28 @@ class AlignedTranscript:
 
 
 def align_batch(
-    log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]], alphabet: Alphabet, frame_s: float
+    log_probs: Tensor,
+    lengths: Tensor,
+    targets: Sequence[Sequence[int]],
+    alphabet: Alphabet,
+    frame_s: float,
+    texts: Sequence[str] = (),
 ) -> list[AlignedTranscript]:
-    """Align transcripts; arguments as `force_align`, `frame_s` is seconds an output frame."""
+    """Align transcripts; arguments as `force_align`, `frame_s` is seconds an output frame.
+
+    `texts`, as `Alphabet.written` returns them, say which phones are a word; without them each phone is one.
+    """
     valid = torch.arange(len(log_probs), device=log_probs.device)[:, None] < lengths.to(log_probs.device)
     best = torch.where(valid, log_probs.amax(2), 0.0).sum(0, dtype=torch.float64).tolist()
+    alignments = force_align(log_probs, lengths, targets)
     return [
-        _aligned(alignment, top, len(target), alphabet, frame_s)
-        for alignment, top, target in zip(force_align(log_probs, lengths, targets), best, targets, strict=True)
+        _aligned(alignment, top, len(target), alphabet, frame_s, text)
+        for alignment, top, target, text in zip(alignments, best, targets, texts or [""] * len(targets), strict=True)
     ]
 
 
 def _aligned(
-    alignment: Alignment | None, best: float, labels: int, alphabet: Alphabet, frame_s: float
+    alignment: Alignment | None, best: float, labels: int, alphabet: Alphabet, frame_s: float, text: str
 ) -> AlignedTranscript:
     if alignment is None:
         return AlignedTranscript((), math.inf)
@@ -61,7 +71,19 @@ def _aligned(
         for label, first, end, _ in runs
     )
     spelled = tuple(interval for interval in written if interval.text)
-    return AlignedTranscript(spell_words(runs, alphabet, frame_s), surprise, spelled)
+    words = spell_words(runs, alphabet, frame_s)
+    if text and alphabet.pronunciations is not None:
+        words = _pronounced(words, text, alphabet)
+    return AlignedTranscript(words, surprise, spelled)
+
+
+def _pronounced(phones: Sequence[Word], text: str, alphabet: Alphabet) -> tuple[Word, ...]:
+    """Join the phones of each word of a text."""
+    left, words = iter(phones), []
+    for word in text.split():
+        own = list(islice(left, len(alphabet.spell(word))))
+        words.append(Word(word, own[0].start_s, own[-1].end_s, math.prod(phone.confidence for phone in own)))
+    return tuple(words)
 
 
 def suspicious(surprises: Iterable[float], swapped: Sequence[float] = ()) -> list[int]:
@@ -96,13 +118,15 @@ def align_utterances(recogniser: Recogniser, loader: SpeechLoader) -> tuple[list
     """
     alphabet = recogniser.alphabet
     forgiving = replace(alphabet, unknown="drop")
-    targets = [forgiving.encode(u.text) for u in loader.utterances]
+    texts = [forgiving.written(u.text) for u in loader.utterances]
+    targets = [forgiving.spell(text) for text in texts]
     aligned: dict[int, AlignedTranscript] = {}
     swapped: list[float] = []
     for indices, logits, lengths in recogniser.logits(loader):
         rows = [targets[i] for i in indices]
         log_probs = logits.float().log_softmax(2)
-        transcripts = align_batch(log_probs, lengths, rows, alphabet, recogniser.frame_s)
+        own_texts = [texts[i] for i in indices]
+        transcripts = align_batch(log_probs, lengths, rows, alphabet, recogniser.frame_s, own_texts)
         aligned.update(zip(indices, transcripts, strict=True))
         others = rows[1:] + rows[:1]  # a batch holds utterances of about one length
         on_others = align_batch(log_probs, lengths, others, alphabet, recogniser.frame_s)

@@ -295,11 +295,19 @@ class Alphabet:
         Raises:
             AlphabetError: the text has unknown characters and `unknown` is "stop".
         """
-        written = text
+        return self.spell(self.written(text))
+
+    def written(self, text: str) -> str:
+        """Return a transcript as the network can write it: normalised, without what it has no labels for.
+
+        Raises:
+            AlphabetError: as `encode`.
+        """
+        transcript = text
         text, unknown = self.normalise(text)
         if unknown:
             if self.unknown == "stop":
-                if unread := self.unread_numbers(written):
+                if unread := self.unread_numbers(transcript):
                     raise AlphabetError(unread_message(unread, self.numbers))
                 raise AlphabetError(
                     f"characters outside the alphabet: {describe(unknown)}; add them to alphabet.symbols, replace "
@@ -315,7 +323,7 @@ class Alphabet:
                     "`ds2 data lexicon`, or leave them out with alphabet.unknown=drop"
                 )
             text = " ".join(word for word in text.split() if word not in missing)
-        return self.spell(text)
+        return text
 
     def normalises_as(self, other: Alphabet) -> bool:
         """Whether texts of this alphabet are normalised for the other one: everything but the labels is equal."""

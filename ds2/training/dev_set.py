@@ -16,7 +16,7 @@ from ds2.data.splits import scored_utterances
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
-from ds2.recognition.evaluate import score, score_words
+from ds2.recognition.evaluate import PHONES_ONLY, score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import ctc_losses, feasible_rows
@@ -115,6 +115,8 @@ class DevEvaluator:
     ) -> None:
         self.features, self.alphabet, self.device, self.precision = features, alphabet, device, precision
         self.utterances = scored_utterances(data.dev, alphabet)
+        if self.utterances and alphabet.pronunciations is not None:
+            log.info(PHONES_ONLY)
         self.loader = SpeechLoader(self.utterances, data, device)
         self.monitor = DevMonitor(self.loader, alphabet, features)
 

@@ -11,6 +11,7 @@ import torch
 from ds2.decoding.alignment import force_align
 from ds2.recognition.transcripts import align_batch, suspicious
 from ds2.text.alphabet import Alphabet
+from ds2.text.pronunciations import parse_pronunciations
 
 ALPHABET = Alphabet(("", " ", "a", "b"))
 
@@ -84,3 +85,21 @@ def test_the_limit_is_what_nearly_all_transcripts_of_other_utterances_exceed() -
 def test_nothing_is_suspicious_without_utterances_or_differences() -> None:
     assert suspicious([]) == []
     assert suspicious([0.5] * 9) == []
+
+
+def test_phones_are_aligned_as_the_words_of_the_transcript() -> None:
+    lexicon = parse_pronunciations(["a AH", "cat K AE T", "sat S AE T"], "test")
+    alphabet = Alphabet(("", *lexicon.phones), pronunciations=lexicon, unknown="drop")
+    spoken = ["", "AH", "", "K", "AE", "AE", "T", "", "S", "AE", "T", ""]
+    log_probs = torch.full((len(spoken), 1, len(alphabet)), -9.0)
+    for at, phone in enumerate(spoken):
+        log_probs[at, 0, alphabet.symbols.index(phone)] = 0.0
+    text = alphabet.written("A dog cat, sat")
+    assert text == "a cat sat"
+    log_probs = log_probs.log_softmax(2)
+    (aligned,) = align_batch(log_probs, torch.tensor([len(spoken)]), [alphabet.spell(text)], alphabet, 0.1, [text])
+    assert [(w.text, round(w.start_s, 1), round(w.end_s, 1)) for w in aligned.words] == [
+        ("a", 0.1, 0.2), ("cat", 0.3, 0.7), ("sat", 0.8, 1.1),
+    ]  # fmt: skip
+    assert [label.text for label in aligned.labels] == ["AH", "K", "AE", "T", "S", "AE", "T"]
+    assert all(0.9 < word.confidence <= 1 for word in aligned.words)
