@@ -1,7 +1,7 @@
 """Ranks that come and go while a run goes on: who they are, and the communicator between them.
 
 The run folder is where ranks meet: it outlives every rank and every host. Each process has a locked file there, so that
-all see when it ends, and a file with what it waits for. Who the ranks are is a numbered view, a file that is created
+all see when it ends, whose time it renews, so that all see when it is stopped, and a file with what it waits for. Who the ranks are is a numbered view, a file that is created
 once and never changed: whoever creates it first decides, all others read it. A view follows the one before when a rank
 was lost or a process wants to join; then all ranks of the former view leave their group and wait for the next view.
 """
@@ -18,6 +18,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from ds2.distributed.communicator import DisagreementError, OrderedCommunicator
 from ds2.distributed.launcher import Launched
 from ds2.distributed.process_group import LostRankError, ProcessGroup
 from ds2.distributed.tcp import STREAMS, TcpGroup, alone
+from ds2.distributed.watchdog import SILENT_S
 from ds2.system.errors import UserError
 from ds2.system.plain import from_plain, parse_json
 
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _LOOK_S = 0.5  # from one look for processes that want to join to the next
+_BEAT_S = 1.0  # from one sign of life to the next
 _CONNECT_S = 5.0
 _HELLO = struct.Struct("<IB16s")  # number of the view, stream, id of the sender
 _PREPARING = "preparing"
@@ -131,6 +134,26 @@ class Members:
                 "give a run_dir on a file system that has them"
             ) from error
         self.view: View | None = None
+        self._beats: dict[str, tuple[int, float]] = {}  # by process: its last sign of life, and when this one saw it
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, name="ds2-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(_BEAT_S):
+            with suppress(OSError):
+                os.utime(self._folder / f"{self.me.id}.lock")
+
+    def silent_s(self, member: str) -> float:
+        """How long a process has shown no sign of life, as far as this one has looked; clocks of hosts may differ."""
+        now_s = time.monotonic()
+        with suppress(OSError):
+            beat = (self._folder / f"{member}.lock").stat().st_mtime_ns
+            if member not in self._beats or self._beats[member][0] != beat:
+                self._beats[member] = beat, now_s
+        return now_s - self._beats[member][1] if member in self._beats else 0.0
+
+    def _is_silent(self, member: str) -> bool:
+        return member != self.me.id and self.silent_s(member) > min(SILENT_S, self._config.timeout_s)
 
     def next_view(
         self, position: int, facts: dict[str, str], lost: dict[str, str], hurry: Callable[[], object]
@@ -187,12 +210,22 @@ class Members:
         ids = {request.member.id for request in present}
         missing = [m for m in old if m.id not in ids and m.id not in declared and self.alive(m.id)]
         if missing:
+            if own.member.id in ids:
+                silent = [m.id for m in missing if self._is_silent(m.id)]
+                lost.update({member: f"has been silent for {self.silent_s(member):.0f} s" for member in silent})
             if own.member.id in ids and waited_s > self._config.timeout_s:
-                lost.update({m.id: f"has not answered for {waited_s:.0f} s" for m in missing})
+                lost.update({m.id: f"has not answered for {waited_s:.0f} s" for m in missing if m.id not in lost})
             return None
         if present and own.member.id not in ids:
             return None
-        joiners = [r for r in requests.values() if r.after < 0 and r.facts == own.facts and r.member not in old]
+        joiners = [
+            request
+            for request in requests.values()
+            if request.after < 0
+            and request.facts == own.facts
+            and request.member not in old
+            and not self._is_silent(request.member.id)  # one that is stopped would be taken in and lost for ever
+        ]
         ranks = {m.id: rank for rank, m in enumerate(old)}
         present.sort(key=lambda request: (-request.position, ranks[request.member.id]))
         joiners.sort(key=lambda request: request.member.id)
@@ -258,7 +291,10 @@ class Members:
         if self.view is None or len(self.view.members) >= self._config.max_ranks:
             return False
         return any(
-            request.after < 0 and request.facts == self.view.facts and self.alive(request.member.id)
+            request.after < 0
+            and request.facts == self.view.facts
+            and self.alive(request.member.id)
+            and not self._is_silent(request.member.id)
             for request in self._requests()
             if self.view.rank(request.member.id) is None
         )
@@ -323,7 +359,7 @@ class Members:
         newest = self._newest()
         if gone or any(view.rank(member) is not None for member in leaving) or (newest and newest.number > view.number):
             raise LostRankError(f"ranks {gone} ended" if gone else "a rank has left the new group")
-        if waited_s > self._config.timeout_s:
+        if waited_s > self._config.timeout_s or any(self._is_silent(m.id) for m in view.members):
             raise LostRankError("ranks of the new group have not answered")
 
     def _newest(self) -> View | None:
@@ -369,6 +405,7 @@ class Members:
 
     def close(self) -> None:
         """Remove the files of this process."""
+        self._closed.set()
         self._listener.close()
         for path in self._folder.glob(f"{self.me.id}.*"):
             path.unlink(missing_ok=True)

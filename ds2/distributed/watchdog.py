@@ -25,6 +25,7 @@ from ds2.system.plain import FieldError, from_plain
 _STOP = 255  # a byte that is no signal number
 _SIGNAL_DELAY_S = 0.2
 _SLOW_FACTOR = 10.0
+SILENT_S = 8.0  # where ranks come and go: a process that shows no life for so long is stopped, or its host is cut off
 
 
 @dataclass
@@ -82,7 +83,9 @@ class ReportedStatus:
         self.status, self.reported_s = status, now_s
 
 
-def find_hang(ranks: Mapping[int, ReportedStatus], world: int, now_s: float, timeout_s: float) -> str:
+def find_hang(
+    ranks: Mapping[int, ReportedStatus], world: int, now_s: float, timeout_s: float, silent_s: float = math.inf
+) -> str:
     """Return a message that names the rank that hangs, or ''.
 
     Args:
@@ -91,11 +94,12 @@ def find_hang(ranks: Mapping[int, ReportedStatus], world: int, now_s: float, tim
         now_s: the time.
         timeout_s: the longest time without reports, of waiting by all ranks, or of a phase of a step; other phases may
             take `limit_factor` times as long.
+        silent_s: a shorter limit of the time without reports.
     """
     for rank, known in ranks.items():
-        who, silent_s, still_s = f"rank {rank} on {known.host}", now_s - known.reported_s, now_s - known.changed_s
-        if silent_s > timeout_s:
-            return f"{who} has been silent for {silent_s:.0f} s, its last report: {known.status}"
+        who, unheard_s, still_s = f"rank {rank} on {known.host}", now_s - known.reported_s, now_s - known.changed_s
+        if unheard_s > min(timeout_s, silent_s):
+            return f"{who} has been silent for {unheard_s:.0f} s, its last report: {known.status}"
         if not known.status.collective and still_s > timeout_s * known.status.limit_factor:
             return f"{who} hangs: no progress for {still_s:.0f} s at {known.status}"
     still_s = now_s - max(known.changed_s for known in ranks.values())
@@ -150,7 +154,8 @@ def read_report(data: bytes | bytearray) -> tuple[int, RankStatus | None]:
 class Watchdog(threading.Thread):
     """Sends the status of this rank to rank 0 and rank 0's to all, and ends the job when `find_hang` finds a reason.
 
-    Where ranks come and go it does not end the job, and itself only.
+    Where ranks come and go it does not end the job, and itself only. There a silent rank is named after `SILENT_S`: a
+    mistake costs it a new start from the state of the others. Elsewhere a mistake would end the job.
 
     Args:
         channel: between the ranks.
@@ -170,6 +175,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="ds2-watchdog", daemon=True)
         self.channel, self.own, self.timeout_s, self._on_hang = channel, own, timeout_s, on_hang
+        self._silent_s = math.inf if on_hang is None else SILENT_S
         self.listeners = list(range(1, len(hosts))) if channel.rank == 0 else [0]
         self.world, now_s = len(hosts), time.monotonic()
         known = {channel.rank, *self.listeners}
@@ -191,7 +197,7 @@ class Watchdog(threading.Thread):
                 self.channel.send(replace(self.own), rank)
             self._receive()
             running = {rank: known for rank, known in self.ranks.items() if rank not in self._finished}
-            reason = find_hang(running, self.world, time.monotonic(), self.timeout_s)
+            reason = find_hang(running, self.world, time.monotonic(), self.timeout_s, self._silent_s)
             if reason:
                 self._end(reason)
                 return

@@ -189,11 +189,11 @@ class Trainer:
                 if comm.rank != 0:
                     self.files.wait()  # if this process was rank 0, its files are older than those of the next rank 0
                 interrupts.agree(comm)
+                share_cores(comm)
                 break
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)
         self.files.take_over()
-        share_cores(comm)
         self.statistics = NormStatistics(self.model, comm, shared=config.comm.batch_norm == "shared")
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, comm)
         if self.noise is not None:

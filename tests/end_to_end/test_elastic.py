@@ -23,9 +23,12 @@ from support.run_log import events
 
 from ds2.cli import main
 from ds2.config.schema import CommConfig
+from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import why_not_elastic
 from ds2.distributed.launcher import Launched
+from ds2.distributed.process_group import LostRankError
 from ds2.system.tensor_file import load
+from ds2.training import trainer
 
 RUNS, SEED = os.environ.get("DS2_RANK_RUNS", "2"), os.environ.get("DS2_FUZZ_SEED", "1")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
@@ -71,6 +74,23 @@ def test_a_rank_alone_ends_as_one_process_does(tiny_overrides: list[str], tmp_pa
     one, other = (load(tmp_path / name / "trainer.safetensors")[0] for name in ("elastic", "single"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     assert {path.name for path in (tmp_path / "elastic" / "members").iterdir()} == {"preparing", "view-000000.json"}
+
+
+def test_a_rank_that_is_lost_at_the_end_of_a_meeting_lets_the_others_meet_again(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meetings = 0
+
+    def lost_at_first(comm: Communicator) -> None:
+        nonlocal meetings
+        meetings += 1
+        if meetings == 1:
+            raise LostRankError("rank 1 on host ended")
+
+    monkeypatch.setattr(trainer, "share_cores", lost_at_first)
+    settings = ["device=cpu", "comm.max_ranks=2", "train.max_steps=1", f"run_dir={tmp_path / 'run'}"]
+    assert main(["train", *tiny_overrides, *settings]) == 0
+    assert meetings == 2 and events(tmp_path / "run", "train")[-1]["step"] == 1
 
 
 @pytest.mark.slow

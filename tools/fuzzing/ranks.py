@@ -248,4 +248,4 @@ def _end(processes: Sequence[int]) -> None:
 
 
 def _last(output: Path) -> str:
-    return output.read_text(errors="replace").strip()[-600:].replace("\n", " / ")
+    return output.read_text(errors="replace").strip()[-3000:].replace("\n", " / ")

@@ -43,6 +43,13 @@ def test_a_silent_rank_is_named() -> None:
     assert "rank 1 on b has been silent for 15 s" in reason
 
 
+def test_a_silent_rank_is_named_sooner_where_the_others_go_on_without_it() -> None:
+    ranks = {0: report("a", 100, 80, collective="sum"), 1: report("b", 91, 91)}
+    assert find_hang(ranks, 2, 100, 600) == ""
+    assert "rank 1 on b has been silent for 9 s" in find_hang(ranks, 2, 100, 600, 8)
+    assert find_hang({**ranks, 1: report("b", 100, 20)}, 2, 100, 600, 8) == ""  # slow, but not silent
+
+
 def test_unlimited_phases_and_those_who_wait_for_them_are_left_alone() -> None:
     ranks = {0: report("a", 100, 10, limited=False), 1: report("b", 100, 10, collective="allgather")}
     assert find_hang(ranks, 2, 100, 10) == ""

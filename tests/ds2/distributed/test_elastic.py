@@ -1,0 +1,129 @@
+"""Processes of a run find each other, and one that is stopped keeps nobody waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+from ds2.config.schema import CommConfig
+from ds2.distributed import elastic
+from ds2.distributed.elastic import JOINER, Members, View
+
+WAIT_S = 600  # a last resort
+SILENT_S = 2.5  # long enough for a process that is not stopped, of which a busy machine may make a false alarm
+FACTS = {"version": "1"}
+OTHER = """
+import sys
+from pathlib import Path
+from ds2.config.schema import CommConfig
+from ds2.distributed import elastic
+elastic.SILENT_S = 600
+members = elastic.Members(Path(sys.argv[1]), CommConfig(max_ranks=3))
+position = elastic.JOINER
+while True:
+    view = members.next_view(position, {"version": "1"}, {}, lambda: True)
+    print(view.number, flush=True)
+    position = 0
+    sys.stdin.readline()
+"""
+
+
+class Other:
+    """Another process of the run, which asks for the next view at its start and whenever it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        path = os.pathsep.join((str(ROOT), str(ROOT / "ops")))
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", OTHER, str(folder)]
+        environment = {**os.environ, "PYTHONPATH": path}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def ask(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def view(self) -> int:
+        """Wait for its next view; returns the number."""
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture(name="start")
+def _start(tmp_path: Path) -> Iterator[Callable[[], Other]]:
+    others: list[Other] = []
+
+    def start() -> Other:
+        others.append(Other(tmp_path))
+        return others[-1]
+
+    yield start
+    for other in others:
+        other.process.kill()
+        other.process.communicate()
+
+
+@pytest.fixture(name="members")
+def _members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    monkeypatch.setattr(elastic, "SILENT_S", SILENT_S)
+    members = Members(tmp_path, CommConfig(max_ranks=3))
+    yield members
+    members.close()
+
+
+def next_view(members: Members, position: int = 0) -> View:
+    return members.next_view(position, FACTS, {}, lambda: True)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_left_behind_while_the_others_regroup(
+    members: Members, start: Callable[[], Other], tmp_path: Path
+) -> None:
+    assert len(next_view(members, JOINER).members) == 1
+    stopped, other = start(), start()
+    wait_for(lambda: len([path for path in tmp_path.glob("*.json") if not path.name.startswith("view-")]) == 2)
+    view = next_view(members)
+    assert view.joined == 2 and (stopped.view(), other.view()) == (1, 1)
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    other.ask()
+    view = next_view(members)  # comm.timeout_s is 600
+    assert {member.process for member in view.members} == {os.getpid(), other.process.pid}
+    (left,) = view.left
+    assert f"(process {stopped.process.pid}) has been silent for" in left
+    assert other.view() == view.number
+    other.ask()
+    stopped.ask()
+    os.kill(stopped.process.pid, signal.SIGCONT)  # it sees that the others went on, and wants to join
+    wait_for(members.others_wait)
+    view = next_view(members)
+    assert view.joined == 1 and len(view.members) == 3 and stopped.view() == view.number
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_while_it_waits_to_join_is_not_taken_in_again_and_again(
+    members: Members, start: Callable[[], Other]
+) -> None:
+    next_view(members, JOINER)
+    other = start()
+    wait_for(members.others_wait)
+    os.kill(other.process.pid, signal.SIGSTOP)
+    wait_for(lambda: not members.others_wait())
+    assert len(next_view(members).members) == 1
+    os.kill(other.process.pid, signal.SIGCONT)
+    wait_for(members.others_wait)
+    assert len(next_view(members).members) == 2 and other.view() == 2
