@@ -1,9 +1,10 @@
 """Ranks that come and go while a run goes on: who they are, and the communicator between them.
 
 The run folder is where ranks meet: it outlives every rank and every host. Each process has a locked file there, so that
-all see when it ends, whose time it renews, so that all see when it is stopped, and a file with what it waits for. Who the ranks are is a numbered view, a file that is created
-once and never changed: whoever creates it first decides, all others read it. A view follows the one before when a rank
-was lost or a process wants to join; then all ranks of the former view leave their group and wait for the next view.
+all see when it ends, whose time it renews, so that all see when it is stopped, and a file with what it waits for. Who
+the ranks are is a numbered view, a file that is created once and never changed: whoever creates it first decides, all
+others read it. A view follows the one before when a rank was lost or a process wants to join; then all ranks of the
+former view leave their group and wait for the next view.
 """
 
 from __future__ import annotations
