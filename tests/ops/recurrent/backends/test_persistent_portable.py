@@ -136,10 +136,10 @@ def test_gates_against_float64(
 
 
 @pytest.mark.gpu
-def test_the_tests_of_the_operator_pass_on_it() -> None:
-    names = ("test_op", "test_op_gated", "test_modules")
-    files = [f"tests/ops/recurrent/{name}.py" for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+@pytest.mark.parametrize("name", ["test_op", "test_op_gated", "test_modules"])  # side by side
+def test_the_tests_of_the_operator_pass_on_it(name: str) -> None:
+    file = f"tests/ops/recurrent/{name}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | EARLIER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
 
