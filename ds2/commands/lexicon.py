@@ -7,10 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ds2.lm.files import load_ngram
-from ds2.lm.letters_to_phones import LettersToPhones
-from ds2.lm.ngram import END, START, UNKNOWN
-from ds2.lm.sentences import SentenceReader
 from ds2.system.errors import UserError
 from ds2.system.files import check_writable, write_text
 from ds2.text.alphabet import Alphabet
@@ -38,6 +34,8 @@ def add_lexicon(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from ds2.lm.letters_to_phones import LettersToPhones  # imported late: the other data commands need no torch
+
     check_writable(options.output)
     missing = [str(path) for path in options.words if not path.is_file()]
     if missing:
@@ -72,6 +70,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
     """The words of texts, manifests and language models, with their frequency in texts."""
+    from ds2.lm.files import load_ngram  # imported late, as above
+    from ds2.lm.ngram import END, START, UNKNOWN
+    from ds2.lm.sentences import SentenceReader
+
     counts: Counter[str] = Counter()
     texts = [path for path in paths if path.suffix not in (".lm", ".arpa")]
     for tokens in SentenceReader(texts, "word", alphabet, "drop"):
