@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds2.system.errors import UserError
-from ds2.system.tensor_file import read_metadata
 
 Phones = tuple[str, ...]
 _STRESS = "012"
@@ -82,6 +81,8 @@ def read_pronunciations(path: Path, *, keep_stress: bool = True) -> Pronunciatio
         PronunciationError: the file cannot be read, or a line is not in that format, or the model writes no phones.
     """
     if path.suffix == ".safetensors":
+        from ds2.system.tensor_file import read_metadata  # imported late: it needs torch
+
         alphabet = read_metadata(path).get("alphabet")
         if not isinstance(alphabet, dict) or not isinstance(packed := alphabet.get("pronunciations"), str):
             raise PronunciationError(f"{path} is no model of phones: it has no pronunciations")
