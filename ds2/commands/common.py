@@ -16,6 +16,7 @@ from typing import Any
 from ds2.audio.read import MAX_CHANNELS
 from ds2.config.allowed import COUNT, Range
 from ds2.config.schema import ConfigError
+from ds2.decoding.phrases import DEFAULT_ALLOWANCE
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.model.shipped import DEFAULT, default_model
 from ds2.system.errors import UserError
@@ -188,6 +189,25 @@ def add_channel(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="of files with several: 1 is the first, 0 their average",
+    )
+
+
+def add_phrases(parser: argparse.ArgumentParser) -> None:
+    """Add --phrases and --allowance, as `Recogniser.only_phrases` takes them."""
+    parser.add_argument(
+        "--phrases",
+        action="append",
+        default=[],
+        metavar="PHRASE",
+        help="recognise only these phrases, such as 'turn [the] (light|lamp) (on|off)' or 'set volume to <0-100>'; "
+        "other speech is [unk]; may be repeated",
+    )
+    parser.add_argument(
+        "--allowance",
+        type=real(0, 100),
+        metavar="NATS",
+        help="how much less probable than other speech a phrase may be, natural log a letter: more finds more phrases, "
+        f"and more that were not said (default {DEFAULT_ALLOWANCE})",
     )
 
 

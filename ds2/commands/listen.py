@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import queue
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,12 @@ from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, chosen_model
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_phrases, add_where, chosen_model
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
-from ds2.decoding.hypothesis import word_record
+from ds2.decoding.hypothesis import Word, word_record
+from ds2.decoding.phrases import OTHERS
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, describe_delays
@@ -33,14 +36,19 @@ _CLEAR = "\r\x1b[K"
 def run(arguments: Sequence[str]) -> int:
     """`ds2 listen [MODEL]`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
     overrides, arguments = split_overrides(arguments)
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.allowance is not None and not (options.phrases or options.keywords):
+        parser.error("--allowance needs --phrases or --keywords")
     sounddevice = _import_sounddevice()
     device = resolve_device(options.device)
     file = find_model(chosen_model(options.model))
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, options.precision)
+    if only := [*options.phrases, *options.keywords]:
+        recogniser = recogniser.only_phrases([*only, OTHERS], options.allowance)
     hot_words = dict.fromkeys(options.hot)
-    printer, stop = _Printer(options.format == "json"), StopHandler()
+    printer, stop = _Printer(options.format == "json", bool(options.keywords)), StopHandler()
     with handle_signals(STOP_SIGNALS, stop):
         with _microphone(sounddevice, options.input, recogniser.features.sample_rate_hz) as (rate_hz, recorded):
             live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
@@ -60,11 +68,15 @@ def run(arguments: Sequence[str]) -> int:
 class _Printer:
     """Prints final segments to standard output and, on a terminal, the open segment in grey on the line below."""
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json, self.partials = as_json, sys.stderr.isatty()
+    def __init__(self, as_json: bool, keywords: bool) -> None:
+        self.as_json, self.keywords, self.partials = as_json, keywords, sys.stderr.isatty() and not keywords
+        self.words_done = 0  # of the open segment: words that were printed or are no keywords
 
     def update(self, live: Live) -> None:
         """Print what is new."""
+        if self.keywords:
+            self._print_keywords(live)
+            return
         if self.partials:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
         while live.segments:
@@ -75,6 +87,30 @@ class _Printer:
             print(json.dumps(record, ensure_ascii=False) if self.as_json else segment.hypothesis.text, flush=True)
         if self.partials:
             print(f"\x1b[90m{visible(live.result().text)[-70:]}\x1b[0m", end="", file=sys.stderr, flush=True)
+
+    def _print_keywords(self, live: Live) -> None:
+        """Print keywords of final segments, and those of the open one that other speech follows and nothing changes."""
+        while live.segments:
+            self._print_phrases(live.segments.popleft().hypothesis.words[self.words_done :])
+            self.words_done = 0
+        result, start_s = live.result(), live.segment_start_s
+        certain = [word.text for word in result.words[: result.fixed_words]]
+        done = max((n for n, text in enumerate(certain, 1) if text == OTHERS), default=0)
+        new = result.words[self.words_done : done]
+        self._print_phrases(replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in new)
+        self.words_done = max(self.words_done, done)
+
+    def _print_phrases(self, words: Iterable[Word]) -> None:
+        for other, group in groupby(words, key=lambda word: word.text == OTHERS):
+            if other:
+                continue
+            phrase = list(group)
+            times = {"start_s": round(phrase[0].start_s, 3), "end_s": round(phrase[-1].end_s, 3)}
+            record = times | {
+                "text": " ".join(word.text for word in phrase),
+                "words": [word_record(word) for word in phrase],
+            }
+            print(json.dumps(record, ensure_ascii=False) if self.as_json else record["text"], flush=True)
 
 
 def _import_sounddevice() -> Any:
@@ -144,6 +180,14 @@ def make_parser() -> Parser:
     parser.add_argument("--format", choices=["text", "json"], default="text")
     parser.add_argument(
         "--hot", action="append", default=[], metavar="PHRASE", help="a word or phrase to expect; needs decode=beam"
+    )
+    add_phrases(parser)
+    parser.add_argument(
+        "--keywords",
+        action="append",
+        default=[],
+        metavar="PHRASE",
+        help="print these phrases only, each as soon as it is certain, and nothing of other speech; may be repeated",
     )
     add_where(parser)
     return parser

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_where, chosen_model, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_phrases, add_where, chosen_model, whole
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
+from ds2.decoding.phrases import OTHERS
 from ds2.model.checkpoint import find_model, load_model
 from ds2.model.shipped import DEFAULT, looks_like_model
 from ds2.recognition.captions import cues, paragraphs, srt, vtt
@@ -130,6 +131,8 @@ def run(arguments: Sequence[str]) -> int:
     if args.format in _CAPTIONS and not options.times:
         raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
     recogniser = Recogniser.of(loaded, options, device, args.precision)
+    if args.phrases:
+        recogniser = recogniser.only_phrases([*args.phrases, OTHERS], args.allowance)
     failed, alone = 0, len(files) == 1
     with _progress(files, shown=not args.stream) as progress:
         for done, ((name, _), output) in enumerate(zip(files, outputs, strict=True)):
@@ -302,6 +305,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
     )
+    add_phrases(parser)
     add_channel(parser)
     add_where(parser)
     return parser
@@ -331,6 +335,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(arguments)
     args.model, args.files = _split_model(args.files)
+    if args.allowance is not None and not args.phrases:
+        parser.error("--allowance needs --phrases")
     if args.stream and args.format in _CAPTIONS:
         parser.error(f"--stream writes text or json, not {args.format}")
     if args.stream and args.out is not None:

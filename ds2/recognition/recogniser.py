@@ -28,6 +28,8 @@ from ds2.decoding.decoder import Decoder, Search, SearchDecoder, refuse_hot_word
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
+from ds2.decoding.phrase_search import PhraseDecoder
+from ds2.decoding.phrases import DEFAULT_ALLOWANCE
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
 from ds2.inference.runner import file_block_frames, window_logits
@@ -185,6 +187,22 @@ class Recogniser(Pipeline):
         if callable(decoder):
             decoder = SearchDecoder(_searcher(decoder, self.alphabet), self.alphabet, self.frame_s, times=True)
         return replace(self, decoder=decoder)
+
+    def only_phrases(self, phrases: Iterable[str], allowance: float | None = None) -> Recogniser:
+        """Return the same model with a decoder that writes these phrases only, in files, sessions and live.
+
+        Args:
+            phrases: texts such as `turn [the] (light|lamp) (on|off)` and `set volume to <0-100>`, see
+                `ds2.decoding.phrases`; with `[unk]` among them other speech becomes the word `[unk]`, without it all
+                speech becomes phrases.
+            allowance: how much less probable than other speech a phrase may be, natural log a label: more finds more
+                phrases and more that were not said. None: 0.7.
+
+        Raises:
+            PhraseError: phrases that cannot be read, or that the network cannot write.
+        """
+        allowed = DEFAULT_ALLOWANCE if allowance is None else allowance
+        return replace(self, decoder=PhraseDecoder(phrases, self.alphabet, self.frame_s, allowed))
 
     def session(
         self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotWords | None = None

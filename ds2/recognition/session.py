@@ -256,6 +256,11 @@ class Live(Session):
             return None
         return self._stream_start_s + self._speech_start * self.pipeline.frame_s
 
+    @property
+    def segment_start_s(self) -> float:
+        """Where the open segment begins, seconds of the source; times of `result` count from there."""
+        return self._stream_start_s + self._segment_start * self.pipeline.frame_s
+
     def update_endpoint(self, frames: int, quiet_before: int, quiet: int) -> bool:
         """See `Session`: apply the rules."""
         if self._speech_start is None and quiet < frames:
@@ -291,7 +296,7 @@ class Live(Session):
     def end_segment(self, hypothesis: Hypothesis) -> None:
         """See `Session`: make the open segment final and open the next one."""
         frame_s = self.pipeline.frame_s
-        start_s = self._stream_start_s + self._segment_start * frame_s
+        start_s = self.segment_start_s
         if hypothesis.text:
             words = (replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in hypothesis.words)
             end_s = self._stream_start_s + self._frames * frame_s

@@ -132,16 +132,20 @@ class Engine:
         results([live])
         live.flush()
 
-    def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Live:
-        """Open a session; takes time for hot words.
+    def open(
+        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None, phrases: Sequence[str] = ()
+    ) -> Live:
+        """Open a session; takes time for hot words and phrases.
 
         Raises:
             FullError: all sessions are taken.
             AudioError: a sample rate outside the allowed range.
             LexiconError: hot words that the decoder cannot look for.
+            PhraseError: phrases that cannot be read.
         """
         self._check_free()
-        live = self.recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
+        recogniser = self.recogniser.only_phrases(phrases) if phrases else self.recogniser
+        live = recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
         with self._lock:
             self._check_free()
             self._open.add(live)
@@ -306,18 +310,22 @@ class EngineClient(ABC):
     def close(self) -> None:
         """Stop, once all calls are answered."""
 
-    async def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> EngineSession:
-        """Open a session.
+    async def open(
+        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None, phrases: Sequence[str] = ()
+    ) -> EngineSession:
+        """Open a session; with `phrases`, as `Recogniser.only_phrases` takes them, only these are recognised.
 
         Raises:
             FullError: all sessions are taken, or the server is ending. If the engine is in another process and there
-                are no hot words, this error and the following are raised by the first call of the session instead.
+                are neither hot words nor phrases, this error and the following are raised by the first call of the
+                session instead.
             AudioError: a sample rate outside the allowed range.
             LexiconError: hot words that the decoder cannot look for.
+            PhraseError: phrases that cannot be read.
         """
         if self.ending:
             raise FullError("this server is ending: try again later")
-        opening = asyncio.ensure_future(self.open_handle(sample_rate_hz, endpoints, hot_words))
+        opening = asyncio.ensure_future(self.open_handle(sample_rate_hz, endpoints, hot_words, phrases))
         try:
             return EngineSession(self, await asyncio.shield(opening), sample_rate_hz)
         except asyncio.CancelledError:
@@ -330,7 +338,9 @@ class EngineClient(ABC):
             self.close_handle(opening.result())
 
     @abstractmethod
-    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Any:
+    async def open_handle(
+        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+    ) -> Any:
         """As `open`; return the session's handle for the other methods."""
 
     @abstractmethod
@@ -412,11 +422,13 @@ class LocalRecogniser(EngineClient):
         self._thread = threading.Thread(target=self.engine.run, args=[self._receive], name="recogniser", daemon=True)
         self._thread.start()
 
-    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Live:
+    async def open_handle(
+        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+    ) -> Live:
         """See `EngineClient`."""
-        if not hot_words:
+        if not hot_words and not phrases:
             return self.engine.open(sample_rate_hz, endpoints)
-        return await self.phrases.run(self.engine.open, sample_rate_hz, endpoints, hot_words)
+        return await self.phrases.run(self.engine.open, sample_rate_hz, endpoints, hot_words, phrases)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         """See `EngineClient`."""

@@ -1,4 +1,4 @@
-"""Hot words as clients send them: a table of phrases and weights, a list, or a prompt; read in bounded time."""
+"""Hot words and phrases as clients send them: a table, a list, or a prompt; read in bounded time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES, HotWords, LexiconError
+from ds2.decoding.phrases import compile_phrases
 from ds2.serve.limits import BAD_DATA, FullError, LimitError, check_number
 from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet
@@ -78,12 +79,34 @@ class PhraseReader:
         _check_size(parts, "prompt")
         return await self.run(self._prompt, parts)
 
+    async def grammar(self, value: Any, field: str) -> tuple[str, ...]:
+        """Return the only phrases that a session recognises, from a list of texts or JSON of one; none of an empty one.
+
+        Raises:
+            LimitError: anything else, or too many phrases.
+            PhraseError: phrases that cannot be read, or that the network cannot write.
+        """
+        return await self.run(self._grammar, value, field) if value else ()
+
+    def _grammar(self, value: Any, field: str) -> tuple[str, ...]:
+        value = self._parsed(_checked(value, field), field)
+        if not isinstance(value, list):
+            raise LimitError(f"{field} is a list of phrases", 400, BAD_DATA)
+        if value:
+            compile_phrases(value, self.alphabet)
+        return tuple(value)
+
+    @staticmethod
+    def _parsed(value: Any, field: str) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return _checked(parse_json(value), field)
+        except ValueError:
+            raise _no_table(field) from None
+
     def _table(self, value: Any, field: str) -> dict[str, float | None]:
-        if isinstance(value, str):
-            try:
-                value = _checked(parse_json(value), field)
-            except ValueError:
-                raise _no_table(field) from None
+        value = self._parsed(value, field)
         weights: Mapping[str, Any] = value if isinstance(value, Mapping) else dict.fromkeys(value)
         hot_words: dict[str, float | None] = {}
         for phrase, weight in weights.items():

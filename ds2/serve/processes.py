@@ -70,13 +70,14 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Open a session. With hot words, which take time, `call` is not 0 and the message is answered."""
+    """Open a session. With hot words or phrases, which take time, `call` is not 0 and the message is answered."""
 
     call: int
     session: int  # the worker's number for it
     sample_rate_hz: int
     endpoints: Endpoints
     hot_words: dict[str, float | None]
+    phrases: list[str]
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class WorkerLink:
                 self._open(message)
             case OpenSession():
                 self._opening.add(message.session)
-                self._opener.submit(self._open_with_hot_words, message)
+                self._opener.submit(self._open_slowly, message)
             case CloseSession(session):
                 self._close_session(session)
             case CountRefusal(reason):
@@ -274,10 +275,10 @@ class WorkerLink:
         except UserError as error:
             self._sessions[message.session] = error
 
-    def _open_with_hot_words(self, message: OpenSession) -> None:
+    def _open_slowly(self, message: OpenSession) -> None:
         answer: Answer | Failure = Answer(message.call, None)
         try:
-            live = self.engine.open(message.sample_rate_hz, message.endpoints, message.hot_words)
+            live = self.engine.open(message.sample_rate_hz, message.endpoints, message.hot_words, message.phrases)
             with self._lock:
                 wanted = message.session in self._opening
                 if wanted:
@@ -287,7 +288,7 @@ class WorkerLink:
                 self.engine.close(live)
         except Exception as error:  # of this session alone
             if not isinstance(error, UserError):
-                log.exception("a session with hot words could not be opened")
+                log.exception("a session with hot words or phrases could not be opened")
             answer = Failure.of(message.call, error)
         self._send([answer])
 
@@ -396,14 +397,16 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         self._waiting.clear()
         self._lost()
 
-    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> int:
+    async def open_handle(
+        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+    ) -> int:
         """See `EngineClient`."""
         session = next(self._numbers)
-        if not hot_words:
-            self._post(OpenSession(0, session, sample_rate_hz, endpoints, {}))
+        if not hot_words and not phrases:
+            self._post(OpenSession(0, session, sample_rate_hz, endpoints, {}, []))
             return session
         call, future = self._call()
-        self._post(OpenSession(call, session, sample_rate_hz, endpoints, dict(hot_words)))
+        self._post(OpenSession(call, session, sample_rate_hz, endpoints, dict(hot_words or {}), list(phrases)))
         await future
         return session
 

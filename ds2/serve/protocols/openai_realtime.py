@@ -34,6 +34,7 @@ class Realtime(Client):
     summary = "OpenAI's realtime interface (transcription)"
     silence_ms: float | None = _DEFAULT_SILENCE_MS  # of turn detection; None: it is off
     hot_words: HotWords | None = None
+    phrases: tuple[str, ...] = ()
     item: str | None = None  # the open item, once some of its words were recognised
     last_item: str | None = None  # the item before
     sent_words = 0  # of the open item, in deltas
@@ -77,7 +78,7 @@ class Realtime(Client):
 
     async def _append(self, socket: WebSocket, audio: Any) -> None:
         endpoints = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
-        result = await self.accept_audio(_decode_base64(audio), RATE_HZ, endpoints, self.hot_words)
+        result = await self.accept_audio(_decode_base64(audio), RATE_HZ, endpoints, self.hot_words, self.phrases)
         for segment in result.final:
             words = segment.hypothesis.words  # none with decode.times=false
             await self._start_item(socket, words[0].start_s if words else segment.start_s)
@@ -146,16 +147,19 @@ class Realtime(Client):
         audio_format = _object(audio_input, "format")
         if audio_format.get("type", "audio/pcm") != "audio/pcm" or audio_format.get("rate", RATE_HZ) != RATE_HZ:
             raise _bad(f"session.audio.input.format={audio_format!r}: audio/pcm at {RATE_HZ} is taken")
-        hot_words = await self._hot_words(_object(audio_input, "transcription"))
+        transcription = _object(audio_input, "transcription")
+        hot_words, phrases = await self._hot_words(transcription), self.phrases
+        if "phrases" in transcription:  # our extension: only these
+            phrases = await self.engine.phrases.grammar(transcription["phrases"], "transcription.phrases")
         silence_ms = self._silence_ms(audio_input)
-        if (hot_words, silence_ms) == (self.hot_words, self.silence_ms):
+        if (hot_words, phrases, silence_ms) == (self.hot_words, self.phrases, self.silence_ms):
             return
         if not self._is_empty():
             raise _bad(
                 "turn_detection and transcription change before audio, after a commit or input_audio_buffer.clear"
             )
         self._clear()
-        self.hot_words, self.silence_ms = hot_words, silence_ms
+        self.hot_words, self.phrases, self.silence_ms = hot_words, phrases, silence_ms
 
     def _silence_ms(self, audio_input: dict[str, Any]) -> float | None:
         """Read turn_detection: the silence that ends an item, or None if it is off."""

@@ -97,8 +97,10 @@ class Transcriptions:
                 hot_words = await phrases.table(form.get("hot_words"), "hot_words")
             else:
                 hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
+            only = await phrases.grammar(form.get("phrases"), "phrases")  # our extension: JSON, only these phrases
             await run_in_threadpool(upload.copy, file)
-        session = await self.engine.open(self.engine.sample_rate_hz, Endpoints() if stream else NEVER, hot_words)
+        endpoints = Endpoints() if stream else NEVER
+        session = await self.engine.open(self.engine.sample_rate_hz, endpoints, hot_words, only)
         segments = self._segments(session, upload)
         if stream:
             return await _events(segments, request)

@@ -4,8 +4,10 @@ A client may first send {"config": {"sample_rate": 16000, "words": false}}, then
 8 kHz unless the config says otherwise), and {"eof" : 1} at the end, whose reply is the last result; after {"reset" : 1}
 the reply is the same and the session goes on. Results list words with times unless `words`, which may change at any
 time, is false. `phrase_list` makes phrases likelier; in Vosk's own server nothing else is recognised, so its "[unk]",
-which stands for everything else, is dropped. Our extensions: `hot_words`, phrases with weights, and `endpoints`, when a
-segment ends: {"silence_s": 2.4, "after_speech_s": 0.8, "longest_s": 20}.
+which stands for everything else, is dropped. `grammar` is a list of the only phrases that are recognised; with "[unk]"
+in it other speech becomes that word, without it all speech becomes phrases. Our extensions: `hot_words`, phrases with
+weights, the syntax of `ds2.decoding.phrases` in `grammar`, and `endpoints`, when a segment ends: {"silence_s": 2.4,
+"after_speech_s": 0.8, "longest_s": 20}.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Vosk(Client):
     summary = "Vosk's WebSocket"
     rate_hz, words = _DEFAULT_RATE_HZ, True
     hot_words: HotWords | None = None
+    phrases: tuple[str, ...] = ()
     endpoints = Endpoints()
 
     def refusal(self, message: str) -> dict[str, Any]:
@@ -45,7 +48,8 @@ class Vosk(Client):
         """See `Client`; eof ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
-                result = await self.accept_audio(message["bytes"], self.rate_hz, self.endpoints, self.hot_words)
+                data = message["bytes"]
+                result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words, self.phrases)
                 await self.send(socket, self._reply(result) if result.final else {"partial": result.partial})
                 continue
             command = json_object(message.get("text") or "")
@@ -67,15 +71,17 @@ class Vosk(Client):
             raise LimitError("config is an object", 400, BAD_DATA)
         if config.get("max_alternatives"):
             raise LimitError("config.max_alternatives is not offered by this server: leave it out", 400, BAD_DATA)
-        before = self.rate_hz, self.hot_words, self.endpoints
+        before = self.rate_hz, self.hot_words, self.phrases, self.endpoints
         for key in ("phrase_list", "hot_words"):
             if config.get(key):
                 self.hot_words = await self.engine.phrases.table(_without_unknown(config[key]), f"config.{key}")
+        if "grammar" in config:
+            self.phrases = await self.engine.phrases.grammar(config["grammar"], "config.grammar")
         if "endpoints" in config:
             self.endpoints = _endpoints(config["endpoints"])
         self.rate_hz = int(check_number(config.get("sample_rate", self.rate_hz), "config.sample_rate", _RATE_HZ))
         self.words = bool(config.get("words", self.words))
-        if self.session is not None and (self.rate_hz, self.hot_words, self.endpoints) != before:
+        if self.session is not None and (self.rate_hz, self.hot_words, self.phrases, self.endpoints) != before:
             raise LimitError("config may change nothing but words after the first audio", 400, BAD_DATA)
 
     def _reply(self, result: StreamResult) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -88,7 +89,12 @@ class Client:
         return None if message["type"] == "websocket.disconnect" else message
 
     async def accept_audio(
-        self, data: bytes, rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None
+        self,
+        data: bytes,
+        rate_hz: int,
+        endpoints: Endpoints,
+        hot_words: HotWords | None = None,
+        phrases: Sequence[str] = (),
     ) -> StreamResult:
         """Decode audio, of the format that `sample_reader` reads; the first samples open the session.
 
@@ -100,7 +106,7 @@ class Client:
         samples, final = self._samples.accept(data), list[Segment]()
         self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
-            self.session = await self.engine.open(rate_hz, endpoints, hot_words)
+            self.session = await self.engine.open(rate_hz, endpoints, hot_words, phrases)
         while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
             samples = samples[rate_hz * _PIECE_S :]

@@ -103,3 +103,29 @@ def test_what_is_missing_is_named(
     monkeypatch.setitem(sys.modules, "sounddevice", fake([], ()))
     assert main(["listen", model, "--device", "cpu"]) == 2
     assert "no microphone" in capsys.readouterr().err
+
+
+def test_keywords_are_printed_once_and_nothing_else_is(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, samples = make_model(), read_audio(recording)
+    recogniser = Recogniser.load(model, device="cpu", decode=DecodeConfig())
+    word = min(recogniser.transcribe(recording).text.split(), key=len)
+    live = recogniser.only_phrases([word, "[unk]"], 3.0).live(sample_rate_hz=16000)
+    live.accept_waveform(samples)
+    live.flush()
+    wanted = [w for segment in live.segments for w in segment.hypothesis.words if w.text == word]
+    assert wanted
+    monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, (16000,)))
+    end_before_all_is_decoded(monkeypatch, signal.SIGINT)
+    command = ["listen", str(model), "--device", "cpu", "--format", "json"]
+    assert main([*command, "--keywords", word, "--allowance", "3"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = [w for record in records for w in record["words"]]
+    assert [(w["text"], w["start_s"]) for w in printed] == [(word, round(w.start_s, 3)) for w in wanted]
+    with pytest.raises(SystemExit):
+        main([*command, "--allowance", "3"])
+    assert "--allowance needs --phrases" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.data.manifest import ManifestError, read_manifest
 from ds2.decoding.lexicon import LexiconError
+from ds2.decoding.phrases import PhraseError
 from ds2.recognition.recogniser import Recogniser
 
 BIDIRECTIONAL = ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
@@ -141,3 +142,23 @@ def test_own_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert ds2.save_dataset(tmp_path / "one", [(np.zeros(900), "a")], sample_rate_hz=16000).is_file()
     with pytest.raises(ManifestError, match="exists already"):
         ds2.save_dataset(tmp_path / "one", [(np.zeros(900), "a")], sample_rate_hz=16000)
+
+
+@pytest.mark.parametrize("overrides", [(), BIDIRECTIONAL])
+def test_only_listed_phrases_are_written_in_files_and_streams(
+    make_model: Callable[..., Path], recording: Path, overrides: tuple[str, ...]
+) -> None:
+    free: Recogniser = ds2.load(make_model(*overrides), device="cpu")
+    words = sorted(set(free.transcribe(recording).text.split()))
+    only = free.only_phrases(words)
+    transcript = only.transcribe(recording)
+    assert transcript.text
+    assert set(transcript.text.split()) <= set(words)
+    assert free.only_phrases([*words, "[unk]"]).transcribe(recording).text == transcript.text
+    assert free.only_phrases(["a", "[unk]"]).transcribe(recording).text == "[unk]"
+    with pytest.raises(PhraseError, match="does not write"):
+        free.only_phrases(["zebra"])
+    if not overrides:
+        session = only.session()
+        session.accept_waveform(read_audio(recording))
+        assert session.finish().text == transcript.text

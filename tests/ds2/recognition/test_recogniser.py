@@ -320,3 +320,17 @@ def test_the_chosen_channel_is_transcribed(
         assert capsys.readouterr().out.split() == expected.split()
     assert main(["transcribe", str(model), str(tmp_path / "two.wav"), "--channel", "3"]) == 1
     assert "has no channel 3" in capsys.readouterr().err
+
+
+def test_the_command_writes_listed_phrases_only(
+    make_model: Callable[..., Path], recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(make_model())
+    command = ["transcribe", model, str(recording), "--device", "cpu"]
+    assert main([*command, "--phrases", "a [b]", "--phrases", "c"]) == 0
+    assert capsys.readouterr().out.split() == ["[unk]"]
+    assert main([*command, "--phrases", "(a"]) == 2
+    assert "is not closed by ')'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--allowance", "1"])
+    assert "--allowance needs --phrases" in capsys.readouterr().err

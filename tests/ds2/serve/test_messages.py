@@ -47,7 +47,10 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
     samples = np.arange(5, dtype=np.float32).tobytes()
     to_engine = [
         [WorkerStarted()],
-        [OpenSession(0, 1, 16000, Endpoints(), {}), OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None})],
+        [
+            OpenSession(0, 1, 16000, Endpoints(), {}, []),
+            OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"]),
+        ],
         [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [samples, b""]), Flush(9, 2, 13.5)],
         [CloseSession(1), CountRefusal("429"), ReadMetrics(10)],
     ]

@@ -1,0 +1,95 @@
+"""Sessions that recognise given phrases only, by every protocol with a place for them, beside others that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+from support.serving import RATE_HZ, Running, connect, samples_of, speech, vosk
+
+DATA = speech(2, 3.0)
+ONLY = ["(a|b) [c]", "cab"]
+
+
+def wanted(running: Running, phrases: list[str]) -> str:
+    session = (running.recogniser.only_phrases(phrases) if phrases else running.recogniser).session()
+    session.accept_waveform(samples_of(DATA))
+    while session.is_ready():
+        session.decode()
+    return session.finish().text
+
+
+def test_a_grammar_of_vosk_is_all_that_its_session_hears(serve: Callable[..., Running]) -> None:
+    running = serve("greedy")
+    free = wanted(running, [])
+    grammars: list[list[str]] = [[], free.split(), ["a", "[unk]"]]
+    texts = [wanted(running, grammar) for grammar in grammars]
+    assert texts == [free, free, "[unk]"]
+
+    async def together() -> list[list[dict[str, Any]]]:
+        endless = {"silence_s": 1e6, "after_speech_s": 1e6, "longest_s": 1e6}
+        configs = [{"grammar": grammar, "endpoints": endless} for grammar in grammars]
+        return await asyncio.gather(*(vosk(running.vosk, DATA, config=config) for config in configs * 2))
+
+    replies = asyncio.run(together())
+    assert [answers[-1]["text"] for answers in replies] == texts * 2
+    for answers, text in zip(replies, texts, strict=False):
+        assert " ".join(word["word"] for word in answers[-1]["result"]) == text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "named"),
+    [
+        (["zebra"], "does not write"),
+        (["(a"], "not closed"),
+        ({"a": 1}, "is a list of phrases"),
+        ("a", "list of phrases"),
+        ([["a"]], "phrases are texts"),
+        (["a"] * 1001, "1000 at most"),
+        (["[unk]"], "give at least one"),
+    ],
+)
+def test_a_grammar_that_cannot_be_read_is_an_error_in_the_protocol(
+    serve: Callable[..., Running], grammar: Any, named: str
+) -> None:
+    running = serve("greedy")
+
+    async def refused() -> str:
+        async with connect(running.vosk) as ws:
+            await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, "grammar": grammar}}))
+            return str(json.loads(await ws.recv())["error"])
+
+    assert named in asyncio.run(refused())
+    assert asyncio.run(vosk(running.vosk, DATA))[-1]["text"] is not None  # others go on
+
+
+def test_openais_files_take_phrases(serve: Callable[..., Running]) -> None:
+    running = serve("greedy")
+    file = io.BytesIO()
+    soundfile.write(file, samples_of(DATA), RATE_HZ, format="WAV")
+    create = running.client().audio.transcriptions.create
+    upload = ("talk.wav", file.getvalue())
+    assert create(model="ds2", file=upload, extra_body={"phrases": json.dumps(ONLY)}).text == wanted(running, ONLY)
+    with pytest.raises(openai.BadRequestError, match="zebra"):
+        create(model="ds2", file=upload, extra_body={"phrases": '["zebra"]'})
+
+
+def test_openais_sessions_take_phrases(serve: Callable[..., Running]) -> None:
+    running = serve("greedy")
+    client = openai.AsyncOpenAI(base_url=f"{running.web}/v1", api_key="none")
+
+    async def session(transcription: dict[str, Any]) -> Any:
+        async with client.realtime.connect(model="ds2", extra_query={"intent": "transcription"}) as connection:
+            await connection.recv()
+            audio = {"input": {"transcription": transcription}}
+            await connection.send({"type": "session.update", "session": {"type": "transcription", "audio": audio}})
+            return await connection.recv()
+
+    assert asyncio.run(session({"phrases": ONLY})).type == "session.updated"
+    assert "zebra" in asyncio.run(session({"phrases": ["zebra"]})).error.message
