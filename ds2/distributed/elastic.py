@@ -48,6 +48,10 @@ _PREPARING = "preparing"
 JOINER = -1  # the position of a process without the state of the run
 
 
+class LeftBehindError(LostRankError):
+    """The others went on without this process: its state is no part of the run any more, and it may join again."""
+
+
 @dataclass(frozen=True)
 class Member:
     """A process of a run: a random id that only those know who can read the run folder, and where it listens."""
@@ -135,6 +139,7 @@ class Members:
                 "give a run_dir on a file system that has them"
             ) from error
         self.view: View | None = None
+        self._left_behind = False
         self._beats: dict[str, tuple[int, float]] = {}  # by process: its last sign of life, and when this one saw it
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="ds2-beat", daemon=True).start()
@@ -168,6 +173,7 @@ class Members:
             hurry: whether to wait for no further processes.
 
         Raises:
+            LeftBehindError: the next view is without this process; the call after it is that of a `JOINER`.
             DisagreementError: this process has other facts than the ranks.
             UserError: `comm.max_ranks` ranks run already.
         """
@@ -177,12 +183,12 @@ class Members:
             newest = self._newest()
             if newest is not None and newest.number > (self.view.number if self.view else -1):
                 if newest.rank(self.me.id) is not None:
-                    self.view = newest
+                    self.view, self._left_behind = newest, False
                     (self._folder / f"{self.me.id}.json").unlink(missing_ok=True)
                     return newest
                 if self.view is not None:
-                    log.warning("the others went on without this process, which did not answer; it joins them again")
-                    self.view, position, lost = None, JOINER, {}
+                    self.view, self._left_behind = None, True
+                    raise LeftBehindError("the others went on without this process, which did not answer")
             waited_s = time.monotonic() - began_s
             request = _Request(self.me, self.view.number if self.view else -1, position, facts, dict(lost))
             if request != written:
@@ -301,9 +307,10 @@ class Members:
         )
 
     def superseded(self) -> bool:
-        """Whether a view came after the one of this process, which was not taken into it."""
+        """Whether a view came after the one of this process, which was not taken into it, nor into one after that."""
         newest = self._newest()
-        return self.view is not None and newest is not None and newest.number > self.view.number
+        number = self.view.number if self.view is not None else None
+        return self._left_behind or (number is not None and newest is not None and newest.number > number)
 
     def connect(self, view: View) -> TcpGroup:
         """Connect to all other ranks of a view.
@@ -489,6 +496,7 @@ class ElasticCommunicator(OrderedCommunicator):
 
         Raises:
             LostRankError: the new group has broken: call this again.
+            LeftBehindError: the others went on without this process: call this again as a `JOINER`.
             DisagreementError, UserError: as `Members.next_view`.
         """
         lost = {}

@@ -22,7 +22,7 @@ from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
 from ds2.distributed.agreement import settings
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import JOINER, ElasticCommunicator, View
+from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View
 from ds2.distributed.gradients import GradientReducer
 from ds2.distributed.launch import share_cores
 from ds2.distributed.process_group import LostRankError
@@ -191,6 +191,10 @@ class Trainer:
                 interrupts.agree(comm)
                 share_cores(comm)
                 break
+            except LeftBehindError as error:
+                log.warning("%s; it joins them again", error)
+                self.files.wait()  # what is not yet written is of steps that may not count: it is left out
+                self._commits = JOINER
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)
         self.files.take_over()

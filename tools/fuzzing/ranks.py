@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow it")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further run begins")
+    parser.add_argument("--keep", type=Path, help="folder for what a run that fails has written")
     options = parse(parser, arguments)
     started, count, runs = time.monotonic(), Count(), 0
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
@@ -79,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Fault as fault:
                 count.faults.append(f"seed {seed}: {fault}")
                 print(count.faults[-1], file=sys.stderr)
+                if options.keep is not None:
+                    shutil.copytree(folder, options.keep / str(seed), dirs_exist_ok=True)
+            so_far = f"up to seed {seed}: {count.equal} of {runs} equal, {dict(count.events)}"
+            print(so_far, file=sys.stderr, flush=True)
             shutil.rmtree(folder)
     signals = "kill -9 | SIGSTOP | SIGTERM | of these, to ranks"
     print(f"| runs | {signals} | joins | equal | faults | s until others went on: median | longest |")
@@ -108,9 +113,9 @@ def one_run(folder: Path, settings: Sequence[str], draw: random.Random, count: C
     tensors, whole_losses, whole_models = trained(folder / "whole")
     differing = [step for step in sorted({*losses, *whole_losses}) if losses.get(step) != whole_losses.get(step)]
     if differing:
-        raise Fault(f"the losses of steps {differing[:9]} differ; ranks {list(ranks.items())}")
+        raise Fault(f"the losses of steps {differing[:9]} differ; ranks {changes(ranks)}")
     if trained(folder / "broken")[0] != tensors or models != whole_models:
-        raise Fault(f"the last state or the models differ; ranks {list(ranks.items())}")
+        raise Fault(f"the last state or the models differ; ranks {changes(ranks)}")
     count.equal += 1
 
 
@@ -207,8 +212,13 @@ def ranks_of_steps(folder: Path) -> dict[int, int]:
         elif line["event"] == "train":
             ranks[line["step"]] = world
     if list(ranks) != list(range(1, len(ranks) + 1)):
-        raise Fault(f"steps are missing or repeated: {list(ranks)}")
+        raise Fault(f"steps are missing or repeated, ranks {changes(ranks)}")
     return ranks
+
+
+def changes(ranks: dict[int, int]) -> dict[int, int]:
+    """The steps from which on another number of ranks took part, with that number."""
+    return {step: world for step, world in ranks.items() if ranks.get(step - 1) != world}
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:

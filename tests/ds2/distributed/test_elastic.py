@@ -29,7 +29,13 @@ elastic.SILENT_S = 600
 members = elastic.Members(Path(sys.argv[1]), CommConfig(max_ranks=3))
 position = elastic.JOINER
 while True:
-    view = members.next_view(position, {"version": "1"}, {}, lambda: True)
+    try:
+        view = members.next_view(position, {"version": "1"}, {}, lambda: True)
+    except elastic.LeftBehindError:
+        assert position == 0 and members.view is None and members.superseded()
+        position = elastic.JOINER
+        continue
+    assert not members.superseded()
     print(view.number, flush=True)
     position = 0
     sys.stdin.readline()
