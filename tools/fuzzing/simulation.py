@@ -197,9 +197,11 @@ class LocalClient(EngineClient):
         super().__init__(PhraseReader(ALPHABET, frozenset()), RATE_HZ)
         self.host = host
 
-    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Live:
+    async def open_handle(
+        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+    ) -> Live:
         """See `EngineClient`."""
-        return self.host.engine.open(sample_rate_hz, endpoints, hot_words)
+        return self.host.engine.open(sample_rate_hz, endpoints, hot_words, phrases)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         """See `EngineClient`."""
