@@ -102,6 +102,9 @@ def looks_like_model(argument: str) -> bool:
         return any((path / name).is_file() for name in _WEIGHTS)
     if path.suffix.lower() in _MODEL_SUFFIXES or not path.is_file():
         return path.suffix.lower() in _MODEL_SUFFIXES or folder_of(path) != path
-    with path.open("rb") as file:
-        start = file.read(_HEADER_BYTES)
+    try:
+        with path.open("rb") as file:
+            start = file.read(_HEADER_BYTES)
+    except OSError:  # whoever reads it as audio says why not
+        return False
     return len(start) == _HEADER_BYTES and start[8:] == b"{" and int.from_bytes(start[:8], "little") < 1 << 32
