@@ -15,7 +15,7 @@ from torch import Tensor
 from ds2.decoding.decoder import check_log_probs, refuse_hot_words
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Run, Word, spell_words
 from ds2.decoding.lexicon import HotWords
-from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
+from ds2.text.alphabet import BLANK, Alphabet
 
 
 def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -60,8 +60,7 @@ class BestPath:
 
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
-        phones = alphabet.pronunciations is not None  # each a word of its own
-        self._starts_word = [phones or symbol.isspace() or symbol.startswith(WORD_MARK) for symbol in alphabet.symbols]
+        self._starts_word = [alphabet.starts_word(label) for label in range(len(alphabet))]
         self._frames, self._score = 0, 0.0
         self._labels: list[int] = []  # of complete runs
         self._words: list[Word] = []  # complete ones

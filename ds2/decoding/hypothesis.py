@@ -77,7 +77,7 @@ def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tupl
     spelled: list[list[Run]] = [[]]
     for run in runs:
         symbol = alphabet.symbols[run[0]]
-        if symbol.isspace() or symbol.startswith(WORD_MARK) or alphabet.pronunciations is not None:
+        if alphabet.starts_word(run[0]):
             spelled.append([])
         if symbol.strip().removeprefix(WORD_MARK):
             spelled[-1].append(run)

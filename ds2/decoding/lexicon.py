@@ -64,7 +64,7 @@ class Spelling:
         characters = torch.zeros(len(written), width, dtype=torch.int64)
         for label, text in enumerate(written):
             characters[label, : len(text)] = torch.tensor([codes[c] for c in text], dtype=torch.int64)
-        starts = [label in spaces or symbol.startswith(WORD_MARK) for label, symbol in enumerate(alphabet.symbols)]
+        starts = [alphabet.starts_word(label) for label in range(len(alphabet))]
         return cls(torch.tensor(starts), characters, (characters > 0).sum(1), spaces[0] if spaces else -1, codes)
 
     def to(self, device: torch.device) -> Spelling:

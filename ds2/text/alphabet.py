@@ -245,6 +245,11 @@ class Alphabet:
         """Whether the symbols are pieces of words."""
         return any(symbol.startswith(WORD_MARK) for symbol in self.symbols)
 
+    def starts_word(self, label: int) -> bool:
+        """Whether a label begins a word or separates two: white space, a piece with the word mark, or any phone."""
+        symbol = self.symbols[label]
+        return symbol.isspace() or symbol.startswith(WORD_MARK) or self.pronunciations is not None
+
     @property
     def as_printed(self) -> bool:
         """Whether the network writes upper and lower case, or punctuation other than the apostrophe."""
