@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
     if missing:
         raise UserError(f"there is no file {', '.join(missing)}")
     dictionary = read_pronunciations(options.dictionary, keep_stress=options.keep_stress)
-    alphabet = Alphabet(("", *sorted({" ", *"".join(dictionary.words).lower()})))
+    alphabet = Alphabet(("", *sorted({" ", *"".join(dictionary.words).lower()})), punctuation="drop")
     normalised: dict[str, list[Phones]] = {}
     for word, variants in dictionary.words.items():
         normalised.setdefault(alphabet.normalise(word)[0], []).extend(variants)
@@ -64,20 +64,22 @@ def _run(options: argparse.Namespace) -> int:
         print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))
     left = sorted((word for word in unknown if word not in guessed), key=lambda word: -wanted[word])
     if left:
-        print(f"without a pronunciation: {len(left)} words, such as {', '.join(left[:_SHOWN])}")
+        lacking = sorted(set("".join(left)).difference(*dictionary.words))
+        why = f"; the dictionary has no word with {' '.join(lacking)}" if lacking else ""
+        print(f"without a pronunciation: {len(left)} words, such as {', '.join(left[:_SHOWN])}{why}")
     return 0
 
 
 def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
-    """The words of texts, manifests and language models, with their frequency in texts."""
+    """The words of texts, manifests and language models, with their frequency in texts; no letter is left out."""
     from ds2.lm.files import load_ngram  # imported late, as above
     from ds2.lm.ngram import END, START, UNKNOWN
     from ds2.lm.sentences import SentenceReader
 
     counts: Counter[str] = Counter()
     texts = [path for path in paths if path.suffix not in (".lm", ".arpa")]
-    for tokens in SentenceReader(texts, "word", alphabet, "drop"):
-        counts.update(tokens)
+    for tokens in SentenceReader(texts, "word", alphabet=None):
+        counts.update(alphabet.normalise(" ".join(tokens))[0].split())
     for path in paths:
         if path not in texts:
             model = load_ngram(path)

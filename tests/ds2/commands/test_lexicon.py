@@ -35,6 +35,17 @@ def test_words_of_a_text_come_from_the_dictionary_or_are_guessed(
     assert "guessed: tac T AE K" in capsys.readouterr().out
 
 
+def test_a_word_with_a_letter_that_the_dictionary_lacks_stays_whole(
+    dictionary: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text.write_text("A cat, at Caté's: 2 cats-at. «tac»\n", encoding="utf-8")
+    out = text.parent / "lexicon.txt"
+    assert main(["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text)]) == 0
+    assert set(read_pronunciations(out).words) == {"a", "cat", "at", "tac"}
+    printed = capsys.readouterr().out
+    assert "without a pronunciation: 3 words, such as catés, 2, cats; the dictionary has no word with 2 s é" in printed
+
+
 def test_stress_stays_and_nothing_is_guessed_if_asked(dictionary: Path, text: Path) -> None:
     out = text.parent / "lexicon.txt"
     command = ["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text)]
