@@ -1,15 +1,19 @@
-"""Arrays of primitives: on the GPU by address and strides, on the CPU as NumPy's."""
+"""Arrays of primitives by their names: on the GPU by address and strides, on the CPU as NumPy's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ds2_ops.recurrent.primitives import ALIGNMENT, Array, contiguous, product, view
+from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch, launch_on
+from ds2_ops.recurrent.primitives import check_shape, on_gpu, stream_handle, workspace_address
 
 _CPU = 1  # kDLCPU of DLPack
 Shape = tuple[int, ...]
+Arrays = dict[str, Any]
 
 
 def on_cpu(array: Any) -> bool:
@@ -40,28 +44,6 @@ def write_cpu(name: str, array: Any, values: Any, beta: float = 0.0) -> None:
     target[...] = values + beta * target.astype(np.float64) if beta else values
 
 
-def check_shape(name: str, shape: Shape, expected: Shape) -> None:
-    """Raise ValueError unless a shape is the expected one."""
-    if tuple(shape) != tuple(expected):
-        raise ValueError(f"{name} has shape {tuple(shape)}, expected {tuple(expected)}")
-
-
-def on_gpu(name: str, array: Any, shape: Shape, dtype: str, device: int, stream: int) -> Array:
-    """Read where an array of a GPU lies.
-
-    Raises:
-        ValueError: its shape or its device is another, or it lies on the CPU.
-        TypeError: its dtype is another, or it has neither DLPack nor the CUDA array interface.
-    """
-    source = view(name, array, stream)
-    check_shape(name, source.shape, shape)
-    if str(source.dtype) != dtype:
-        raise TypeError(f"{name} is {source.dtype}, expected {dtype}")
-    if source.device_id != device:
-        raise ValueError(f"{name} is on device {source.device_id}, the op is for device {device}")
-    return Array(int(source.ptr), tuple(shape), tuple(source.strides or contiguous(tuple(shape))))
-
-
 def contiguous_address(name: str, array: Any, shape: Shape, dtype: str, device: int, stream: int) -> int:
     """Return the address of an array of a GPU that must be contiguous and start at a multiple of 16 bytes.
 
@@ -74,13 +56,52 @@ def contiguous_address(name: str, array: Any, shape: Shape, dtype: str, device: 
     return placed.address
 
 
-def workspace_address(workspace: Any, size: int, stream: int) -> int:
-    """Return the address of a workspace of at least ``size`` bytes; ValueError where it is smaller or not aligned."""
-    source = view("workspace", workspace, stream)
-    most, address = source.dtype.itemsize * product(source.shape), int(source.ptr)
-    if most < size or address % ALIGNMENT:
-        raise ValueError(
-            f"workspace has {most} bytes from {address:#x} on, expected workspace_bytes = {size} from a multiple of "
-            f"{ALIGNMENT}"
-        )
-    return address
+class ContiguousOp:
+    """An operation on contiguous arrays, by NumPy where its inputs lie on the CPU and by kernels elsewhere.
+
+    Attributes:
+        shapes, dtypes: of the arrays by their names; the dtypes on a GPU.
+        workspace_bytes: of a GPU.
+        device: number of the GPU.
+    """
+
+    shapes: dict[str, Shape]
+    dtypes: dict[str, str]
+    workspace_bytes: int
+    device: int
+
+    def _run(
+        self,
+        reference: Callable[[Arrays], Mapping[str, Any]],
+        kernels: Sequence[str],
+        inputs: Arrays,
+        results: Arrays,
+        workspace: Any,
+        stream: Any,
+    ) -> None:
+        """Compute the results by their names, or queue the kernels that do; inputs may be None."""
+        present = {name: array for name, array in inputs.items() if array is not None}
+        if all(map(on_cpu, present.values())):
+            values = reference({name: read_cpu(name, array, self.shapes[name]) for name, array in present.items()})
+            for name, array in results.items():
+                write_cpu(name, array, values[name])
+            return
+        handle = stream_handle(stream)
+        with runtime.current(self.device):
+            numbers = self._numbers(workspace_address(workspace, self.workspace_bytes, handle))
+            for name, array in (inputs | results).items():
+                kind = self.shapes[name], self.dtypes[name]
+                absent = array is None and name in inputs
+                numbers[name] = 0 if absent else contiguous_address(name, array, *kind, self.device, handle)
+            for kernel in kernels:
+                launch = self._launch(kernel)
+                arguments = [numbers[name] for _, name in launch.source.parameters]
+                launch_on(launch, arguments, self.__str__, self.device, handle)
+
+    def _launch(self, kernel: str) -> Launch:
+        """Return the launch of a kernel on the current device."""
+        raise NotImplementedError
+
+    def _numbers(self, workspace: int) -> dict[str, float]:
+        """Return the parameters of the kernels that are not arrays of the caller, by their names."""
+        raise NotImplementedError

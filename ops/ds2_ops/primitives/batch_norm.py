@@ -11,21 +11,17 @@ Shape letters: B utterances, F bins, T frames, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ds2_ops.batch_norm.rows import NUMBERS, Rows
-from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import launch_on
-from ds2_ops.primitives.arrays import contiguous_address, on_cpu, read_cpu, workspace_address, write_cpu
-from ds2_ops.recurrent.primitives import product, stream_handle
-
-_OF_CHANNELS = ("weight", "bias", "mean", "inverse", "grad_weight", "grad_bias")
+from ds2_ops.jit.launch import Launch
+from ds2_ops.primitives.arrays import Arrays, ContiguousOp
+from ds2_ops.recurrent.primitives import product
 
 
-class BatchNorm:
+class BatchNorm(ContiguousOp):
     """Batch norm of one shape: y = (x - mean) / sqrt(var + eps) * weight + bias over the rows that count.
 
     Args:
@@ -63,6 +59,11 @@ class BatchNorm:
         if shape[-1] % self.rows.numbers:
             raise ValueError(f"there are {shape[-1]} channels, allowed in {dtype} are multiples of {self.rows.numbers}")
         self.shape, self.ragged, self.eps, self.clip, self.device = shape, ragged, eps, clip, device
+        of_channels = ("weight", "bias", "mean", "inverse", "grad_weight", "grad_bias")
+        self.shapes = dict.fromkeys(("x", "y", "grad_x", "grad_y"), shape) | dict.fromkeys(of_channels, shape[-1:])
+        self.dtypes = dict.fromkeys(self.shapes, dtype) | dict.fromkeys(of_channels, "float32")
+        self.shapes |= {"count": (1,), "lengths": shape[:1]}
+        self.dtypes |= {"count": "int32", "lengths": "int32"}
         self.workspace_bytes = self.rows.chunk[1] * 2 * shape[-1] * 8
 
     def forward(
@@ -96,13 +97,8 @@ class BatchNorm:
             RuntimeError: the compiler's or driver's error.
         """
         inputs = {"x": x, "weight": weight, "bias": bias, "count": count, "lengths": self._lengths(lengths)}
-        if on_cpu(x):
-            results = self._forward(self._read(inputs))
-            for name, array in (("y", y), ("mean", mean), ("inverse", inverse)):
-                write_cpu(name, array, results[name])
-            return
-        arrays = inputs | {"y": y, "mean": mean, "inverse": inverse}
-        self._launch(("sum_rows", "normalise"), arrays, workspace, stream)
+        results = {"y": y, "mean": mean, "inverse": inverse}
+        self._run(self._forward, ("sum_rows", "normalise"), inputs, results, workspace, stream)
 
     def backward(
         self,
@@ -125,55 +121,33 @@ class BatchNorm:
         inputs = {"grad_y": grad_y, "x": x, "weight": weight, "bias": bias, "count": count}
         inputs |= {"mean": mean, "inverse": inverse, "lengths": self._lengths(lengths)}
         results = {"grad_x": grad_x, "grad_weight": grad_weight, "grad_bias": grad_bias}
-        if on_cpu(x):
-            values = self._backward(self._read(inputs))
-            for name, array in results.items():
-                write_cpu(name, array, values[name])
-            return
-        self._launch(("sum_gradients", "backward_rows"), inputs | results, workspace, stream)
+        self._run(self._backward, ("sum_gradients", "backward_rows"), inputs, results, workspace, stream)
 
     def _lengths(self, lengths: Any) -> Any:
         if (lengths is None) == self.ragged:
             raise ValueError("lengths belong to ragged=True: pass them there, and None elsewhere")
         return lengths
 
-    def _array(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of an array by its name."""
-        if name in _OF_CHANNELS:
-            return (self.shape[-1],), "float32"
-        if name in ("count", "lengths"):
-            return (1 if name == "count" else self.shape[0],), "int32"
-        return self.shape, self.rows.dtype
+    def _launch(self, kernel: str) -> Launch:
+        return self.rows.launch(kernel)
 
-    def _launch(self, kernels: tuple[str, str], arrays: Mapping[str, Any], workspace: Any, stream: Any) -> None:
-        handle = stream_handle(stream)
-        with runtime.current(self.device):
-            at: dict[str, float] = {"partial": workspace_address(workspace, self.workspace_bytes, handle)}
-            for name, array in arrays.items():
-                address = 0
-                if array is not None:
-                    address = contiguous_address(name, array, *self._array(name), self.device, handle)
-                at[name] = address
-            at |= {"eps": self.eps, "clip": self.clip or 0.0, "running_mean": 0, "running_var": 0, "share": 0.0}
-            of_rows = ("rows", "channels", "chunk_rows", "chunks", "column_blocks", "bins", "frames")
-            at |= dict(zip(of_rows, self.rows.shape(self.rows.chunk[1]), strict=True))
-            for kernel in kernels:
-                launch = self.rows.launch(kernel)
-                numbers = [at[name] for _, name in launch.source.parameters]
-                launch_on(launch, numbers, lambda: f"batch norm of {self.rows}", self.device, handle)
+    def _numbers(self, workspace: int) -> dict[str, float]:
+        numbers = {"partial": workspace, "eps": self.eps, "clip": self.clip or 0.0}
+        of_rows = ("rows", "channels", "chunk_rows", "chunks", "column_blocks", "bins", "frames")
+        numbers |= dict(zip(of_rows, self.rows.shape(self.rows.chunk[1]), strict=True))
+        return numbers | {"running_mean": 0, "running_var": 0, "share": 0.0}
 
-    def _read(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        present = {name: array for name, array in arrays.items() if array is not None}
-        return {name: read_cpu(name, array, self._array(name)[0]) for name, array in present.items()}
+    def __str__(self) -> str:
+        return f"batch norm of {self.rows}"
 
-    def _counted(self, arrays: Mapping[str, Any], rows: Any) -> Any:
+    def _counted(self, arrays: Arrays, rows: Any) -> Any:
         """Rows with zeros where they do not count."""
         if not self.ragged:
             return rows
         inside = np.arange(self.shape[2]) < arrays["lengths"][:, None]
         return np.where(inside[:, None, :, None], rows, 0.0)
 
-    def _forward(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def _forward(self, arrays: Arrays) -> Arrays:
         x, count = self._counted(arrays, arrays["x"]), int(arrays["count"][0])
         over = tuple(range(x.ndim - 1))
         mean = x.sum(over) / count
@@ -183,7 +157,7 @@ class BatchNorm:
             y = y.clip(0.0, self.clip)
         return {"y": self._counted(arrays, y), "mean": mean, "inverse": inverse}
 
-    def _backward(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def _backward(self, arrays: Arrays) -> Arrays:
         x, grad, count = arrays["x"], self._counted(arrays, arrays["grad_y"]), int(arrays["count"][0])
         over = tuple(range(x.ndim - 1))
         normal = self._counted(arrays, (x - arrays["mean"]) * arrays["inverse"])

@@ -22,8 +22,8 @@ import numpy as np
 
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, Source, launch_on, names, parameters, translation_unit
-from ds2_ops.primitives.arrays import on_cpu, on_gpu, read_cpu, workspace_address, write_cpu
-from ds2_ops.recurrent.primitives import Array, product, stream_handle
+from ds2_ops.primitives.arrays import on_cpu, read_cpu, write_cpu
+from ds2_ops.recurrent.primitives import Array, on_gpu, product, stream_handle, workspace_address
 
 THREADS, TILE_COLUMNS, TILE_DEPTH = 256, 128, 8
 _TILE_ROWS, _FEW_ROWS = (32, 64, 96, 128), 8  # below so many rows of a group a thread makes one sum
@@ -160,7 +160,7 @@ class Convolution:
         with runtime.current(self.device):
             placed = {n: on_gpu(n, a, self.shapes[n], self.dtype, self.device, handle) for n, a in arrays.items()}
             splits = self._splits(kind)
-            parts = workspace_address(workspace, self.workspace_bytes, handle) if splits > 1 else 0
+            parts = workspace_address(workspace, self.workspace_bytes if splits > 1 else 0, handle)
             addresses = [placed[name].address for name in ("x", "weight", "y")]
             numbers = [*addresses, placed[result].address, parts, self.images, splits, beta]
             for launch in self.launches(kind, placed):

@@ -11,19 +11,17 @@ Shape letters: T frames, B utterances, V labels (0 is the blank), L labels of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ds2_ops.ctc.paths import plan, slopes
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, launch_on
-from ds2_ops.primitives.arrays import contiguous_address, on_cpu, read_cpu, workspace_address, write_cpu
-from ds2_ops.recurrent.primitives import stream_handle
+from ds2_ops.jit.launch import Launch
+from ds2_ops.primitives.arrays import Arrays, ContiguousOp
 
 
-class Ctc:
+class Ctc(ContiguousOp):
     """The loss of one shape.
 
     Args:
@@ -47,6 +45,7 @@ class Ctc:
             "log_probs": of_label, "grad_logits": of_label, "labels": (batch, longest),
             **dict.fromkeys(("frames", "sizes", "losses", "grad_losses"), of_utterance),
         }  # fmt: skip
+        self.dtypes = dict.fromkeys(self.shapes, "float32") | dict.fromkeys(("frames", "labels", "sizes"), "int64")
         self.workspace_bytes = 2 * 4 * batch * frames * (2 * longest + 1)
 
     def forward(
@@ -76,13 +75,7 @@ class Ctc:
             RuntimeError: the compiler's or driver's error.
         """
         arrays = {"log_probs": log_probs, "frames": frames, "labels": labels, "sizes": sizes}
-        if on_cpu(log_probs):
-            write_cpu("losses", losses, self._alpha_beta(self._read(arrays))[2])
-            return
-        with runtime.current(self.device):
-            smem_bytes = runtime.smem_bytes_per_block(self.device)
-            launch = plan(self.longest, self.labels, smem_bytes, self.batch)
-            self._launch(launch, arrays, {"losses": losses}, workspace, stream)
+        self._run(self._losses, ["paths"], arrays, {"losses": losses}, workspace, stream)
 
     def gradient(
         self,
@@ -109,31 +102,29 @@ class Ctc:
         """
         arrays = {"log_probs": log_probs, "frames": frames, "labels": labels, "sizes": sizes}
         arrays |= {"losses": losses, "grad_losses": grad_losses}
-        if on_cpu(log_probs):
-            write_cpu("grad_logits", grad_logits, self._gradient(self._read(arrays)))
-            return
-        with runtime.current(self.device):
-            launch = slopes(self.frames, self.batch, self.longest)
-            self._launch(launch, arrays, {"grad_logits": grad_logits}, workspace, stream)
+        self._run(self._gradient, ["slopes"], arrays, {"grad_logits": grad_logits}, workspace, stream)
 
-    def _launch(
-        self, launch: Launch, arrays: Mapping[str, Any], results: Mapping[str, Any], workspace: Any, stream: Any
-    ) -> None:
-        handle = stream_handle(stream)
-        half = self.workspace_bytes // 2
-        alpha = workspace_address(workspace, self.workspace_bytes, handle)
-        at = {
-            name: contiguous_address(name, array, self.shapes[name], _dtype(name), self.device, handle)
-            for name, array in (dict(arrays) | dict(results)).items()
-        } | {"alpha": alpha, "beta": alpha + half}
-        shape = {"length": self.frames, "batch": self.batch, "vocabulary": self.labels, "longest": self.longest}
-        numbers = [(at | shape)[name] for _, name in launch.source.parameters]
-        launch_on(launch, numbers, lambda: f"CTC of (T, B, V) = {self.shapes['log_probs']}", self.device, handle)
+    def _launch(self, kernel: str) -> Launch:
+        if kernel == "slopes":
+            return slopes(self.frames, self.batch, self.longest)
+        return plan(self.longest, self.labels, runtime.smem_bytes_per_block(self.device), self.batch)
 
-    def _read(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: read_cpu(name, array, self.shapes[name]) for name, array in arrays.items()}
+    def _numbers(self, workspace: int) -> dict[str, float]:
+        sizes: dict[str, float] = {
+            "length": self.frames,
+            "batch": self.batch,
+            "vocabulary": self.labels,
+            "longest": self.longest,
+        }
+        return sizes | {"alpha": workspace, "beta": workspace + self.workspace_bytes // 2}
 
-    def _alpha_beta(self, arrays: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    def __str__(self) -> str:
+        return f"CTC of (T, B, V) = {self.shapes['log_probs']}"
+
+    def _losses(self, arrays: Arrays) -> Arrays:
+        return {"losses": self._alpha_beta(arrays)[2]}
+
+    def _alpha_beta(self, arrays: Arrays) -> tuple[Any, Any, Any]:
         """Log-sums of paths to and from each state, emissions in both, (B, T, S), and the losses (B,)."""
         shape = (self.batch, self.frames, 2 * self.longest + 1)
         alpha, beta, losses = np.full(shape, -np.inf), np.full(shape, -np.inf), np.full(self.batch, np.inf)
@@ -149,14 +140,14 @@ class Ctc:
         return alpha, beta, losses
 
     @staticmethod
-    def _target(arrays: Mapping[str, Any], b: int) -> Any:
+    def _target(arrays: Arrays, b: int) -> Any:
         """The label of each state: blanks around and between the labels."""
         labels = arrays["labels"][b, : int(arrays["sizes"][b])]
         states = np.zeros(2 * len(labels) + 1, dtype=np.int64)
         states[1::2] = labels
         return states
 
-    def _gradient(self, arrays: Mapping[str, Any]) -> Any:
+    def _gradient(self, arrays: Arrays) -> Arrays:
         alpha, beta, losses = self._alpha_beta(arrays)
         grad = np.zeros(self.shapes["grad_logits"])
         for b in range(self.batch):
@@ -170,7 +161,7 @@ class Ctc:
             for state, label in enumerate(target):
                 shares[:, label] += through[:, state]
             grad[:frames, b] = (np.exp(arrays["log_probs"][:frames, b]) - shares) * arrays["grad_losses"][b]
-        return grad
+        return {"grad_logits": grad}
 
 
 def _paths(scores: Any, target: Any) -> Any:
@@ -187,7 +178,3 @@ def _paths(scores: Any, target: Any) -> Any:
         jump = np.where(leap, np.concatenate([[-np.inf, -np.inf], before[:-2]])[: len(target)], -np.inf)
         sums[t] = scores[t] + np.logaddexp(np.logaddexp(before, step), jump)
     return sums
-
-
-def _dtype(name: str) -> str:
-    return "int64" if name in ("frames", "labels", "sizes") else "float32"

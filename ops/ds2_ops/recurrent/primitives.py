@@ -101,6 +101,46 @@ def stream_handle(stream: Any) -> int:
     raise TypeError(f"stream is {stream!r}, expected a handle or what has __cuda_stream__, cuda_stream or ptr")
 
 
+def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless a shape is the expected one."""
+    if tuple(shape) != tuple(expected):
+        raise ValueError(f"{name} has shape {tuple(shape)}, expected {tuple(expected)}")
+
+
+def on_gpu(name: str, array: Any, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Array:
+    """Read where an array of a GPU lies.
+
+    Raises:
+        ValueError: its shape or its device is another, or it lies on the CPU.
+        TypeError: its dtype is another, or it has neither DLPack nor the CUDA array interface.
+    """
+    source = view(name, array, stream)
+    check_shape(name, source.shape, shape)
+    if str(source.dtype) != dtype:
+        raise TypeError(f"{name} is {source.dtype}, expected {dtype}")
+    if source.device_id != device:
+        raise ValueError(f"{name} is on device {source.device_id}, the op is for device {device}")
+    return Array(int(source.ptr), tuple(shape), tuple(source.strides or contiguous(tuple(shape))))
+
+
+def workspace_address(workspace: Any, size: int, stream: int) -> int:
+    """Return the address of a workspace of at least ``size`` bytes, 0 for no bytes.
+
+    Raises:
+        ValueError: it is smaller or not aligned.
+    """
+    if size == 0:
+        return 0
+    source = view("workspace", workspace, stream)
+    most, address = source.dtype.itemsize * product(source.shape), int(source.ptr)
+    if most < size or address % ALIGNMENT:
+        raise ValueError(
+            f"workspace has {most} bytes from {address:#x} on, expected workspace_bytes = {size} from a multiple of "
+            f"{ALIGNMENT}"
+        )
+    return address
+
+
 def move(source: Array, target: Array, beta: float, dtype: str) -> tuple[Launch, list[float]]:
     """What to launch, with which arguments, to make target = source + beta target; with beta 0 it is not read."""
     missing = 3 - len(source.shape)
@@ -186,7 +226,7 @@ class _Op:
         """Launch on arrays by their names."""
         handle = stream_handle(stream)
         with runtime.current(self.device):
-            base = self._workspace(workspace, handle)
+            base = workspace_address(workspace, self.workspace_bytes, handle)
             addresses = [self._input(name, arrays.get(name), base, handle) for name in self._inputs]
             addresses.append(self._address("lengths", arrays.get("lengths"), handle, "int32"))
             moved: list[tuple[Array, Array]] = []
@@ -243,28 +283,8 @@ class _Op:
         return self._copies[name]
 
     def _check(self, name: str, array: Any, stream: int, dtype: str = "") -> Array:
-        """Read an array by DLPack, or by the CUDA array interface; raise unless it is what is expected."""
-        expected, dtype = self._shapes[name], dtype or self.problem.dtype
-        source = view(name, array, stream)
-        if tuple(source.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(source.shape)}, expected {expected}")
-        if str(source.dtype) != dtype:
-            raise TypeError(f"{name} is {source.dtype}, expected {dtype}")
-        if source.device_id != self.device:
-            raise ValueError(f"{name} is on device {source.device_id}, the op is for device {self.device}")
-        return Array(int(source.ptr), expected, tuple(source.strides or contiguous(expected)))
-
-    def _workspace(self, workspace: Any, stream: int) -> int:
-        if self.workspace_bytes == 0:
-            return 0
-        source = view("workspace", workspace, stream)
-        size = source.dtype.itemsize * product(source.shape)
-        if size < self.workspace_bytes or int(source.ptr) % ALIGNMENT:
-            raise ValueError(
-                f"workspace has {size} bytes from {int(source.ptr):#x} on, expected workspace_bytes = "
-                f"{self.workspace_bytes} from a multiple of {ALIGNMENT}"
-            )
-        return int(source.ptr)
+        """As `on_gpu`; in the dtype of the op where none is named."""
+        return on_gpu(name, array, self._shapes[name], dtype or self.problem.dtype, self.device, stream)
 
     def _move(self, source: Array, target: Array, beta: float, stream: int) -> None:
         launch_on(*move(source, target, beta, self.problem.dtype), self._what, self.device, stream)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ds2_ops.batch_norm.op import batch_norm_reference
 from ds2_ops.jit import runtime
-from ds2_ops.primitives import batch_norm, ctc
+from ds2_ops.primitives import arrays
 from ds2_ops.primitives.batch_norm import BatchNorm
 from ds2_ops.primitives.ctc import Ctc
 from support.kernel_on_cpu import H200_SMEM_BYTES, patch_launch_on
@@ -22,7 +22,6 @@ EPS, CLIP = 1e-5, 1.5
 RAGGED, PLAIN = (3, 2, 7, 16), (5, 3, 24)
 each_shape = pytest.mark.parametrize("shape", [RAGGED, PLAIN], ids=["ragged", "plain"])
 each_clip = pytest.mark.parametrize("clip", [None, CLIP], ids=["linear", "clipped"])
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture
@@ -34,11 +33,10 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert values.shape == shape and str(values.dtype) == dtype and values.flags.c_contiguous, name
         return int(values.ctypes.data)
 
-    for module in (batch_norm, ctc):
-        patch_launch_on(monkeypatch, module)
-        monkeypatch.setattr(module, "on_cpu", lambda array: False)
-        monkeypatch.setattr(module, "contiguous_address", address)
-        monkeypatch.setattr(module, "workspace_address", lambda room, size, stream: int(room.ctypes.data))
+    patch_launch_on(monkeypatch, arrays)
+    monkeypatch.setattr(arrays, "on_cpu", lambda array: False)
+    monkeypatch.setattr(arrays, "contiguous_address", address)
+    monkeypatch.setattr(arrays, "workspace_address", lambda room, size, stream: int(room.ctypes.data))
     monkeypatch.setattr(runtime, "current", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: H200_SMEM_BYTES)
 
