@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import io
 import json
 import os
 import re
@@ -16,12 +18,14 @@ from typing import Any
 
 import numpy as np
 import openai
+import soundfile
 from numpy.typing import NDArray
 from websockets.asyncio.client import connect as connect_within
 from websockets.exceptions import ConnectionClosed
 
 from ds2.audio.stream import Pcm16
 from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import HotWords
 from ds2.recognition.recogniser import Recogniser
 
 RATE_HZ = 16000
@@ -85,16 +89,32 @@ def until(true: Callable[[], bool], most_s: float = WAIT_S) -> None:
 
 
 async def vosk(url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Send as Vosk's own client does: a chunk, wait for the answer, the next; then eof."""
+    """Send as Vosk's own client does: a chunk, wait for the answer, the next; then eof, or nothing after an error."""
     async with connect(url) as ws:
         await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ} | (config or {})}))
         answers = []
         for start in range(0, len(data), chunk):
             await ws.send(data[start : start + chunk])
             answers.append(json.loads(await ws.recv()))
+            if "error" in answers[-1]:
+                return answers
         await ws.send('{"eof" : 1}')
         answers.append(json.loads(await ws.recv()))
         return answers
+
+
+def updated(server: Running, **transcription: Any) -> Any:
+    """The answer to a session of OpenAI's realtime interface that asks for these options of `transcription`."""
+
+    async def session() -> Any:
+        client = openai.AsyncOpenAI(base_url=f"{server.web}/v1", api_key="none")
+        async with client.realtime.connect(model="ds2", extra_query={"intent": "transcription"}) as connection:
+            await connection.recv()
+            audio = {"input": {"transcription": transcription}}
+            await connection.send({"type": "session.update", "session": {"type": "transcription", "audio": audio}})
+            return await connection.recv()
+
+    return asyncio.run(session())
 
 
 async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
@@ -128,16 +148,21 @@ def samples_of(data: bytes) -> NDArray[np.float32]:
     return Pcm16().accept(data)
 
 
-def alone(recogniser: Recogniser, data: bytes, rate_hz: int = RATE_HZ) -> Hypothesis:
-    session = recogniser.session(sample_rate_hz=rate_hz)
+def wav(data: bytes, rate_hz: int = RATE_HZ) -> tuple[str, bytes]:
+    """Name and content of a file to upload."""
+    file = io.BytesIO()
+    soundfile.write(file, samples_of(data), rate_hz, format="WAV")
+    return "talk.wav", file.getvalue()
+
+
+def alone(recogniser: Recogniser, data: bytes, rate_hz: int = RATE_HZ, hot_words: HotWords | None = None) -> Hypothesis:
+    session = recogniser.session(sample_rate_hz=rate_hz, hot_words=hot_words)
     session.accept_waveform(samples_of(data))
-    while session.is_ready():
-        session.decode()
     return session.finish()
 
 
-def text_alone(recogniser: Recogniser, data: bytes) -> str:
-    return alone(recogniser, data).text
+def text_alone(recogniser: Recogniser, data: bytes, hot_words: HotWords | None = None) -> str:
+    return alone(recogniser, data, hot_words=hot_words).text
 
 
 def text_at(recogniser: Recogniser, data: bytes, rate_hz: int) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
-import soundfile
-from support.serving import RATE_HZ, WAIT_S, Running, connect, samples_of, speech, text_alone, text_at
+from support.serving import RATE_HZ, WAIT_S, Running, connect, speech, text_alone, text_at, wav
 from websockets.exceptions import ConnectionClosed
 
 from ds2.config.schema import DecodeConfig
@@ -137,16 +135,16 @@ def test_a_server_without_word_times_answers_all_that_needs_none(
         "ds2.serve.protocols.openai_realtime.Endpoints", lambda after_speech_s: Endpoints(longest_s=0.5)
     )
     running = serve(decode=DecodeConfig(method="beam", beam=8, times=False), idle_s=4.0)
-    data, file = speech(2, 1.0, REALTIME_HZ), io.BytesIO()
-    soundfile.write(file, samples_of(data), REALTIME_HZ, format="WAV")
+    data = speech(2, 1.0, REALTIME_HZ)
+    upload = wav(data, REALTIME_HZ)
     received = asyncio.run(events(running, [append(data), COMMIT]))
     started = [event["audio_start_ms"] for event in received if "audio_start_ms" in event]
     assert started and sum(bool(event.get("transcript")) for event in received) > 1
     create = running.client().audio.transcriptions.create
-    assert create(model="ds2", file=("a.wav", file.getvalue())).text
+    assert create(model="ds2", file=upload).text
     for form in ("srt", "vtt", "verbose_json"):
         with pytest.raises(openai.BadRequestError, match=r"decode\.times=false"):
-            create(model="ds2", file=("a.wav", file.getvalue()), response_format=form)
+            create(model="ds2", file=upload, response_format=form)
 
 
 @pytest.mark.parametrize(("host", "wanted"), [("::1", "http://[::1]:27"), ("127.0.0.1", "http://127.0.0.1:27")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-import soundfile
-from support.serving import RATE_HZ, Running, connect, samples_of, speech
+from support.serving import Running, speech, text_alone, updated, wav
+from support.serving import vosk as answers
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.lexicon import HotWords
@@ -22,23 +21,13 @@ OPEN = DecodeConfig(method="beam", beam=32, label_min_log_prob=-1e9, prune=1e9) 
 
 
 def wanted(running: Running, hot: HotWords | None) -> str:
-    session = running.recogniser.session(hot_words=hot)
-    session.accept_waveform(samples_of(DATA))
-    while session.is_ready():
-        session.decode()
-    return session.finish().text
+    return text_alone(running.recogniser, DATA, hot)
 
 
 async def vosk(running: Running, config: dict[str, Any]) -> str:
-    async with connect(running.vosk) as ws:
-        await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, **config}}))
-        for start in range(0, len(DATA), 6400):
-            await ws.send(DATA[start : start + 6400])
-            answer = json.loads(await ws.recv())
-            if "error" in answer:
-                return str(answer["error"])
-        await ws.send('{"eof" : 1}')
-        return str(json.loads(await ws.recv())["text"])
+    """The text, or the error."""
+    answer = (await answers(running.vosk, DATA, config=config))[-1]
+    return str(answer.get("error") or answer["text"])
 
 
 def test_sessions_of_vosk_have_their_own(serve: Callable[..., Running]) -> None:
@@ -59,10 +48,7 @@ def test_sessions_of_vosk_have_their_own(serve: Callable[..., Running]) -> None:
 
 def test_openais_prompt_is_a_hint_and_our_field_an_order(serve: Callable[..., Running]) -> None:
     running = serve(decode=OPEN)
-    file = io.BytesIO()
-    soundfile.write(file, samples_of(DATA), RATE_HZ, format="WAV")
-    upload = ("talk.wav", file.getvalue())
-    create = running.client().audio.transcriptions.create
+    upload, create = wav(DATA), running.client().audio.transcriptions.create
     prompt = "Cab, b a; a sentence of many words that is no phrase. 123, zebra"
     assert create(model="ds2", file=upload, prompt=prompt).text == wanted(running, {"cab": 10.0, "b a": 10.0})
     assert create(model="ds2", file=upload, keywords=["cab", "b a"]).text == wanted(running, {"cab": 10.0, "b a": 10.0})
@@ -79,27 +65,15 @@ def test_what_has_no_weight_is_worth_the_setting(serve: Callable[..., Running]) 
     assert other != plain == wanted(running, {plain: 0.0})
     assert wanted(running, {plain: None}) == other
     assert asyncio.run(vosk(running, {"phrase_list": [plain]})) == other
-    file = io.BytesIO()
-    soundfile.write(file, samples_of(DATA), RATE_HZ, format="WAV")
-    create = running.client().audio.transcriptions.create
-    assert create(model="ds2", file=("talk.wav", file.getvalue()), prompt=plain).text == other
+    assert running.client().audio.transcriptions.create(model="ds2", file=wav(DATA), prompt=plain).text == other
 
 
 def test_realtime_takes_them_before_audio(serve: Callable[..., Running]) -> None:
     running = serve(decode=OPEN)
-    client = openai.AsyncOpenAI(base_url=f"{running.web}/v1", api_key="none")
-
-    async def session(transcription: dict[str, Any]) -> Any:
-        async with client.realtime.connect(model="ds2", extra_query={"intent": "transcription"}) as connection:
-            await connection.recv()
-            audio = {"input": {"transcription": transcription}}
-            await connection.send({"type": "session.update", "session": {"type": "transcription", "audio": audio}})
-            return await connection.recv()
-
-    assert asyncio.run(session({"prompt": "cab, 7"})).type == "session.updated"
-    assert asyncio.run(session({"keywords": ["cab", "7"]})).type == "session.updated"
-    assert asyncio.run(session({"hot_words": {"cab": 3}})).type == "session.updated"
-    assert "zebra" in asyncio.run(session({"hot_words": ["zebra"]})).error.message
+    assert updated(running, prompt="cab, 7").type == "session.updated"
+    assert updated(running, keywords=["cab", "7"]).type == "session.updated"
+    assert updated(running, hot_words={"cab": 3}).type == "session.updated"
+    assert "zebra" in updated(running, hot_words=["zebra"]).error.message
 
 
 def test_a_decoder_that_looks_for_none_says_so(serve: Callable[..., Running]) -> None:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
-import soundfile
-from support.serving import RATE_HZ, Running, connect, samples_of, speech, vosk
+from support.serving import Running, speech, text_alone, updated, vosk, wav
 
 DATA = speech(2, 3.0)
 ONLY = ["(a|b) [c]", "cab"]
 
 
 def wanted(running: Running, phrases: list[str]) -> str:
-    session = (running.recogniser.only_phrases(phrases) if phrases else running.recogniser).session()
-    session.accept_waveform(samples_of(DATA))
-    while session.is_ready():
-        session.decode()
-    return session.finish().text
+    return text_alone(running.recogniser.only_phrases(phrases) if phrases else running.recogniser, DATA)
 
 
 def test_a_grammar_of_vosk_is_all_that_its_session_hears(serve: Callable[..., Running]) -> None:
@@ -59,22 +53,13 @@ def test_a_grammar_that_cannot_be_read_is_an_error_in_the_protocol(
     serve: Callable[..., Running], grammar: Any, named: str
 ) -> None:
     running = serve("greedy")
-
-    async def refused() -> str:
-        async with connect(running.vosk) as ws:
-            await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, "grammar": grammar}}))
-            return str(json.loads(await ws.recv())["error"])
-
-    assert named in asyncio.run(refused())
+    assert named in asyncio.run(vosk(running.vosk, DATA, config={"grammar": grammar}))[-1]["error"]
     assert asyncio.run(vosk(running.vosk, DATA))[-1]["text"] is not None  # others go on
 
 
 def test_openais_files_take_phrases(serve: Callable[..., Running]) -> None:
     running = serve("greedy")
-    file = io.BytesIO()
-    soundfile.write(file, samples_of(DATA), RATE_HZ, format="WAV")
-    create = running.client().audio.transcriptions.create
-    upload = ("talk.wav", file.getvalue())
+    upload, create = wav(DATA), running.client().audio.transcriptions.create
     assert create(model="ds2", file=upload, extra_body={"phrases": json.dumps(ONLY)}).text == wanted(running, ONLY)
     with pytest.raises(openai.BadRequestError, match="zebra"):
         create(model="ds2", file=upload, extra_body={"phrases": '["zebra"]'})
@@ -82,14 +67,5 @@ def test_openais_files_take_phrases(serve: Callable[..., Running]) -> None:
 
 def test_openais_sessions_take_phrases(serve: Callable[..., Running]) -> None:
     running = serve("greedy")
-    client = openai.AsyncOpenAI(base_url=f"{running.web}/v1", api_key="none")
-
-    async def session(transcription: dict[str, Any]) -> Any:
-        async with client.realtime.connect(model="ds2", extra_query={"intent": "transcription"}) as connection:
-            await connection.recv()
-            audio = {"input": {"transcription": transcription}}
-            await connection.send({"type": "session.update", "session": {"type": "transcription", "audio": audio}})
-            return await connection.recv()
-
-    assert asyncio.run(session({"phrases": ONLY})).type == "session.updated"
-    assert "zebra" in asyncio.run(session({"phrases": ["zebra"]})).error.message
+    assert updated(running, phrases=ONLY).type == "session.updated"
+    assert "zebra" in updated(running, phrases=["zebra"]).error.message

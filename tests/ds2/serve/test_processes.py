@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import signal
 import socket
@@ -15,21 +14,19 @@ from pathlib import Path
 
 import openai
 import pytest
-import soundfile
 import torch
 from support.serving import (
     CONFIG,
-    RATE_HZ,
     WAIT_S,
     Running,
     alone,
     connect,
     printed_port,
-    samples_of,
     speech,
     text_alone,
     texts_though_killed,
     until,
+    wav,
     words,
 )
 from support.tiny import tiny_overrides_in, write_untrained
@@ -110,9 +107,7 @@ def test_an_address_is_bound_once_and_stays_bound() -> None:
 def test_files_hot_words_and_what_is_wrong(running: tuple[Running, Workers]) -> None:
     server, _ = running
     data = speech(2, 1.5)
-    file = io.BytesIO()
-    soundfile.write(file, samples_of(data), RATE_HZ, format="WAV")
-    upload, create = ("talk.wav", file.getvalue()), server.client().audio.transcriptions.create
+    upload, create = wav(data), server.client().audio.transcriptions.create
     plain = text_alone(server.recogniser, data)
     assert create(model="ds2", file=upload).text == plain
     assert create(model="ds2", file=upload, extra_body={"hot_words": json.dumps({plain: -500})}).text != plain
