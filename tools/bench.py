@@ -14,7 +14,6 @@
     python tools/bench.py streaming        a chunk of live audio, without a server
     python tools/bench.py serving          latency of a server, or of the recogniser alone
     python tools/bench.py endpoints        from the last word to final text, and what pauses inside utterances cut
-    python tools/bench.py denominator      the loss of CTC-CRF beside that of CTC
     python tools/bench.py same-words       words of streams and of whole files
 
 `python tools/bench.py COMMAND --help` shows the options of each.
@@ -30,7 +29,7 @@ COMMANDS = {
     name: f"benchmarks.{name.replace('-', '_')}"
     for name in (
         "rnn", "stages", "grnn", "barrier", "convolution", "training", "turns", "memory", "scaling", "collectives",
-        "predict", "streaming", "serving", "endpoints", "denominator", "same-words",
+        "predict", "streaming", "serving", "endpoints", "same-words",
     )
 }  # fmt: skip
 
