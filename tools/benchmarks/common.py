@@ -7,7 +7,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,12 @@ import numpy as np
 import soundfile
 import torch
 
+from ds2.commands.compose import resolve_options
+from ds2.commands.transcribe import audio_files
+from ds2.config.device import resolve_device
 from ds2.data.manifest import Utterance, write_manifest
+from ds2.model.checkpoint import find_model, load_model
+from ds2.recognition.recogniser import Recogniser
 from ds2.system.cuda_graph import GraphRecorder
 
 RATE_HZ = 16000
@@ -84,6 +89,44 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def add_timing_options(parser: argparse.ArgumentParser, budget_s: float) -> None:
+    """Add the options of a benchmark that times single calls."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--budget", type=float, default=budget_s, help="seconds of each measurement")
+    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Set the number of threads that `add_timing_options` asks for, and return its device."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return torch.device(options.device)
+
+
+def add_recogniser_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark that recognises files with a model."""
+    parser.add_argument("model", type=Path)
+    parser.add_argument("files", nargs="+", help="audio files or folders of them, then decode.KEY=VALUE")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto")
+
+
+def files_and_recogniser(options: argparse.Namespace) -> tuple[list[str], Recogniser]:
+    """The audio files of `add_recogniser_options`, and the recogniser that the others describe."""
+    decode = [argument for argument in options.files if argument.startswith(("decode=", "decode."))]
+    files = [name for name, _ in audio_files([argument for argument in options.files if argument not in decode])]
+    return files, open_recogniser(options.model, decode, options)
+
+
+def open_recogniser(model: Path, decode: Sequence[str], options: argparse.Namespace) -> Recogniser:
+    """Open a model with `--device` and `--precision`; settings of its decoder are decode.KEY=VALUE."""
+    device, file = resolve_device(options.device), find_model(model)
+    loaded = load_model(file, device)
+    return Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, options.precision)
 
 
 def facts(options: argparse.Namespace, device: torch.device, title: str) -> dict[str, str]:

@@ -10,11 +10,10 @@ convolution, which is today's cuDNN, with TF32 off. Needs a GPU.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, measure, write_json
+from benchmarks.common import Table, add_timing_options, device_of, facts, measure, write_json
 from dispatch import new_parser, parse
 from ds2_ops.jit.runtime import attribute
 from ds2_ops.primitives.convolution import Convolution
@@ -69,13 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--images", nargs="+", type=int, default=[128])
     parser.add_argument("--layers", nargs="+", type=int, choices=range(1, len(LAYERS) + 1), default=[1, 2, 3, 4, 5])
-    parser.add_argument("--budget", type=float, default=0.1, help="seconds of each measurement")
-    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
+    add_timing_options(parser, budget_s=0.1)
     options = parse(parser, arguments)
-    if not torch.cuda.is_available():
+    device = device_of(options)
+    if device.type != "cuda":
         parser.error("this needs a GPU: primitives on the CPU are for checking")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    device = torch.device("cuda")
     peak = 2e-12 * CORES * attribute(0, "MULTIPROCESSOR_COUNT") * attribute(0, "CLOCK_RATE") * 1e3
     head = facts(options, device, f"layers of cuDNN's Table 2, float32, peak {peak:.1f} TFLOP/s")
     columns = {"layer": "{layer}", "images": "{images}", "pass": "{kind}", "TFLOP/s": "{tflops:.1f}"}

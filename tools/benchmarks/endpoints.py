@@ -20,21 +20,16 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import soxr
-from benchmarks.common import RATE_HZ, Table, facts
+from benchmarks.common import RATE_HZ, Table, add_recogniser_options, facts, files_and_recogniser
 from dispatch import new_parser, parse
 from numpy.typing import NDArray
 from websockets.asyncio.client import ClientConnection, connect
 
 from ds2.audio.read import read_audio
-from ds2.commands.compose import resolve_options
-from ds2.commands.transcribe import audio_files
-from ds2.config.device import resolve_device
-from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, decode_sessions
 from ds2.scoring.wer import CORRECT, align
@@ -192,21 +187,14 @@ async def over_sockets(options: Any, utterances: Sequence[Utterance], rule: floa
 def main(arguments: list[str] | None = None) -> int:
     """Measure each rule."""
     parser = new_parser(__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("files", nargs="+", help="audio files or folders of them, then decode.KEY=VALUE")
+    add_recogniser_options(parser)
     parser.add_argument("--after-speech-s", type=float, nargs="+", default=[Endpoints().after_speech_s])
     parser.add_argument("--chunk-s", type=float, default=0.1, help="audio that a client sends at once")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="auto")
     parser.add_argument("--url", help="of a server, with decode.KEY=VALUE as it has them")
     parser.add_argument("--protocol", choices=["vosk", "realtime"], default="vosk")
     parser.add_argument("--clients", type=int, default=4, help="at once, with --url")
     options = parse(parser, arguments)
-    decode = [argument for argument in options.files if argument.startswith(("decode=", "decode."))]
-    files = [name for name, _ in audio_files([argument for argument in options.files if argument not in decode])]
-    device, file = resolve_device(options.device), find_model(options.model)
-    loaded = load_model(file, device)
-    recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, options.precision)
+    files, recogniser = files_and_recogniser(options)
     rules = [Endpoints(after_speech_s=value) for value in options.after_speech_s]
     behind_s = max(options.after_speech_s) + recogniser.model.lookahead_ms / 1000 + 1.0
     utterances: list[Utterance] = []
@@ -224,7 +212,11 @@ def main(arguments: list[str] | None = None) -> int:
     minutes = sum(utterance.duration_s for utterance in utterances) / 60
     lookahead = f"lookahead {recogniser.model.lookahead_ms:g} ms, chunks of {options.chunk_s:g} s"
     way = f"{options.protocol} at {options.url}" if options.url else "in process"
-    facts(options, device, f"{len(files)} utterances, {minutes:.1f} minutes, {options.model}, {lookahead}, {way}")
+    facts(
+        options,
+        recogniser.device,
+        f"{len(files)} utterances, {minutes:.1f} minutes, {options.model}, {lookahead}, {way}",
+    )
     columns = {"after_speech_s": "{rule:g}", "delay p50 s": "{p50:.2f}", "p95 s": "{p95:.2f}", "cut %": "{cut:.1f}"}
     table = Table(columns | {"cuts a minute": "{rate:.2f}", "words changed in 100": "{changed:.2f}"})
     for value, results in zip(options.after_speech_s, by_rule, strict=True):

@@ -15,12 +15,11 @@ import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ds2_ops
 import torch
-from benchmarks.common import Table, facts, graphed, measure, write_json
+from benchmarks.common import Table, add_timing_options, device_of, facts, graphed, measure, write_json
 from benchmarks.rnn import Problem
 from dispatch import new_parser, parse
 from ds2_ops.recurrent.cells import GATED
@@ -170,20 +169,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Print one table or figure."""
     parser = new_parser(__doc__)
     parser.add_argument("figure", choices=tuple(FIGURES))
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
     parser.add_argument("--cells", nargs="+", choices=tuple(GATED), default=list(GATED), help="of table1")
     parser.add_argument("--hidden", nargs="+", type=int, default=list(HIDDEN), help="of the tables")
     parser.add_argument("--batch", nargs="+", type=int)
     parser.add_argument("--cpu", action="store_true", help="on a GPU's machine, time its CPU too (float32)")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--budget", type=float, default=0.2, help="seconds of each measurement")
-    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
+    add_timing_options(parser, budget_s=0.2)
     options = parse(parser, arguments)
     options.batch = options.batch or list(FIGURE_15_BATCHES if options.figure == "figure15" else BATCHES)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    device = device_of(options)
     head = facts(options, device, f"GRNN's {options.figure}, ms, {torch.get_num_threads()} CPU threads")
     write_json(options.out, {"benchmark": "grnn", **head, "rows": FIGURES[options.figure](options, device)})
     return 0

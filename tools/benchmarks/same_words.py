@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 
-from benchmarks.common import facts
+from benchmarks.common import add_recogniser_options, facts, files_and_recogniser
 from dispatch import new_parser, parse
 
 from ds2.audio.read import read_audio
-from ds2.commands.compose import resolve_options
-from ds2.commands.transcribe import audio_files
-from ds2.config.device import resolve_device
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Session, decode_sessions, results
 from ds2.scoring.wer import CORRECT, align
@@ -77,18 +72,11 @@ class Streams:
 def main(arguments: list[str] | None = None) -> int:
     """Print each difference and the counts."""
     parser = new_parser(__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("files", nargs="+", help="audio files or folders of them, then decode.KEY=VALUE")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="auto")
+    add_recogniser_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     options = parse(parser, arguments)
-    decode = [argument for argument in options.files if argument.startswith("decode.")]
-    files = [name for name, _ in audio_files([argument for argument in options.files if argument not in decode])]
-    device, file = resolve_device(options.device), find_model(options.model)
-    loaded = load_model(file, device)
-    facts(options, device, f"streams and whole files, {options.model}")
-    recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, options.precision)
+    files, recogniser = files_and_recogniser(options)
+    facts(options, recogniser.device, f"streams and whole files, {options.model}")
     start_s = time.monotonic()
     wholes = [recogniser.transcribe(name) for name in files]
     whole_s = time.monotonic() - start_s
@@ -108,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         score = max(score, abs(wanted.score - stream.score) / max(1.0, abs(wanted.score)))
     hours = sum(whole.duration_s for whole in wholes) / 3600
-    print(f"{len(files)} files, {hours:.2f} h, {words} words, on {device}: {wrong} words differ")
+    print(f"{len(files)} files, {hours:.2f} h, {words} words, on {recogniser.device}: {wrong} words differ")
     print(f"{times} files have other times; scores differ by {score:.1e} at most")
     share = 100 * streams.retracted / max(1, words)
     print(f"partial results retracted {streams.retracted} words, {share:.2f} in 100")

@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.common import RATE_HZ, Table, facts
+from benchmarks.common import RATE_HZ, Table, facts, open_recogniser
 from dispatch import new_parser, parse
 from numpy.typing import NDArray
 from websockets.asyncio.client import connect
 
 from ds2.audio.read import read_audio
-from ds2.commands.compose import resolve_options
 from ds2.config.device import resolve_device
-from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, decode_sessions, results
 from ds2.serve.http import gc_tuning
@@ -149,13 +147,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(parser, arguments)
     waveforms = (np.clip(read_audio(path, RATE_HZ) * 32767, -32768, 32767) for path in options.audio)
     audio = [waveform.astype("<i2").tobytes() for waveform in waveforms]
-    recogniser, device = None, resolve_device(options.device)
-    facts(options, device, f"chunks of {options.chunk_s:g} s, {options.model or options.url}")
+    recogniser = None
+    facts(options, resolve_device(options.device), f"chunks of {options.chunk_s:g} s, {options.model or options.url}")
     if options.model:
-        file = find_model(options.model)
-        loaded = load_model(file, device)
-        decode = resolve_options(options.decode, file, loaded.config)
-        recogniser = Recogniser.of(loaded, decode, device, options.precision)
+        recogniser = open_recogniser(options.model, options.decode, options)
         recogniser.session().runner.prepare(max(options.streams))
         in_process(recogniser, audio, max(options.streams), options.chunk_s, 2.0, alone=False)  # builds what it needs
     percentiles = {"p50": 50, "p95": 95, "p98": 98, "p99": 99, "slowest": 100}

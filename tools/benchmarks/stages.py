@@ -21,12 +21,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ds2_ops
 import torch
-from benchmarks.common import Table, facts, graphed, measure, write_json
+from benchmarks.common import Table, add_timing_options, device_of, facts, graphed, measure, write_json
 from dispatch import new_parser, parse
 from torch import Tensor, nn
 
@@ -447,18 +446,15 @@ def size_of(text: str) -> tuple[int, int]:
 def main(arguments: list[str] | None = None) -> int:
     """Check, time, print; 1 if a stage is wrong."""
     parser = new_parser(__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     for name, size in (("hidden", 512), ("batch", 64), ("frames", 100), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--group", type=int, default=5, help="steps whose input products are one, from stage #5 on")
     parser.add_argument("--sweep", choices=("figure1", "figure2"), help="a figure instead of Table 1")
     parser.add_argument("--sizes", nargs="+", type=size_of, metavar="HxB", help="of a sweep, in place of its own")
-    parser.add_argument("--budget", type=float, default=0.3, help="seconds of each measurement")
-    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
+    add_timing_options(parser, budget_s=0.3)
     options = parse(parser, arguments)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device, dtype = device_of(options), getattr(torch, options.dtype)
     title = f"{options.sweep or 'Table 1'}, {options.layers} layers, T {options.frames}, {options.dtype}"
     head = facts(options, device, title)
     rows = {None: table_1, "figure1": figure_1, "figure2": figure_2}[options.sweep](options, device, dtype)
