@@ -29,10 +29,10 @@ def expected(root: Path = ROOT) -> set[str]:
     paths: set[str] = set()
     for folder, (place, patterns) in PACKED.items():
         for pattern in patterns:
-            found = {f"{place}/{file.relative_to(root / folder).as_posix()}" for file in (root / folder).rglob(pattern)}
-            if not found:
+            files = {f"{place}/{file.relative_to(root / folder).as_posix()}" for file in (root / folder).rglob(pattern)}
+            if not files:
                 raise FileNotFoundError(f"{root / folder} holds no {pattern}: is {root} a checkout?")
-            paths |= found
+            paths |= files
     return paths
 
 

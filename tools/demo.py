@@ -14,13 +14,13 @@ from ds2.data.corpora.layouts import AN4_SOURCE
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def find_an4(given: str) -> Path | None:
+def find_an4(folder: str) -> Path | None:
     """The AN4 folder (with etc/ and wav/) that the user named, or one in or beside the checkout; None without one."""
-    candidates = [given] if given else [os.environ.get("DS2_AN4", ""), str(ROOT / "an4"), str(ROOT.parent / "an4")]
-    found = next((Path(c) for c in candidates if c and (Path(c) / "etc" / "an4_train.fileids").is_file()), None)
-    if given and found is None:
-        sys.exit(f"demo: {given} is not an AN4 folder: it has no etc/an4_train.fileids")
-    return found
+    candidates = [folder] if folder else [os.environ.get("DS2_AN4", ""), str(ROOT / "an4"), str(ROOT.parent / "an4")]
+    corpus = next((Path(c) for c in candidates if c and (Path(c) / "etc" / "an4_train.fileids").is_file()), None)
+    if folder and corpus is None:
+        sys.exit(f"demo: {folder} is not an AN4 folder: it has no etc/an4_train.fileids")
+    return corpus
 
 
 def main() -> int:
@@ -29,18 +29,18 @@ def main() -> int:
     parser.add_argument("--an4", default="", help="folder of the AN4 corpus, with etc/ and wav/")
     parser.add_argument("--run-dir", default="", help="run folder (default: runs/<recipe>); reuse one to resume it")
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. train.epochs=2")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.chdir(ROOT)
-    an4 = find_an4(given.an4)
+    an4 = find_an4(options.an4)
     recipe = "an4_demo" if an4 else "synthetic"
-    run_dir = given.run_dir or f"runs/{recipe}"
+    run_dir = options.run_dir or f"runs/{recipe}"
     print(
         f"demo: AN4 in {an4}"
         if an4
         else f"demo: no copy of AN4 (make demo AN4=FOLDER); using a synthesised corpus. To get AN4: {AN4_SOURCE}"
     )
     began = time.monotonic()
-    overrides = [f"recipe={recipe}", f"run_dir={run_dir}", *([f"data.corpus={an4}"] if an4 else []), *given.overrides]
+    overrides = [f"recipe={recipe}", f"run_dir={run_dir}", *([f"data.corpus={an4}"] if an4 else []), *options.overrides]
     status = ds2(["train", *overrides]) or ds2(["evaluate", run_dir])
     if status:
         return status

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ds2.system.machine import git_commit
 
@@ -33,6 +35,12 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="", help="commit of this source tree, where it is not a git repository")
     return parser
+
+
+def mpirun() -> str:
+    """The mpirun that is installed beside this Python, or else the one on the path."""
+    installed = Path(sys.executable).with_name("mpirun")
+    return str(installed) if installed.is_file() else shutil.which("mpirun") or "mpirun"
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

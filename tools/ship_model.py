@@ -76,13 +76,13 @@ def changed(first: Path, second: Path, manifest: Path, count: int) -> int:
 
 def scores(greedy: Path, lm: Path) -> list[dict[str, object]]:
     """Read the error rates of a card from two folders of `ds2 evaluate --out`: of phones, greedy, and of words."""
-    found: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for part, speech in SPEECH.items():
         reports = [json.loads((folder / part / "report.json").read_text()) for folder in (greedy, lm)]
         rates = [round(100 * report["wer"], 2) for report in reports]
         count = reports[0]["utterances"]
-        found.append({"speech": speech, "utterances": count, "phones": rates[0], "words": rates[1]})
-    return found
+        rows.append({"speech": speech, "utterances": count, "phones": rates[0], "words": rates[1]})
+    return rows
 
 
 def pack(options: argparse.Namespace) -> int:

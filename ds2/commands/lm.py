@@ -72,7 +72,7 @@ def _build(arguments: argparse.Namespace) -> int:
     )
     print(f"read {reader.report()}")
     for n, (size, counted, discounts) in enumerate(
-        zip(result.kept_counts, result.counts, result.discounts, strict=True), start=1
+        zip(result.remaining_counts, result.counts, result.discounts, strict=True), start=1
     ):
         print(f"{n}-grams {size} of {counted}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
     save_ngram(result.model, output)

@@ -78,8 +78,8 @@ def output_files(files: Sequence[tuple[str, Path]], suffix: str, out: Path | Non
     inputs = {Path(name).resolve() for name, _ in files if name != _STDIN}
     outputs = []
     for name, relative in files:
-        beside = relative if name == _STDIN else Path(name)
-        output = (beside if out is None else out / relative).with_suffix(suffix)
+        default = relative if name == _STDIN else Path(name)
+        output = (default if out is None else out / relative).with_suffix(suffix)
         real = output.resolve()
         if real in sources:
             raise ConfigError(

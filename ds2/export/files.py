@@ -127,13 +127,13 @@ def _sizes(tensor: Tensor, exported: Exported) -> list[int | str]:
 @contextmanager
 def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
     """Yield where to write the file, then write the tokens beside it."""
-    content, beside = sherpa.tokens(loaded.alphabet), path.with_name(TOKENS)
+    content, tokens_file = sherpa.tokens(loaded.alphabet), path.with_name(TOKENS)
     try:
-        if beside.exists() and beside.read_text(encoding="utf-8", errors="replace") != content:
-            raise ExportError(f"{beside} is of another model: choose another folder with --out, or remove it")
+        if tokens_file.exists() and tokens_file.read_text(encoding="utf-8", errors="replace") != content:
+            raise ExportError(f"{tokens_file} is of another model: choose another folder with --out, or remove it")
         with atomic_file(path) as partial:
             yield partial
-        write_text(beside, content)
+        write_text(tokens_file, content)
     except OSError as error:
         raise ExportError(f"{path} could not be written ({error}): choose another place with --out") from error
 

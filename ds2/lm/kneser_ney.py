@@ -226,7 +226,7 @@ class Estimate:
 
     model: NGram
     counts: tuple[int, ...]  # distinct n-grams by order, before pruning
-    kept_counts: tuple[int, ...]  # n-grams by order, after pruning
+    remaining_counts: tuple[int, ...]  # n-grams by order, after pruning
     discounts: tuple[tuple[float, ...], ...]  # D1, D2, D3+ by order
 
 

@@ -20,7 +20,7 @@ from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 MOST_CELLS = 10**11  # of the table of one utterance, a minute or two
 MOST_CELLS_APART = 10**10  # of texts that have less than half of their tokens in common: no long recording is so wrong
-KEPT_CELLS = 10**8  # tables up to this size are kept as a whole, in 25 MB
+STORED_CELLS = 10**8  # tables up to this size are stored whole, in 25 MB
 _MASK_BYTES = 2**25  # cache of the masks of frequent tokens
 Key = TypeVar("Key", str, int)
 _LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper limits of the rows of the table by length; the last row has none
@@ -111,7 +111,7 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
         )
     masks = _masks(reference)
     full = (1 << len(reference)) - 1
-    block = len(hypothesis) if cells <= KEPT_CELLS else math.isqrt(len(hypothesis)) + 1
+    block = len(hypothesis) if cells <= STORED_CELLS else math.isqrt(len(hypothesis)) + 1
     firsts = range(0, len(hypothesis), block)
     checkpoints = [(full, 0)]
     for first in firsts[:-1]:

@@ -197,9 +197,9 @@ def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
         expected |= {f"optimizer.{number}.step": torch.Size()} if then.optim.name == "adamw" else {}
     if then.train.average_decay:
         expected |= {f"average.{name}": tensor.shape for name, tensor in fresh.model.state_dict().items()}
-    here = {name: tensor.shape for name, tensor in _named(parts).items()}
-    first = next((name for name in sorted({*here, *expected}) if here.get(name) != expected.get(name)), "")
-    shown = [tuple(shape) if shape is not None else "missing" for shape in (here.get(first), expected.get(first))]
+    actual = {name: tensor.shape for name, tensor in _named(parts).items()}
+    first = next((name for name in sorted({*actual, *expected}) if actual.get(name) != expected.get(name)), "")
+    shown = [tuple(shape) if shape is not None else "missing" for shape in (actual.get(first), expected.get(first))]
     return f"{first}: is {shown[0]}, expected {shown[1]}" if first else ""
 
 

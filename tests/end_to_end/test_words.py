@@ -42,7 +42,7 @@ REPLACED = {
 """Each word and what a reader of PyTorch and speech recognition code expects instead."""
 LEFT = Path(__file__).with_name("words.tsv")
 _TESTS = [f"tests/{name}" for name in ("support", "ds2/serve", "ds2/recognition", "ds2/commands")]
-SOURCES = [ROOT / folder for folder in ("ds2", "ops/ds2_ops", *_TESTS)]
+SOURCES = [ROOT / folder for folder in ("ds2", "ops/ds2_ops", "tools", *_TESTS)]
 PARTS = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -62,7 +62,8 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 def words_of(source: str) -> Counter[str]:
     """Count the replaced words among the parts of a module's identifiers."""
-    parts = (part.lower() for name in identifiers(ast.parse(source)) for part in PARTS.split(name))
+    names = (name for name in identifiers(ast.parse(source)) if not name.endswith("NotFoundError"))  # Python's own
+    parts = (part.lower() for name in names for part in PARTS.split(name))
     return Counter(part for part in parts if part in REPLACED)
 
 

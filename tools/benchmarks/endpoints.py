@@ -100,8 +100,8 @@ def with_background(samples: NDArray[np.float32], seconds: float) -> NDArray[np.
     sums = np.convolve(levels(samples), np.ones(width), "valid")
     first = round(int(sums.argmin()) * FRAME_S * RATE_HZ)
     quiet = samples[first : first + round(BACKGROUND_S * RATE_HZ)]
-    there_and_back = np.concatenate([quiet, quiet[::-1]])
-    noise = np.tile(there_and_back, -(-round(seconds * RATE_HZ) // len(there_and_back)))
+    forth_and_back = np.concatenate([quiet, quiet[::-1]])
+    noise = np.tile(forth_and_back, -(-round(seconds * RATE_HZ) // len(forth_and_back)))
     return np.concatenate([samples, noise])
 
 

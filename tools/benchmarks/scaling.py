@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from benchmarks.common import Table, facts, write_json, write_noise
 from benchmarks.training import add_noise_options, noise_overrides
-from dispatch import new_parser, parse
+from dispatch import mpirun, new_parser, parse
 
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
@@ -122,9 +121,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def launch(arguments: list[str], options: argparse.Namespace, ranks: int, folder: Path) -> list[dict[str, Any]]:
     """Start the ranks and read what rank 0 wrote."""
-    own = Path(sys.executable).with_name("mpirun")
-    mpirun = str(own) if own.is_file() else shutil.which("mpirun") or "mpirun"
-    launcher = [mpirun, "-n", str(ranks), *shlex.split(options.mpirun), sys.executable]
+    launcher = [mpirun(), "-n", str(ranks), *shlex.split(options.mpirun), sys.executable]
     if options.launcher == "torchrun":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     tool = str(Path(__file__).parents[1] / "bench.py")

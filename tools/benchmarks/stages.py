@@ -55,35 +55,35 @@ class Trace:
     products: list[Tensor] = field(default_factory=list)
 
 
-class Lanes:
-    """Streams that work is put on, and the waits between them; on a CPU all is one after the other."""
+class Streams:
+    """CUDA streams by number, and the waits between them; on a CPU everything runs one after the other."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.streams = [torch.cuda.Stream() for _ in range(count)] if device.type == "cuda" else [None] * count
 
     @contextmanager
     def all(self) -> Iterator[None]:
-        """Around everything: lanes begin after what was launched before, and what comes later waits for them."""
+        """Let all streams begin after what was launched before, and what is launched later wait for all streams."""
         for stream in filter(None, self.streams):
             stream.wait_stream(torch.cuda.current_stream())
         yield
         for stream in filter(None, self.streams):
             torch.cuda.current_stream().wait_stream(stream)
 
-    def on(self, lane: int) -> AbstractContextManager[object]:
-        """Put what follows on a lane."""
-        stream = self.streams[lane]
+    def on(self, number: int) -> AbstractContextManager[object]:
+        """Launch the body of a `with` on a stream."""
+        stream = self.streams[number]
         return torch.cuda.stream(stream) if stream else nullcontext()
 
-    def done(self, lane: int) -> Any:
-        """Mark what a lane has been given by now."""
-        stream = self.streams[lane]
+    def done(self, number: int) -> Any:
+        """Record an event behind all launches of a stream so far; None on a CPU."""
+        stream = self.streams[number]
         return stream.record_event() if stream else None
 
-    def wait(self, lane: int, event: Any) -> None:
-        """Let a lane wait for a mark."""
+    def wait(self, number: int, event: Any) -> None:
+        """Let a stream wait for an event."""
         if event is not None:
-            self.streams[lane].wait_event(event)  # type: ignore[union-attr]
+            self.streams[number].wait_event(event)  # type: ignore[union-attr]
 
 
 def pointwise(pre: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,30 +135,30 @@ def grouped(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
 
 def streamed(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
     """#2, Listing 2: both products of a cell at the same time, on two streams."""
-    return _on_lanes(x, layers, 1, transposed=False, cell=apart)[0]
+    return _on_streams(x, layers, 1, transposed=False, cell=apart)[0]
 
 
 def fused_pointwise(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
     """#3: all pointwise operations of a cell are one kernel."""
-    return _on_lanes(x, layers, 1, transposed=False, cell=fused)[0]
+    return _on_streams(x, layers, 1, transposed=False, cell=fused)[0]
 
 
 def pre_transposed(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
     """#4, Listing 3: weights are transposed once a pass, so that products read both operands along their rows."""
-    return _on_lanes(x, layers, 1, transposed=True, cell=fused)[0]
+    return _on_streams(x, layers, 1, transposed=True, cell=fused)[0]
 
 
 def batched_inputs(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
     """#5: the input products of several steps are one."""
-    return _on_lanes(x, layers, group, transposed=True, cell=fused)[0]
+    return _on_streams(x, layers, group, transposed=True, cell=fused)[0]
 
 
 def overlapped_layers(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
     """#6, Listing 4: a cell runs as soon as the cells below it and before it have, so layers overlap as a wave."""
-    return _on_lanes(x, layers, group, transposed=True, cell=fused, overlap=True)[0]
+    return _on_streams(x, layers, group, transposed=True, cell=fused, overlap=True)[0]
 
 
-def _on_lanes(
+def _on_streams(
     x: Tensor,
     layers: Sequence[Layer],
     group: int,
@@ -167,7 +167,7 @@ def _on_lanes(
     cell: Callable[..., tuple[Tensor, Tensor]],
     overlap: bool = False,
 ) -> tuple[Tensor, list[Trace]]:
-    """Stages #2 to #6: tasks of `group` steps of a layer, on two lanes, or two for each layer."""
+    """Stages #2 to #6: tasks of `group` steps of a layer, on two streams, or two for each layer."""
     weights = [[w.t().contiguous() if transposed else w.t() for w in (r.weight_ih, r.weight_hh)] for r in layers]
     groups = range((len(x) + group - 1) // group)
     tasks = [(layer, at) for layer in range(len(layers)) for at in groups]
@@ -175,30 +175,30 @@ def _on_lanes(
         tasks.sort(key=lambda task: (sum(task), task))
     states = [(torch.zeros_like(x[0]), torch.zeros_like(x[0])) for _ in layers]
     made: dict[tuple[int, int], tuple[list[Tensor], Any]] = {}
-    traces = [Trace() for _ in layers]  # keep what one lane gives another from being freed before that has read it
-    lanes = Lanes(2 * len(layers) if overlap else 2, x.device)
-    with lanes.all():
+    traces = [Trace() for _ in layers]  # keep what one stream gives another from being freed before that has read it
+    streams = Streams(2 * len(layers) if overlap else 2, x.device)
+    with streams.all():
         for layer, at in tasks:
             of_inputs, of_states = (2 * layer, 2 * layer + 1) if overlap else (0, 1)
             w_ih, w_hh = weights[layer]
-            given, ready = made[layer - 1, at] if layer else (list(x[at * group : (at + 1) * group]), None)
-            lanes.wait(of_inputs, ready)
-            with lanes.on(of_inputs):
-                operand = given[0] if len(given) == 1 else torch.cat(given)
+            inputs, ready = made[layer - 1, at] if layer else (list(x[at * group : (at + 1) * group]), None)
+            streams.wait(of_inputs, ready)
+            with streams.on(of_inputs):
+                operand = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
                 product = operand @ w_ih
-                ready = lanes.done(of_inputs)
+                ready = streams.done(of_inputs)
             traces[layer].inputs.append(operand)
             traces[layer].products.append(product)
             outputs, (h, c) = [], states[layer]
-            with lanes.on(of_states):
-                for of_input in product.chunk(len(given)):
+            with streams.on(of_states):
+                for of_input in product.chunk(len(inputs)):
                     traces[layer].states.append(h)
                     of_state = h @ w_hh
                     if not outputs:
-                        lanes.wait(of_states, ready)
+                        streams.wait(of_states, ready)
                     h, c = cell(of_input, of_state, layers[layer], c)
                     outputs.append(h)
-                made[layer, at] = outputs, lanes.done(of_states)
+                made[layer, at] = outputs, streams.done(of_states)
             states[layer] = h, c
     return torch.stack([h for at in groups for h in made[len(layers) - 1, at][0]]), traces
 
@@ -233,7 +233,7 @@ def gradients(y: Tensor, x: Tensor, layers: Sequence[Layer], grad_y: Tensor) -> 
 def weights_at_the_end(x: Tensor, layers: Sequence[Layer], group: int, grad_y: Tensor) -> list[Tensor]:
     """The same with weights that the propagation leaves alone: then one product of all steps a matrix."""
     fixed = [Layer(*(t.detach() for t in (r.weight_ih, r.weight_hh, r.bias, r.zero))) for r in layers]
-    y, traces = _on_lanes(x, fixed, group, transposed=True, cell=fused, overlap=True)
+    y, traces = _on_streams(x, fixed, group, transposed=True, cell=fused, overlap=True)
     products = [product for trace in traces for product in trace.products]
     grad_x, *of_products = torch.autograd.grad(y, [x, *products], grad_y)
     results, remaining = [grad_x], iter(of_products)

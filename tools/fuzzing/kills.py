@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from dispatch import new_parser, parse
+from dispatch import mpirun, new_parser, parse
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -106,9 +106,7 @@ def works(base: Path) -> list[Work]:
         return (*DS2, "train", *settings, f"data.work_dir={folder / 'work'}", f"run_dir={folder / 'run'}")
 
     def two_ranks(folder: Path) -> Sequence[str]:
-        beside = Path(sys.executable).with_name("mpirun")
-        launcher = str(beside) if beside.is_file() else shutil.which("mpirun") or "mpirun"
-        return (launcher, "-n", "2", "--oversubscribe", *training(folder), "comm=mpi", "comm.timeout_s=20")
+        return (mpirun(), "-n", "2", "--oversubscribe", *training(folder), "comm=mpi", "comm.timeout_s=20")
 
     def model_file() -> str:
         model = base / "train" / "unbroken" / "run" / "best.safetensors"

@@ -69,11 +69,11 @@ LOOKAHEAD = 7  # output frames
 POISON = 0.99  # a block of samples above it makes the network fail
 IDLE_S = 60.0
 LONGEST_S = 2.0  # processor time of a run: more is work that grows with what a client sent
-PATIENCE_S = 3600.0  # virtual time after which a run is stuck
+STUCK_S = 3600.0  # virtual time after which a run is stuck
 ALPHABET = Alphabet(("", " ", *"abcdefgh"))
 
 
-class FoundError(AssertionError):
+class BrokenPromiseError(AssertionError):
     """A run broke a promise."""
 
 
@@ -331,9 +331,9 @@ class SimulatedClient:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise FoundError if a promise is broken."""
+        """Raise BrokenPromiseError if a promise is broken."""
         if self.outcome.code is None and not self.connection.gone:
-            raise FoundError(f"{self.outcome}: never closed")
+            raise BrokenPromiseError(f"{self.outcome}: never closed")
 
     def check_text(self, audio: Audio) -> None:
         """Check the text of a client that speaks well."""
@@ -343,12 +343,12 @@ class SimulatedClient:
             return
         texts = {audio.text(messages) for messages in range(outcome.answered, outcome.sent + 1)}
         if outcome.text not in texts:
-            raise FoundError(f"{outcome}: its audio alone has {texts}")
+            raise BrokenPromiseError(f"{outcome}: its audio alone has {texts}")
 
     def check_code(self, allowed: set[int]) -> None:
         """Check how the server closed."""
         if self.outcome.code not in allowed:
-            raise FoundError(f"{self.outcome}: closed with {self.outcome.code}, allowed are {sorted(allowed)}")
+            raise BrokenPromiseError(f"{self.outcome}: closed with {self.outcome.code}, allowed are {sorted(allowed)}")
 
 
 class VoskClient(SimulatedClient):
@@ -593,16 +593,16 @@ class Run:
             self.excuses.add(1011)
             self.loop.call_later(self.draw.expovariate(0.5), self.host.links[0].end.close)
         tasks = [*served, *([ending] if ending is not None else [])]
-        _, waiting = await asyncio.wait(tasks, timeout=PATIENCE_S)
+        _, waiting = await asyncio.wait(tasks, timeout=STUCK_S)
         if waiting:
             outcomes = [client.outcome for client, task in zip(self.clients, served, strict=True) if task in waiting]
-            raise FoundError(f"still waiting after an hour: {outcomes}")
+            raise BrokenPromiseError(f"still waiting after an hour: {outcomes}")
         await asyncio.sleep(1)
         host.cancel()
         if self.faults:
-            raise FoundError("; ".join(self.faults))
+            raise BrokenPromiseError("; ".join(self.faults))
         if self.engine.metrics.registry.get_sample_value("ds2_sessions") != 0:
-            raise FoundError("a session was never closed")
+            raise BrokenPromiseError("a session was never closed")
         for client in self.clients:
             client.check()
         return hashlib.sha256(repr([client.outcome for client in self.clients]).encode()).hexdigest()[:16]
@@ -659,7 +659,7 @@ def run_seed(seed: int, **options: bool) -> Result:
             loop = cast(VirtualLoop, runner.get_loop())
             with patch("time.monotonic", loop.time):  # chunks carry when they arrived
                 digest = runner.run(Run(loop, options).main())
-    except (FoundError, StuckError) as error:
+    except (BrokenPromiseError, StuckError) as error:
         return Result(str(error))
     except Exception as error:
         return Result(f"unexpected {error!r}")

@@ -44,7 +44,7 @@ def test_equals_the_published_equations(order: int, prune: tuple[int, ...]) -> N
     result = estimate(sentences, order, prune)
     for found, wanted in zip(result.discounts, oracle.discounts, strict=True):
         assert found == pytest.approx(wanted[1:])
-    assert sum(result.kept_counts) == len(oracle.ngrams)
+    assert sum(result.remaining_counts) == len(oracle.ngrams)
     for sentence in [*sentences[:40], *zipf_text(40, 90, seed=4)]:
         known = [token if token in result.model.ids else "<unk>" for token in sentence]
         scores = result.model.sentence(sentence)
@@ -231,4 +231,4 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_estimate_has_counts_and_discounts() -> None:
     result: Estimate = estimate([line.split() for line in TINY], 3, (0, 1, 1))
-    assert result.counts == (12, 23, 26) and result.kept_counts == (12, 9, 6)
+    assert result.counts == (12, 23, 26) and result.remaining_counts == (12, 9, 6)
