@@ -12,18 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.paths import ROOT
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
-
-
-@pytest.fixture(autouse=True)
-def tools_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:

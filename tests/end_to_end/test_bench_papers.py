@@ -18,11 +18,6 @@ TINY = ("--device", "cpu", "--dtype", "float32", "--budget", "0.001", "--commit"
 SMALL = (*TINY, "--hidden", "8", "--batch", "3", "--frames", "7", "--layers", "3", "--group", "3")
 
 
-@pytest.fixture(autouse=True)
-def tools_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-
-
 def written(module: str, path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     status = importlib.import_module(f"benchmarks.{module}").main([*arguments, "--out", str(path)])
     return status, json.loads(path.read_text())

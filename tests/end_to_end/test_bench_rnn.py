@@ -6,12 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paths import ROOT
-
-
-@pytest.fixture(autouse=True)
-def tools_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 def bench_rnn(*arguments: str) -> Any:

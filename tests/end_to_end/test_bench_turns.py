@@ -48,10 +48,7 @@ def test_a_slower_tree_and_one_of_other_gradients_are_seen(tmp_path: Path) -> No
     assert ratios[0] == 1.0 < ratios[1] and step_ms[1] >= 5000.0
 
 
-def test_a_folder_without_sources_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def test_a_folder_without_sources_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         importlib.import_module("benchmarks.turns").main([*TINY, "--tree", str(tmp_path)])
     assert refused.value.code == 2 and "holds no sources" in capsys.readouterr().err

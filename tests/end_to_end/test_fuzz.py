@@ -11,25 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launch import tool
 from support.paths import ROOT
 
 CASES, SEED = os.environ.get("DS2_FUZZ_CASES", "12"), os.environ.get("DS2_FUZZ_SEED", "1")
 
 
-def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the tool in a process of its own: it forks, which a process with threads must not."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "fuzz.py"), "inputs", *arguments],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are isolated by fork")
 def test_damaged_inputs_are_named_errors_or_right_results() -> None:
-    done = fuzz("--cases", CASES, "--seed", SEED)
+    done = tool("fuzz", "inputs", "--cases", CASES, "--seed", SEED)
     assert done.returncode == 0, done.stdout
     assert f"| overrides | {CASES} |" in done.stdout
 

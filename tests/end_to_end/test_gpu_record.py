@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gpu_tests
 import pytest
 from support.paths import ROOT
 
@@ -20,60 +21,52 @@ def test_elsewhere(): pass
 """
 
 
-@pytest.fixture(name="tool")
-def _tool(monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import gpu_tests
-
-    return gpu_tests
-
-
-def a_pass(tool: object, **changes: str) -> object:
+def a_pass(**changes: str) -> gpu_tests.Pass:
     values = ("H100", "gpu", "0123456789abcdef", "2026-11-26", "643", "5", "237", "a", "b")
-    return replace(tool.Pass(*values), **changes)  # type: ignore[attr-defined]
+    return replace(gpu_tests.Pass(*values), **changes)
 
 
-def test_a_pass_replaces_the_one_of_the_same_gpu_and_tests(tool: object, tmp_path: Path) -> None:
+def test_a_pass_replaces_the_one_of_the_same_gpu_and_tests(tmp_path: Path) -> None:
     path = tmp_path / "passes.tsv"
-    assert tool.read(path) == []  # type: ignore[attr-defined]
-    first, two, other = a_pass(tool), a_pass(tool, tests="two_gpus"), a_pass(tool, gpu="H200")
-    for new in (first, two, other, a_pass(tool, passed="650")):
-        tool.note(path, new)  # type: ignore[attr-defined]
-    assert tool.read(path) == [a_pass(tool, passed="650"), two, other]  # type: ignore[attr-defined]
+    assert gpu_tests.read(path) == []
+    first, two, other = a_pass(), a_pass(tests="two_gpus"), a_pass(gpu="H200")
+    for new in (first, two, other, a_pass(passed="650")):
+        gpu_tests.note(path, new)
+    assert gpu_tests.read(path) == [a_pass(passed="650"), two, other]
 
 
-def test_what_changed_since_the_last_pass_is_said_by_part(tool: object) -> None:
-    notices, now = tool.notices, {"csrc": "a", "python": "b"}  # type: ignore[attr-defined]
-    assert notices([a_pass(tool)], now) == []
-    (kernels,) = notices([a_pass(tool, tests="two_gpus"), a_pass(tool, csrc="old")], now)
+def test_what_changed_since_the_last_pass_is_said_by_part() -> None:
+    notices, now = gpu_tests.notices, {"csrc": "a", "python": "b"}
+    assert notices([a_pass()], now) == []
+    (kernels,) = notices([a_pass(tests="two_gpus"), a_pass(csrc="old")], now)
     assert kernels.startswith("CUDA sources in") and "H100 passed `make test-gpu` at 0123456, 2026-11-26" in kernels
-    (both,) = notices([a_pass(tool, tests="two_gpus", csrc="old", python="old")], now)
+    (both,) = notices([a_pass(tests="two_gpus", csrc="old", python="old")], now)
     assert both.startswith("CUDA sources and the Python") and "`make test-two-gpus`" in both
     assert "make test-gpu" in notices([], now)[0]
 
 
-def test_digests_follow_names_and_contents_of_kernels_and_of_their_python(tool: object, tmp_path: Path) -> None:
+def test_digests_follow_names_and_contents_of_kernels_and_of_their_python(tmp_path: Path) -> None:
     package = tmp_path / "ops" / "ds2_ops"
     for name in ("csrc/a.cuh", "plan.py", "__pycache__/plan.pyc"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(name)
-    before = tool.digests(tmp_path)  # type: ignore[attr-defined]
+    before = gpu_tests.digests(tmp_path)
     (package / "__pycache__" / "plan.pyc").write_text("compiled again")
-    assert tool.digests(tmp_path) == before  # type: ignore[attr-defined]
+    assert gpu_tests.digests(tmp_path) == before
     (package / "csrc" / "a.cuh").rename(package / "csrc" / "b.cuh")
-    renamed = tool.digests(tmp_path)  # type: ignore[attr-defined]
+    renamed = gpu_tests.digests(tmp_path)
     assert renamed["csrc"] != before["csrc"] and renamed["python"] == before["python"]
     (package / "plan.py").write_text("other")
-    assert tool.digests(tmp_path)["python"] != before["python"]  # type: ignore[attr-defined]
+    assert gpu_tests.digests(tmp_path)["python"] != before["python"]
 
 
 @pytest.mark.parametrize(("right", "passed"), [(True, 2), (False, 1)])
-def test_tests_that_passed_and_were_skipped_are_counted(tool: object, tmp_path: Path, right: bool, passed: int) -> None:
+def test_tests_that_passed_and_were_skipped_are_counted(tmp_path: Path, right: bool, passed: int) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE.format(right=right))
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", "test_suite.py"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == int(not right)
-    assert tool.counts(report) == (passed, 1)  # type: ignore[attr-defined]
+    assert gpu_tests.counts(report) == (passed, 1)
 
 
 NO_GPU = """

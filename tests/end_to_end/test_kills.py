@@ -6,12 +6,10 @@ DS2_KILLS=40 kills each work so often.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.paths import ROOT
+from support.launch import tool
 
 KILLS = os.environ.get("DS2_KILLS", "2")
 
@@ -27,11 +25,6 @@ KILLS = os.environ.get("DS2_KILLS", "2")
     ],
 )
 def test_chains_of_kills_end_as_the_unbroken_run(works: tuple[str, ...]) -> None:
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "fuzz.py"), "kills", "--kills", KILLS, "--only", *works],
-        env={**os.environ, "PYTHONPATH": path}, cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", check=False,
-    )  # fmt: skip
+    done = tool("fuzz", "kills", "--kills", KILLS, "--only", *works)
     assert done.returncode == 0, done.stdout
     assert all(f"| {work} | {KILLS} |" in done.stdout for work in works), done.stdout

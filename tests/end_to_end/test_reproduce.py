@@ -13,8 +13,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from reproduce import Reproduction, RowFailed, noise_scale, report
+from reproduce_tables import TABLES, Shape
+from support.paths import ROOT
 
 
 @pytest.fixture
@@ -62,10 +63,6 @@ def test_a_killed_table_goes_on_and_a_row_that_fails_is_named(command: list[str]
 
 
 def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from reproduce import Reproduction, RowFailed
-    from reproduce_tables import TABLES, Shape
-
     table = TABLES["table1"](Shape(narrow=4))
     options = Namespace(stop_after_minutes=0, rates=[0.1, 0.2, 0.3], search_epochs=2, gpus=["cpu"], at_once=1)
     reproduction = Reproduction(table, tmp_path, options)
@@ -87,13 +84,7 @@ def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatc
         reproduction.best_rate(table.rows[0])
 
 
-def test_unfinished_rows_are_reported_though_a_kill_cut_a_line_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from reproduce import Reproduction, report
-    from reproduce_tables import TABLES, Shape
-
+def test_unfinished_rows_are_reported_though_a_kill_cut_a_line_short(tmp_path: Path) -> None:
     table = TABLES["table1"](Shape(narrow=4))
     options = Namespace(stop_after_minutes=0, rates=[0.1, 0.2], search_epochs=1, gpus=["cpu"], at_once=1)
     reproduction = Reproduction(table, tmp_path, options)
@@ -110,10 +101,7 @@ def test_unfinished_rows_are_reported_though_a_kill_cut_a_line_short(
     assert "- skip 1: the disk is full" in text and "- skip 2: not run" in text
 
 
-def test_a_row_s_noise_scale_is_not_that_of_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from reproduce import noise_scale
-
+def test_a_row_s_noise_scale_is_not_that_of_its_last_steps() -> None:
     assert noise_scale([{"noise_scale": scale} for scale in (100.0, None, 300.0, 1e5)] + [{}]) == 300.0
     assert noise_scale([{"noise_scale": None}, {}]) is None
 

@@ -113,7 +113,6 @@ def parsers_that_only_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     for name in ("parse_args", "parse_intermixed_args"):
         monkeypatch.setattr(argparse.ArgumentParser, name, stop_there(getattr(argparse.ArgumentParser, name)))
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 def test_every_page_is_known() -> None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
-from support.paths import ROOT
+from support.launch import tool
 
 
 def simulate(*arguments: str, hash_seed: int = 0) -> str:
-    """Run the tool in a process of its own; return what it prints."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(hash_seed)}
-    command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "simulation", "--workers", "1", *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Run the tool; return what it prints."""
+    done = tool("fuzz", "simulation", "--workers", "1", *arguments, hash_seed=str(hash_seed))
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import check_versions
 import pytest
 from support.paths import ROOT
 
-
-@pytest.fixture(autouse=True)
-def tools_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+from ds2.cli import COMMANDS
 
 
 def test_every_requirement_has_a_lower_bound() -> None:
-    import check_versions
-
     bounds = check_versions.lowest(check_versions.requirements())
     assert {"torch==2.11", "ufal-flashlight-text==0.0.7.1"} <= {*bounds} and len(bounds) > 20
     with pytest.raises(ValueError, match=r"tqdm.*no lower bound"):
@@ -25,10 +21,6 @@ def test_every_requirement_has_a_lower_bound() -> None:
 
 
 def test_the_commands_of_the_check_exist(tmp_path: Path) -> None:
-    import check_versions
-
-    from ds2.cli import COMMANDS
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert {*check_versions.EXTRAS} <= {*project["optional-dependencies"]}
     script = (ROOT / ".ci/run").read_text("utf-8")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.paths import ROOT
+
 SUPPORT = Path(__file__).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy machine takes
@@ -26,6 +28,13 @@ def mpirun_command(ranks: int, *options: str) -> list[str]:
     return [launcher, "-n", str(ranks), "--oversubscribe", *options, sys.executable]
 
 
+def tool(name: str, *arguments: str, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
+    """Run tools/NAME.py in a process of its own; standard error is joined to standard output."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *arguments]
+    return _run(command, {"PYTHONPATH": path, "PYTHONHASHSEED": hash_seed}, timeout_s=None)
+
+
 def torchrun(
     ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
@@ -35,8 +44,10 @@ def torchrun(
     return _run([*command, str(SUPPORT / script), *arguments], {})
 
 
-def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: list[str], environment: dict[str, str], timeout_s: float | None = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=TIMEOUT_S, check=False,
+        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=timeout_s, check=False,
     )  # fmt: skip
