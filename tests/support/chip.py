@@ -17,7 +17,10 @@ from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 from support.kernel_on_cpu import CSRC, SUPPORT, compile_kernel, host_arguments, patch_run
 
 _KERNELS = tuple(f"recurrent/{name}.cuh" for name in ("projection", "cluster", "grid_narrow", "grid_wide", "units"))
-Faults = tuple[tuple[str, str, str], ...]
+Fault = tuple[str, str, str]  # header, what it says, what it is to say
+Faults = tuple[Fault, ...]
+Chip = Callable[..., None]  # see `patch`
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @functools.cache
@@ -44,10 +47,10 @@ def _library(source: Source, faults: Faults) -> ctypes.CDLL:
     return library
 
 
-def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def patch(monkeypatch: pytest.MonkeyPatch) -> Chip:
     """Make `persistent` run on CPU tensors: a choice of the planner's, with rests drawn from a seed.
 
-    What is returned takes both, and faults to plant: (header, what it says, what it is to say).
+    What is returned takes both, and faults to plant.
     """
 
     def use(choice: Choice, seed: int, faults: Faults = ()) -> None:
@@ -66,6 +69,15 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     patch_run(monkeypatch, persistent)
     return use
+
+
+def assert_seen(check: Callable[[], Sequence[object]]) -> None:
+    """Assert that a check of kernels with a planted fault names wrong results, or that the emulation itself fails."""
+    try:
+        wrong = check()
+    except AssertionError:
+        return
+    assert wrong
 
 
 def _hold(library: ctypes.CDLL, arguments: Mapping[str, Any]) -> None:

@@ -3,8 +3,6 @@
 All arrays but weights hold NaN, and are not to be written, until every thread has waited.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from ds2_ops.recurrent import layer
@@ -12,7 +10,7 @@ from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Problem
-from support.chip import Faults, patch, small_chip
+from support.chip import Chip, Fault, Faults, slow, small_chip
 from support.gated_cases import problem
 from support.op_cases import CPU, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, forward, forward_loop, inputs
@@ -20,13 +18,7 @@ from support.persistent_cases import CLIP, forward, forward_loop, inputs
 CLUSTER, PROJECTION = (f"recurrent/{name}.cuh" for name in ("cluster", "projection"))
 
 
-@pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """See `support.chip.patch`."""
-    return patch(monkeypatch)
-
-
-def recur(chip: Callable[..., None], shape: tuple[int, int, int], groups: int, faults: Faults = ()) -> None:
+def recur(chip: Chip, shape: tuple[int, int, int], groups: int, faults: Faults = ()) -> None:
     """Run the cluster design early; an assertion fails where it is wrong."""
     frames, batch, hidden = shape
     facts = small_chip({8: 1})
@@ -41,7 +33,7 @@ def recur(chip: Callable[..., None], shape: tuple[int, int, int], groups: int, f
         assert relative_error(ours, exact) <= 2 * relative_error(other, exact)
 
 
-def recur_gates(chip: Callable[..., None], cell: str, shape: tuple[int, int, int], faults: Faults = ()) -> None:
+def recur_gates(chip: Chip, cell: str, shape: tuple[int, int, int], faults: Faults = ()) -> None:
     """Do as `recur` with a cell with gates."""
     facts = small_chip({8: 1})
     chip(cluster_choices(Problem(*shape[1:], "bfloat16", cell, False), facts, facts.sms)[0], 1, faults)
@@ -56,7 +48,7 @@ def recur_gates(chip: Callable[..., None], cell: str, shape: tuple[int, int, int
         assert ours is None or relative_error(ours, right) <= 2 * relative_error(other, right)
 
 
-def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], faults: Faults = ()) -> None:
+def projected(chip: Chip, shape: tuple[int, int, int, int], faults: Faults = ()) -> None:
     """Run the projection early; an assertion fails where it is wrong."""
     frames, batch, width, hidden = shape
     facts = small_chip({8: 1})
@@ -80,13 +72,11 @@ def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], fault
     [
         pytest.param((5, 2, 40), 1, id="one group"),
         pytest.param((4, 11, 40), 2, id="two groups, two tiles"),
-        pytest.param((3, 2, 33), 1, id="rows that start between words", marks=pytest.mark.slow),
+        slow((3, 2, 33), 1, id="rows that start between words"),
         pytest.param((3, 2, 44), 1, id="rows on 8 bytes"),
     ],
 )
-def test_a_recurrence_that_starts_early_waits(
-    chip: Callable[..., None], shape: tuple[int, int, int], groups: int
-) -> None:
+def test_a_recurrence_that_starts_early_waits(chip: Chip, shape: tuple[int, int, int], groups: int) -> None:
     recur(chip, shape, groups)
 
 
@@ -95,11 +85,11 @@ def test_a_recurrence_that_starts_early_waits(
     [
         ("lstm", (5, 2, 40)),
         ("gru_after", (4, 11, 33)),
-        pytest.param("lstm", (4, 11, 33), marks=pytest.mark.slow),
-        pytest.param("gru_after", (5, 2, 40), marks=pytest.mark.slow),
+        slow("lstm", (4, 11, 33)),
+        slow("gru_after", (5, 2, 40)),
     ],
 )
-def test_gates_that_start_early_wait(chip: Callable[..., None], cell: str, shape: tuple[int, int, int]) -> None:
+def test_gates_that_start_early_wait(chip: Chip, cell: str, shape: tuple[int, int, int]) -> None:
     recur_gates(chip, cell, shape)
 
 
@@ -109,11 +99,11 @@ def test_gates_that_start_early_wait(chip: Callable[..., None], cell: str, shape
         (10, 2, 264, 33),
         (1, 1, 8, 16),
         (10, 17, 16, 17),
-        pytest.param((5, 2, 40, 40), marks=pytest.mark.slow),
-        pytest.param((2, 150, 264, 81), marks=pytest.mark.slow),
+        slow((5, 2, 40, 40)),
+        slow((2, 150, 264, 81)),
     ],
 )
-def test_a_projection_that_starts_early_waits(chip: Callable[..., None], shape: tuple[int, int, int, int]) -> None:
+def test_a_projection_that_starts_early_waits(chip: Chip, shape: tuple[int, int, int, int]) -> None:
     projected(chip, shape)
 
 
@@ -134,14 +124,14 @@ MADE = "finisher(pass, smem);\n        cluster_barrier();\n"
         ),
     ],
 )
-def test_a_recurrence_that_does_not_wait_is_found(chip: Callable[..., None], fault: tuple[str, str, str]) -> None:
+def test_a_recurrence_that_does_not_wait_is_found(chip: Chip, fault: Fault) -> None:
     with pytest.raises(AssertionError):
         recur(chip, (3, 2, 40), 1, (fault,))
     with pytest.raises(AssertionError):
         recur_gates(chip, "lstm", (3, 2, 40), (fault,))
 
 
-def test_a_projection_that_reads_before_it_waits_is_found(chip: Callable[..., None]) -> None:
+def test_a_projection_that_reads_before_it_waits_is_found(chip: Chip) -> None:
     loop = "    const auto* x = static_cast<const Element*>(given.x);\n"
     late = "    if (given.rows > 0) await_kernel_before();\n"
     faults = (

@@ -1,7 +1,5 @@
 """Both directions in one launch: the kernels' own source on a CPU, with slow warps and late messages."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from ds2_ops import recurrence
@@ -9,18 +7,12 @@ from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.cells import CELLS, GATED, Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
-from support.chip import Faults, patch, small_chip
+from support.chip import Chip, Fault, Faults, assert_seen, slow, small_chip
 from support.op_cases import CPU, draw, nan_filled_memory, outputs_and_gradients, ragged_lengths, relative_error
 from torch import Tensor
 
 CLIP = 1.0
 Tile = tuple[int, int, int]  # blocks of a cluster, clusters of the chip, groups
-
-
-@pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """See `support.chip.patch`."""
-    return patch(monkeypatch)
 
 
 def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -> Choice:
@@ -31,7 +23,7 @@ def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -
 
 
 def wrong_results(
-    chip: Callable[..., None], cell: str, tile: Tile, shape: tuple[int, int, int], faults: tuple[Faults, Faults]
+    chip: Chip, cell: str, tile: Tile, shape: tuple[int, int, int], faults: tuple[Faults, Faults]
 ) -> list[str]:
     """Which results have an error that is not at most twice that of plain autograd in bfloat16."""
     frames, batch, hidden = shape
@@ -76,15 +68,15 @@ CASES = [
     pytest.param("lstm", (8, 1, 1), (3, 2, 40), id="lstm"),
     pytest.param("gru_after", (8, 2, 2), (4, 3, 33), id="gru, odd rows, two groups"),
     pytest.param("tanh", (8, 2, 1), (5, 3, 60), id="a cell without gates"),
-    pytest.param("lstm", (8, 1, 2), (3, 1, 250), id="pushing, an empty group", marks=pytest.mark.slow),
-    pytest.param("lstm", (16, 1, 2), (4, 1, 250), id="an empty group", marks=pytest.mark.slow),
-    pytest.param("gru_after", (8, 2, 1), (4, 9, 250), id="gru, two tiles a direction", marks=pytest.mark.slow),
+    slow("lstm", (8, 1, 2), (3, 1, 250), id="pushing, an empty group"),
+    slow("lstm", (16, 1, 2), (4, 1, 250), id="an empty group"),
+    slow("gru_after", (8, 2, 1), (4, 9, 250), id="gru, two tiles a direction"),
 ]
 
 
 @pytest.mark.parametrize(("cell", "tile", "shape"), CASES)
 def test_slow_warps_and_late_messages_change_nothing(
-    cell: str, tile: Tile, shape: tuple[int, int, int], chip: Callable[..., None]
+    cell: str, tile: Tile, shape: tuple[int, int, int], chip: Chip
 ) -> None:
     assert not wrong_results(chip, cell, tile, shape, ((), ()))
 
@@ -93,35 +85,17 @@ SHAPE, CLUSTER = "cluster_shape.cuh", "cluster.cuh"
 SMALL = ((8, 1, 2), (4, 3, 40))
 FAULTS = [
     pytest.param((SHAPE, "? frames - 1 - t", "? pass.frames - 1 - t"), SMALL, id="padding is heard first"),
-    pytest.param(
-        (SHAPE, "* Shape::DIRECTIONS + direction;", "* Shape::DIRECTIONS;"),
-        SMALL,
-        id="the first's rows",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        (CLUSTER, "Tile<Shape>(pass).first_element()", "0"), SMALL, id="the first's weights", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        (SHAPE, "(pass.batch + full - 1) / full * full", "pass.batch"),
-        SMALL,
-        id="tiles of both overlap",
-        marks=pytest.mark.slow,
-    ),
+    slow((SHAPE, "* Shape::DIRECTIONS + direction;", "* Shape::DIRECTIONS;"), SMALL, id="the first's rows"),
+    slow((CLUSTER, "Tile<Shape>(pass).first_element()", "0"), SMALL, id="the first's weights"),
+    slow((SHAPE, "(pass.batch + full - 1) / full * full", "pass.batch"), SMALL, id="tiles of both overlap"),
 ]
 
 
 @pytest.mark.parametrize(("fault", "where"), FAULTS)
-def test_planted_faults_are_found(
-    fault: tuple[str, str, str], where: tuple[Tile, tuple[int, int, int]], chip: Callable[..., None]
-) -> None:
+def test_planted_faults_are_found(fault: Fault, where: tuple[Tile, tuple[int, int, int]], chip: Chip) -> None:
     header, right, wrong = fault
     planted = ((f"recurrent/{header}", right, wrong),)
-    try:
-        found = wrong_results(chip, "lstm", *where, (planted, planted))
-    except AssertionError:
-        return  # the emulation itself saw it
-    assert found
+    assert_seen(lambda: wrong_results(chip, "lstm", *where, (planted, planted)))
 
 
 def test_a_cell_of_every_kind_is_run_here() -> None:

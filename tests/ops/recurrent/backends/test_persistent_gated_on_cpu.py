@@ -1,6 +1,5 @@
 """The kernels' own source with gates on a CPU, with slow warps and late messages, against float64."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,17 +12,10 @@ from ds2_ops.recurrent.plan.narrow import narrow_choices, portable_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from ds2_ops.recurrent.plan.wide import wide_choices
-from support.chip import Faults, patch, small_chip
+from support.chip import Chip, Fault, Faults, assert_seen, slow, small_chip
 from support.gated_cases import both_passes, in_float64, problem
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
 from torch import Tensor
-
-
-@pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """See `support.chip.patch`."""
-    return patch(monkeypatch)
-
 
 # design, blocks of a cluster, clusters of the chip, groups
 Tile = tuple[str, int, int, int]
@@ -49,7 +41,7 @@ def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -
 
 
 def wrong_results(
-    chip: Callable[..., None],
+    chip: Chip,
     cell: str,
     tile: Tile,
     shape: tuple[int, int, int],
@@ -79,69 +71,53 @@ def wrong_results(
 CASES = [
     pytest.param("lstm", ("cluster", 8, 1, 1), (3, 2, 40), id="lstm"),
     pytest.param("gru_after", ("cluster", 8, 1, 2), (4, 21, 33), id="gru, odd rows, two groups, two tiles"),
-    pytest.param("lstm", ("cluster", 16, 1, 2), (3, 11, 250), id="lstm, warps that share", marks=pytest.mark.slow),
-    pytest.param("gru_after", ("cluster", 16, 1, 2), (4, 11, 512), id="gru that pushes", marks=pytest.mark.slow),
+    slow("lstm", ("cluster", 16, 1, 2), (3, 11, 250), id="lstm, warps that share"),
+    slow("gru_after", ("cluster", 16, 1, 2), (4, 11, 512), id="gru that pushes"),
     pytest.param("lstm", ("cluster", 8, 1, 1), (5, 3, 250), id="lstm that pushes"),
-    pytest.param("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group", marks=pytest.mark.slow),
-    pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group", marks=pytest.mark.slow),
-    pytest.param(
-        "lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "lstm", ("units", 1, 1, 1), (7, 12, 40), id="lstm, one multiprocessor, a second tile", marks=pytest.mark.slow
-    ),
+    slow("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group"),
+    slow("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
+    slow("lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles"),
+    slow("lstm", ("units", 1, 1, 1), (7, 12, 40), id="lstm, one multiprocessor, a second tile"),
     pytest.param("lstm", ("units", 1, 3, 1), (4, 3, 65), id="lstm, a lane a gate"),
-    pytest.param(
-        "lstm", ("units", 2, 3, 1), (4, 3, 60), id="lstm, cluster, one utterance a tile", marks=pytest.mark.slow
-    ),
+    slow("lstm", ("units", 2, 3, 1), (4, 3, 60), id="lstm, cluster, one utterance a tile"),
     pytest.param("lstm", ("units", 2, 1, 1), (4, 5, 60), id="lstm, units of a cluster, two columns a lane"),
-    pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, a lane a gate", marks=pytest.mark.slow),
+    slow("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, a lane a gate"),
     pytest.param("gru_after", ("units", 1, 1, 1), (4, 3, 33), id="gru, one multiprocessor"),
     pytest.param("gru_before", ("units", 1, 2, 1), (4, 3, 65), id="reset before, one multiprocessor, two tiles"),
     pytest.param("gru_before", ("units", 2, 3, 1), (5, 3, 60), id="reset before, cluster, a lane a gate"),
-    pytest.param("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster", marks=pytest.mark.slow),
-    pytest.param("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
-    pytest.param("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
-    pytest.param(
-        "gru_after", ("narrow", 2, 8, 1), (66, 1, 500), id="gru, the exchange comes round", marks=pytest.mark.slow
-    ),
+    slow("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster"),
+    slow("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip"),
+    slow("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip"),
+    slow("gru_after", ("narrow", 2, 8, 1), (66, 1, 500), id="gru, the exchange comes round"),
     pytest.param("lstm", ("portable", 1, 7, 1), (19, 3, 100), id="lstm, portable, many frames"),
-    pytest.param(
-        "gru_after", ("portable", 1, 7, 2), (4, 11, 131), id="gru, portable, odd rows", marks=pytest.mark.slow
-    ),
-    pytest.param("lstm", ("portable", 1, 5, 5), (3, 66, 60), id="lstm, portable, two tiles", marks=pytest.mark.slow),
-    pytest.param(
-        "lstm", ("portable", 2, 16, 1), (20, 3, 500), id="lstm, teams of two, many frames", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "gru_after", ("portable", 2, 16, 2), (5, 11, 501), id="gru, teams of two, odd rows", marks=pytest.mark.slow
-    ),
+    slow("gru_after", ("portable", 1, 7, 2), (4, 11, 131), id="gru, portable, odd rows"),
+    slow("lstm", ("portable", 1, 5, 5), (3, 66, 60), id="lstm, portable, two tiles"),
+    slow("lstm", ("portable", 2, 16, 1), (20, 3, 500), id="lstm, teams of two, many frames"),
+    slow("gru_after", ("portable", 2, 16, 2), (5, 11, 501), id="gru, teams of two, odd rows"),
     pytest.param("lstm", ("wide", 3, 6, 1), (5, 9, 168), id="lstm, wide"),
-    pytest.param("gru_after", ("wide", 2, 6, 2), (4, 39, 177), id="gru, wide, odd rows", marks=pytest.mark.slow),
-    pytest.param("lstm", ("wider", 4, 4, 1), (3, 9, 184), id="lstm, three warp groups", marks=pytest.mark.slow),
-    pytest.param("gru_after", ("wider", 4, 4, 2), (3, 35, 245), id="gru, three warp groups", marks=pytest.mark.slow),
-    pytest.param("lstm", ("wide", 4, 6, 2), (3, 66, 162), id="lstm, wide, two tiles", marks=pytest.mark.slow),
-    pytest.param("lstm", ("wide", 4, 6, 1), (20, 3, 162), id="lstm, wide, many frames", marks=pytest.mark.slow),
-    pytest.param("lstm", ("streams", 2, 12, 1), (20, 35, 100), id="lstm, two streams", marks=pytest.mark.slow),
+    slow("gru_after", ("wide", 2, 6, 2), (4, 39, 177), id="gru, wide, odd rows"),
+    slow("lstm", ("wider", 4, 4, 1), (3, 9, 184), id="lstm, three warp groups"),
+    slow("gru_after", ("wider", 4, 4, 2), (3, 35, 245), id="gru, three warp groups"),
+    slow("lstm", ("wide", 4, 6, 2), (3, 66, 162), id="lstm, wide, two tiles"),
+    slow("lstm", ("wide", 4, 6, 1), (20, 3, 162), id="lstm, wide, many frames"),
+    slow("lstm", ("streams", 2, 12, 1), (20, 35, 100), id="lstm, two streams"),
     # The second stream has a tile less, and odd rows.
-    pytest.param("gru_after", ("streams", 2, 12, 1), (9, 70, 85), id="gru, three tiles", marks=pytest.mark.slow),
+    slow("gru_after", ("streams", 2, 12, 1), (9, 70, 85), id="gru, three tiles"),
     # Groups of 18 and 17: a lane may have an utterance of the first alone. The exchange comes round.
-    pytest.param("gru_after", ("wide", 2, 6, 2), (20, 35, 177), id="gru, wide, uneven groups", marks=pytest.mark.slow),
+    slow("gru_after", ("wide", 2, 6, 2), (20, 35, 177), id="gru, wide, uneven groups"),
 ]
 
 
 @pytest.mark.parametrize(("cell", "tile", "shape"), CASES)
 def test_slow_warps_and_late_messages_change_nothing(
-    cell: str, tile: Tile, shape: tuple[int, int, int], chip: Callable[..., None]
+    cell: str, tile: Tile, shape: tuple[int, int, int], chip: Chip
 ) -> None:
     assert not wrong_results(chip, cell, tile, shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "hidden"), [("lstm", 100), ("gru_after", 85)])
-def test_weights_in_shared_memory(
-    cell: str, hidden: int, chip: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_shared_memory(cell: str, hidden: int, chip: Chip, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all instructions along K but one, where the chip has those from the 29th on; forward two streams."""
     monkeypatch.setattr(wide, "GATES", replace(wide.GATES, max_k_tiles={2: 1}))
     fewer = (("recurrent/grid_wide_shape.cuh", "K_TILES > 28 ? K_TILES - 28 : 0", "K_TILES > 1 ? K_TILES - 1 : 0"),)
@@ -163,156 +139,96 @@ def test_weights_in_shared_memory(
     assert all(relative_error(a, c) <= 2 * relative_error(b, c) for a, b, c in zip(*results, strict=True))
 
 
-CLUSTER, MULTIPLY = "recurrent/cluster.cuh", "recurrent/cluster_multiply.cuh"
+CLUSTER, MULTIPLY, UNITS, SPREAD, WIDE, FINISH, NARROW, BEGIN, CELLS = (
+    f"recurrent/{name}.cuh"
+    for name in (
+        "cluster", "cluster_multiply", "units", "units_spread", "grid_wide", "grid_wide_finish", "grid_narrow",
+        "exchange", "cells",
+    )
+)  # fmt: skip
 AWAIT = "barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS"
-FAULTS = [
-    pytest.param((MULTIPLY, "await(PORTION);", ""), True, id="no wait for the peers", marks=pytest.mark.slow),
-    pytest.param(
-        (MULTIPLY, "block_wait(Shape::FIRST_STATE, THREADS);", ";"),
-        True,
-        id="no wait for the first state",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        (MULTIPLY, AWAIT, "if (false) barrier_wait(0"),
-        False,
-        id="no wait for the peers' gradients",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param((CLUSTER, "if (t < frames) keep_carry", "keep_carry"), False, id="carry of padding"),
-    pytest.param(
-        ("recurrent/cells.cuh", "= before * f", "= tanh_c * f"),
-        False,
-        id="c of the wrong frame",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        (CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap", marks=pytest.mark.slow
-    ),
-]
-UNITS, SPREAD = "recurrent/units.cuh", "recurrent/units_spread.cuh"
-UNITS_FAULTS = [
-    pytest.param(
-        "gru_before", 1, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), True, id="no barrier of the block"
-    ),
-    pytest.param(
-        "gru_before",
-        2,
-        (UNITS, "barrier_wait(barrier(epoch), parity", "if (false) barrier_wait(0, parity"),
-        True,
-        id="no wait",
-    ),
-    pytest.param(
-        "gru_before", 2, (UNITS, "return Shape::PHASES == 2 && epoch % 2 ?", "return false ?"), False, id="other bytes"
-    ),
-    pytest.param("lstm", 1, (SPREAD, "of_lane(saved, 1) * carry", "carry"), True, id="a gate left out"),
-    pytest.param(
-        "lstm", 1, (UNITS, "if (exists) u.carry[0] = carry[0];", "u.carry[0] = carry[0];"), False, id="carry of padding"
-    ),
-    pytest.param(
-        "gru_before", 1, ("recurrent/cells.cuh", "carry += q * slope[3];", ""), False, id="no gradient of r h"
-    ),
-]
-
-
-@pytest.mark.parametrize(("fault", "forward"), FAULTS)
-def test_planted_faults_are_found(fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]) -> None:
-    faults = ((fault,), ()) if forward else ((), (fault,))
-    shape = (3, 2, 250) if forward else (3, 2, 40)  # warps share where rows are many
-    try:
-        wrong = wrong_results(chip, "lstm", ("cluster", 16 if forward else 8, 1, 1), shape, faults)
-    except AssertionError:
-        return  # the emulation itself saw it
-    assert wrong
-
-
-WIDE, FINISH = "recurrent/grid_wide.cuh", "recurrent/grid_wide_finish.cuh"
-BEGIN = "recurrent/exchange.cuh"
 ALL_WAIT = "block_wait(Shape::ALL_EMPTY, Shape::BEGINNERS);"
-WIDE_FAULTS = [
-    pytest.param((BEGIN, "+ thread; i", "+ thread + 1; i"), False, id="not all emptied", marks=pytest.mark.slow),
-    pytest.param(
-        (BEGIN, "bool waits = thread == 0", "bool waits = false"),
+NO_SUMS = "if (!DEBUG_WAITS) block_wait(Shape::written(sums_turn), Shape::SUM_THREADS);"
+MANY_ROWS = "lstm", ("cluster", 16, 1, 1), (3, 2, 250)  # warps share them
+FEW_ROWS = "lstm", ("cluster", 8, 1, 1), (3, 2, 40)
+BLOCK, PAIR = (("gru_before", ("units", cluster, 1, 1), (5, 2, 40)) for cluster in (1, 2))
+OF_WIDE = "lstm", ("wide", 3, 6, 1), (3, 9, 168)
+PORTABLE, TEAM = ("lstm", ("portable", 1, 7, 1), (19, 3, 100)), ("lstm", ("portable", 2, 16, 1), (8, 3, 500))
+FAULTS = [  # where, whether in the forward pass, the fault
+    slow(*MANY_ROWS, True, (MULTIPLY, "await(PORTION);", ""), id="no wait for the peers"),
+    slow(*MANY_ROWS, True, (MULTIPLY, "block_wait(Shape::FIRST_STATE, THREADS);", ";"), id="no wait for the first"),
+    slow(*FEW_ROWS, False, (MULTIPLY, AWAIT, "if (false) barrier_wait(0"), id="no wait for the peers' gradients"),
+    pytest.param(*FEW_ROWS, False, (CLUSTER, "if (t < frames) keep_carry", "keep_carry"), id="carry of padding"),
+    slow(*FEW_ROWS, False, (CELLS, "= before * f", "= tanh_c * f"), id="c of the wrong frame"),
+    slow(*FEW_ROWS, False, (CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), id="gates overlap"),
+    slow(*OF_WIDE, False, (BEGIN, "+ thread; i", "+ thread + 1; i"), id="wide, not all emptied"),
+    slow(
+        *OF_WIDE, True, (BEGIN, "bool waits = thread == 0", "bool waits = false"), id="wide, no wait for other blocks"
+    ),
+    slow(*OF_WIDE, True, (BEGIN, ALL_WAIT, ""), id="wide, one warp waits for other blocks"),
+    slow(*OF_WIDE, False, (FINISH, "if (t <= last) keep_carry", "keep_carry"), id="wide, carry of padding"),
+    slow(*OF_WIDE, False, (FINISH, "plane * plane_words", "plane * 0"), id="wide, gates overlap"),
+    slow(*OF_WIDE, True, (WIDE, "* Shape::SUMS + gate)", "* Shape::SUMS)"), id="wide, sums overlap"),
+    slow(
+        *OF_WIDE,
         True,
-        id="no wait for other blocks",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param((BEGIN, ALL_WAIT, ""), True, id="one warp waits for other blocks", marks=pytest.mark.slow),
-    pytest.param(
-        (FINISH, "if (t <= last) keep_carry", "keep_carry"), False, id="carry of padding", marks=pytest.mark.slow
-    ),
-    pytest.param((FINISH, "plane * plane_words", "plane * 0"), False, id="gates overlap", marks=pytest.mark.slow),
-    pytest.param((WIDE, "* Shape::SUMS + gate)", "* Shape::SUMS)"), True, id="sums overlap", marks=pytest.mark.slow),
-    pytest.param(
         (FINISH, "await_sums(at);\n        const unsigned from", "const unsigned from"),
+        id="wide, no wait",
+    ),
+    slow(*PORTABLE, True, (NARROW, NO_SUMS, ""), id="portable, no wait"),
+    slow(
+        *PORTABLE,
         True,
-        id="no wait",
-        marks=pytest.mark.slow,
+        (NARROW, "SOURCES = CLUSTER == 1 ? WARPS", "SOURCES = CLUSTER == 1 ? WARPS / 4"),
+        id="a sum less",
     ),
+    slow(*TEAM, True, (NARROW, "waits |= missing(sums.v[s][k], use);", ";"), id="no wait for the team"),
+    slow(*TEAM, True, (NARROW, "return turn.epoch / 2 % 2;", "return 0;"), id="sums of two states before"),
+    slow(*TEAM, True, (NARROW, "return end - (buffer_of(turn) + 1)", "return end - 1"), id="one buffer"),
+    slow(*BLOCK, True, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), id="units, no barrier of the block"),
+    slow(
+        *PAIR,
+        True,
+        (UNITS, "barrier_wait(barrier(epoch), parity", "if (false) barrier_wait(0, parity"),
+        id="units, no wait",
+    ),
+    slow(*PAIR, False, (UNITS, "return Shape::PHASES == 2 && epoch % 2 ?", "return false ?"), id="units, other bytes"),
+    slow(
+        "lstm",
+        ("units", 1, 1, 1),
+        (5, 1, 40),
+        True,
+        (SPREAD, "of_lane(saved, 1) * carry", "carry"),
+        id="a gate left out",
+    ),
+    slow(
+        "lstm",
+        *BLOCK[1:],
+        False,
+        (UNITS, "if (exists) u.carry[0] = carry[0];", "u.carry[0] = carry[0];"),
+        id="units, carry of padding",
+    ),
+    slow(*BLOCK, False, (CELLS, "carry += q * slope[3];", ""), id="units, no gradient of r h"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "forward"), WIDE_FAULTS)
-def test_planted_faults_in_the_wide_design_are_found(
-    fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]
+@pytest.mark.parametrize(("cell", "tile", "shape", "forward", "fault"), FAULTS)
+def test_planted_faults_are_found(
+    cell: str, tile: Tile, shape: tuple[int, int, int], forward: bool, fault: Fault, chip: Chip
 ) -> None:
     faults = ((fault,), ()) if forward else ((), (fault,))
-    try:
-        wrong = wrong_results(chip, "lstm", ("wide", 3, 6, 1), (3, 9, 168), faults)
-    except AssertionError:
-        return  # the emulation itself saw it
-    assert wrong
-
-
-NARROW = "recurrent/grid_narrow.cuh"
-PORTABLE_FAULTS = [
-    pytest.param(
-        1, (NARROW, "if (!DEBUG_WAITS) block_wait(Shape::written(sums_turn), Shape::SUM_THREADS);", ""), id="no wait"
-    ),
-    pytest.param(1, (NARROW, "SOURCES = CLUSTER == 1 ? WARPS", "SOURCES = CLUSTER == 1 ? WARPS / 4"), id="a sum less"),
-    pytest.param(2, (NARROW, "waits |= missing(sums.v[s][k], use);", ";"), id="no wait for the team"),
-    pytest.param(2, (NARROW, "return turn.epoch / 2 % 2;", "return 0;"), id="sums of two states before"),
-    pytest.param(2, (NARROW, "return end - (buffer_of(turn) + 1)", "return end - 1"), id="one buffer"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("team", "fault"), PORTABLE_FAULTS)
-def test_planted_faults_in_the_portable_design_are_found(
-    team: int, fault: tuple[str, str, str], chip: Callable[..., None]
-) -> None:
-    tile, shape = (("portable", 1, 7, 1), (19, 3, 100)) if team == 1 else (("portable", 2, 16, 1), (8, 3, 500))
-    try:
-        wrong = wrong_results(chip, "lstm", tile, shape, ((fault,), ()))
-    except AssertionError:
-        return  # the emulation itself saw it
-    assert wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cell", "cluster", "fault", "forward"), UNITS_FAULTS)
-def test_planted_faults_of_small_layers_are_found(
-    cell: str, cluster: int, fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]
-) -> None:
-    faults = ((fault,), ()) if forward else ((), (fault,))
-    batch = 1 if fault[0] == SPREAD else 2
-    try:
-        wrong = wrong_results(chip, cell, ("units", cluster, 1, 1), (5, batch, 40), faults)
-    except AssertionError:
-        return  # the emulation itself saw it
-    assert wrong
+    assert_seen(lambda: wrong_results(chip, cell, tile, shape, faults))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forward", [True, False])
-def test_copies_of_the_tile_before_are_waited_for(forward: bool, chip: Callable[..., None]) -> None:
+def test_copies_of_the_tile_before_are_waited_for(forward: bool, chip: Chip) -> None:
     """The last ones of a tile are of zeros, into places that the next tile's first ones take."""
     fault = (UNITS, "copies_wait<0>();", "")
     faults = ((fault,), ()) if forward else ((), (fault,))
     assert wrong_results(chip, "lstm", ("units", 1, 1, 1), (7, 12, 40), faults)
 
 
-CELLS = "recurrent/cells.cuh"
 COARSE_GATES = [
     pytest.param((), 1, True, id="a lane a gate"),
     pytest.param((), 2, True, id="as it is"),
@@ -334,7 +250,7 @@ COARSE_GATES = [
 
 
 @pytest.mark.parametrize(("faults", "batch", "right"), COARSE_GATES)
-def test_a_long_memory_rests_on_exact_gates(faults: Faults, batch: int, right: bool, chip: Callable[..., None]) -> None:
+def test_a_long_memory_rests_on_exact_gates(faults: Faults, batch: int, right: bool, chip: Chip) -> None:
     """bfloat16's instruction of less precision is not for gates near their ends, whose errors add up over frames."""
     frames, hidden = 64, 40
     chip(the_choice(("units", 1, 1, 1), "lstm", batch, hidden, False), 1, faults)
@@ -347,7 +263,7 @@ def test_a_long_memory_rests_on_exact_gates(faults: Faults, batch: int, right: b
 
 
 @pytest.mark.parametrize("cell", GATED)
-def test_the_bits_do_not_depend_on_what_is_kept(cell: str, chip: Callable[..., None]) -> None:
+def test_the_bits_do_not_depend_on_what_is_kept(cell: str, chip: Chip) -> None:
     """One utterance a tile: a lane writes one plane of what is kept, or none."""
     given, _ = problem(cell, (4, 3, 24), CPU, torch.bfloat16)
     results: list[list[Tensor]] = []
