@@ -7,9 +7,22 @@ import pytest
 import torch
 from ds2_ops import recurrence
 from ds2_ops.recurrent.cells import GATED, Options
+from ds2_ops.recurrent.plan.problem import Choice, Problem
 from torch import Tensor
 
-from support.op_cases import draw, on_cpu, on_gpu, outputs_and_gradients, relative_error
+from support.op_cases import (
+    CUDA,
+    assert_same_bits,
+    draw,
+    nan_filled_memory,
+    on_cpu,
+    on_gpu,
+    outputs_and_gradients,
+    poison_padding,
+    ragged_lengths,
+    relative_error,
+)
+from support.persistent_cases import each_tile
 
 on_every_target = pytest.mark.parametrize(("device", "backend"), [on_cpu("cpu"), on_gpu("gemm"), on_gpu("persistent")])
 
@@ -117,3 +130,25 @@ def assert_as_good_as_stock(
         assert our.dtype == other.dtype and our.shape == true.shape, name
         allowed = max(2 * relative_error(other, true), floor)
         assert relative_error(our, true) <= allowed, f"{name} of {cell} {tuple(true.shape)} {our.dtype}"
+
+
+def check_each_tile(
+    monkeypatch: pytest.MonkeyPatch,
+    tiles: Callable[[Problem], list[Choice]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    cell: str,
+    floor: float,
+) -> None:
+    """Run each tile in memory of NaN, on arrays with NaN at padding: as good as stock, and the same bits twice."""
+    lengths = ragged_lengths(*shape[:2]).to(CUDA)
+    (x, *others), (grad_y, *last) = problem(cell, shape, CUDA, dtype)
+    poisoned = [poison_padding(x, lengths), *others], [poison_padding(grad_y, lengths), *last]  # type: ignore[arg-type]
+
+    def ours() -> list[Tensor]:
+        with nan_filled_memory():
+            return run(cell, *poisoned, lengths, backend="persistent")
+
+    for _ in each_tile(monkeypatch, tiles, shape, dtype, cell):
+        assert_as_good_as_stock(cell, ours, [x, *others], [grad_y, *last], lengths, floor)
+        assert_same_bits(ours(), ours())

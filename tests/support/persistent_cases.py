@@ -1,7 +1,8 @@
 """What the tests of the persistent kernels share: inputs, both passes through them, and their equations as loops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import pytest
 import torch
 from ds2_ops.jit.launch import Source
 from ds2_ops.recurrent.backends import persistent
@@ -10,8 +11,18 @@ from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from torch import Tensor
 
-from support.op_cases import CUDA, draw
+from support.op_cases import (
+    CUDA,
+    assert_same_bits,
+    draw,
+    nan_filled_memory,
+    poison_padding,
+    ragged_lengths,
+    relative_error,
+)
+from support.rounding import Arithmetic, allowed_against_stock, variances
 
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, weight_hh, h0, grad_y, grad_h_n
 CLIP = 1.0
 H200 = DeviceFacts()
 LARGEST_GRID_HIDDEN = {"bfloat16": 4224, "float16": 4224, "float32": 3072}  # of the whole-chip designs on it
@@ -69,10 +80,8 @@ def backward_loop(
     return torch.stack(grads[::-1]), torch.where((lengths == 0)[:, None], grad_h_n, grad_h @ weight_hh)
 
 
-def inputs(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device = CUDA
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, weight_hh, h0, grad_y, grad_h_n."""
+def inputs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device = CUDA) -> Tensors:
+    """Inputs whose states neither die nor explode, and gradients of y and h_n."""
     _, batch, hidden = shape
     x, grad_y = (draw(seed, *shape, device=device, dtype=dtype) for seed in (1, 4))
     h0, grad_h_n = (draw(seed, batch, hidden, device=device, dtype=dtype) for seed in (3, 5))
@@ -94,31 +103,68 @@ def backward_data(
     return grad_x, grad_h0
 
 
-def run(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
-) -> list[Tensor]:
+def run(tensors: Tensors, lengths: Tensor | None, nonlinearity: str) -> list[Tensor]:
+    """y, h_n, and the gradients of x and h0 of a cell of one gate on the persistent kernels."""
     x, weight_hh, h0, grad_y, grad_h_n = tensors
     options = Options(nonlinearity, CLIP)
     y, h_n = forward(x, weight_hh, h0, lengths, options)
     return [y, h_n, *backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)]
 
 
-def assert_split_in_time_gives_the_same_bits(
-    shape: tuple[int, int, int], dtype: torch.dtype, cuts: Sequence[int]
+def each_tile(
+    monkeypatch: pytest.MonkeyPatch,
+    tiles: Callable[[Problem], list[Choice]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    cell: str,
+) -> Iterator[int]:
+    """Let the persistent backend run each tile in turn, the last where a pass has fewer; yields their numbers."""
+    problem = Problem(*shape[1:], str(dtype).removeprefix("torch."), cell, False)
+    count = max(len(tiles(problem)), len(tiles(problem._replace(backward=True))))
+    assert count > 0
+    for number in range(count):
+
+        def choose(problem: Problem, *_: object, number: int = number) -> Choice:
+            choices = tiles(problem)
+            return choices[min(number, len(choices) - 1)]
+
+        monkeypatch.setattr(persistent, "choose_tile", choose)
+        yield number
+
+
+def assert_near_float64(tensors: Tensors, lengths: Tensor, cell: str) -> Callable[[Sequence[Tensor]], None]:
+    """Return the check of results of `run`: their error is at most twice that of stock products, or rounding's."""
+    x, weight_hh, h0, grad_y, grad_h_n = tensors
+    truth = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, cell)
+    stock = forward_loop(x, weight_hh, h0, lengths, cell)
+    given = (x, weight_hh, h0), (grad_y, grad_h_n), lengths, cell, CLIP
+    may = variances(Arithmetic.of(x.dtype), *given, of_weight=False)
+
+    def check(ours: Sequence[Tensor]) -> None:
+        backward = (grad_y, grad_h_n, ours[0], weight_hh)
+        true = truth + backward_loop(*(tensor.double() for tensor in backward), lengths, cell)
+        other = stock + backward_loop(*backward, lengths, cell)
+        for name, our, t, s, v in zip(("y", "h_n", "grad_x", "grad_h0"), ours, true, other, may, strict=True):
+            allowed = TF32_ERROR if x.dtype == torch.float32 else allowed_against_stock(s, t, v)
+            assert relative_error(our, t) <= allowed, name
+
+    return check
+
+
+def check_each_tile(
+    monkeypatch: pytest.MonkeyPatch,
+    tiles: Callable[[Problem], list[Choice]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    cell: str,
 ) -> None:
-    x, weight_hh, h0, _, _ = inputs(shape, dtype)
-    options = Options("tanh", CLIP)
-    whole, last = forward(x, weight_hh, h0, None, options)
-    for cut in cuts:
-        head, state = forward(x[:cut], weight_hh, h0, None, options)
-        tail, end = forward(x[cut:], weight_hh, state, None, options)
-        assert torch.equal(torch.cat([head, tail]), whole)
-        assert torch.equal(end, last)
-
-
-def assert_few_multiprocessors_give_the_same_bits(shape: tuple[int, int, int], max_sms: int) -> None:
-    x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16)
-    options = Options("relu", CLIP)
-    everything = forward(x, weight_hh, h0, None, options)
-    fewer = forward(x, weight_hh, h0, None, options._replace(max_sms=max_sms))
-    assert all(torch.equal(a, b) for a, b in zip(everything, fewer, strict=True))
+    """Run each tile twice in memory of NaN, on arrays with NaN at padding: the same bits, near those of float64."""
+    lengths = ragged_lengths(*shape[:2]).to(CUDA, torch.int32)
+    x, weight_hh, h0, grad_y, grad_h_n = tensors = inputs(shape, dtype)
+    poisoned = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
+    check = assert_near_float64(tensors, lengths, cell)
+    for _ in each_tile(monkeypatch, tiles, shape, dtype, cell):
+        with nan_filled_memory():
+            ours, again = run(poisoned, lengths, cell), run(poisoned, lengths, cell)
+        assert_same_bits(ours, again)
+        check(ours)

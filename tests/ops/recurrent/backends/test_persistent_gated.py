@@ -1,53 +1,58 @@
-"""Every tile of the cells with gates on a GPU, beside float64: ragged, in poisoned memory, the same bits twice."""
+"""Every tile of the cells with gates on a GPU, beside float64: ragged, poisoned memory, same bits twice and split."""
+
+import functools
 
 import pytest
 import torch
-from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.problem import Choice, Problem
-from support.gated_cases import assert_as_good_as_stock, problem, run
-from support.op_cases import CUDA, assert_same_bits, nan_filled_memory, poison_padding, ragged_lengths
-from support.persistent_cases import TF32_ERROR, one_a_kernel
-from torch import Tensor
+from support.gated_cases import check_each_tile, gated, problem
+from support.op_cases import CUDA, assert_same_bits
+from support.persistent_cases import TF32_ERROR, each_tile, one_a_kernel
 
 # Odd rows, one utterance, more tiles than clusters, units of one multiprocessor and of clusters.
-CASES = [((6, 3, 65), torch.bfloat16), ((5, 1, 64), torch.bfloat16), ((4, 150, 77), torch.bfloat16)]
-CASES += [((5, 20, 250), torch.bfloat16), ((6, 3, 65), torch.float16), ((5, 9, 90), torch.float32)]
+SMALL = [((6, 3, 65), torch.bfloat16), ((5, 1, 64), torch.bfloat16), ((4, 150, 77), torch.bfloat16)]
+SMALL += [((5, 20, 250), torch.bfloat16), ((6, 3, 65), torch.float16), ((5, 9, 90), torch.float32)]
+# The largest of the goals; uneven groups, and streams with weights in shared memory; odd rows, few utterances; two
+# tiles; so many frames that the exchange comes round; one frame of one utterance; a last cluster that owns little.
+LARGE = [((6, 64, 1024), torch.bfloat16), ((20, 63, 1000), torch.bfloat16), ((19, 35, 1001), torch.float16)]
+LARGE += [((5, 9, 777), torch.float16), ((21, 70, 640), torch.bfloat16), ((70, 9, 640), torch.bfloat16)]
+LARGE += [((1, 1, 640), torch.bfloat16), ((3, 33, 1056), torch.bfloat16)]
+OF_WHOLE_CHIP = [cell for cell, row in GATED.items() if row.phases == 1]
+CASES = [(cell, *case, False) for cell in GATED for case in SMALL]
+CASES += [(cell, *case, True) for cell in OF_WHOLE_CHIP for case in LARGE]
 
 
-def tiles(problem: Problem) -> list[Choice]:
+def tiles(problem: Problem, whole_chip: bool) -> list[Choice]:
     facts = device_facts(torch.cuda.current_device())
-    return one_a_kernel([choice for choice in space(problem, facts) if not choice.launch.cooperative])
+    return one_a_kernel([choice for choice in space(problem, facts) if choice.launch.cooperative == whole_chip])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", GATED)
-@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("cell", "shape", "dtype", "whole_chip"), CASES, ids=str)
 def test_every_tile_is_as_good_as_stock(
-    shape: tuple[int, int, int], dtype: torch.dtype, cell: str, monkeypatch: pytest.MonkeyPatch
+    cell: str, shape: tuple[int, int, int], dtype: torch.dtype, whole_chip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frames, batch, hidden = shape
-    name = str(dtype).removeprefix("torch.")
-    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
-    inputs, cotangents = problem(cell, shape, CUDA, dtype)
-    poisoned = [poison_padding(inputs[0], lengths), *inputs[1:]]  # type: ignore[arg-type]
-    gradients = [poison_padding(cotangents[0], lengths), *cotangents[1:]]
-    counts = [len(tiles(Problem(batch, hidden, name, cell, backward))) for backward in (False, True)]
-    for index in range(max(counts)):
+    of_design = functools.partial(tiles, whole_chip=whole_chip)
+    floor = TF32_ERROR if dtype == torch.float32 else 0.0 if whole_chip else 2e-7
+    check_each_tile(monkeypatch, of_design, shape, dtype, cell, floor)
 
-        def tile(problem: Problem, *_: object, i: int = index) -> Choice:
-            found = tiles(problem)
-            return found[i % len(found)]
 
-        monkeypatch.setattr(persistent, "choose_tile", tile)
-
-        def ours() -> list[Tensor]:
-            with nan_filled_memory():
-                first = run(cell, poisoned, gradients, lengths, backend="persistent")
-                assert_same_bits(run(cell, poisoned, gradients, lengths, backend="persistent"), first)
-            return first
-
-        floor = TF32_ERROR if dtype == torch.float32 else 2e-7
-        assert_as_good_as_stock(cell, ours, inputs, cotangents, lengths, floor)
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", OF_WHOLE_CHIP)
+def test_split_in_time_and_off_16_bytes_the_same_bits(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (20, 40, 640)
+    (x, weight_hh, bias, h0, c0), _ = problem(cell, shape, CUDA, torch.bfloat16)
+    of_design = functools.partial(tiles, whole_chip=True)
+    for _ in each_tile(monkeypatch, of_design, shape, torch.bfloat16, cell):
+        whole = gated(cell, x, weight_hh, bias, h0, c0, None, backend="persistent")
+        shifted = torch.cat([x.new_zeros(2), x.flatten()])[2:].view_as(x)
+        assert shifted.data_ptr() % 16 == 4
+        assert_same_bits(gated(cell, shifted, weight_hh, bias, h0, c0, None, backend="persistent"), whole)
+        for cut in (1, 9):
+            first, h, c = gated(cell, x[:cut], weight_hh, bias, h0, c0, None, backend="persistent")
+            c = c if c0 is not None else None
+            second, h, c = gated(cell, x[cut:], weight_hh, bias, h, c, None, backend="persistent")
+            assert_same_bits([torch.cat([first, second]), h, c], whole)

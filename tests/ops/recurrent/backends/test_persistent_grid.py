@@ -1,96 +1,15 @@
-"""The whole-chip designs on a GPU: every tile against float64, poisoned memory, same bits twice and split."""
+"""The whole-chip designs on a GPU: rows off 16 bytes, and launches at the same time, which share the chip."""
 
 import time
 
 import pytest
 import torch
 from ds2_ops.jit.launch import Launch, Source, launch_on
-from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import Options
-from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
-from support.persistent_cases import (
-    CLIP,
-    DTYPES,
-    LARGEST_GRID_HIDDEN,
-    TF32_ERROR,
-    assert_few_multiprocessors_give_the_same_bits,
-    assert_split_in_time_gives_the_same_bits,
-    backward_loop,
-    forward,
-    forward_loop,
-    grid_choices_of,
-    inputs,
-    one_a_kernel,
-    run,
-)
-from support.rounding import Arithmetic, allowed_against_stock, variances
+from support.op_cases import CUDA, draw, nan_filled_memory, ragged_lengths
+from support.persistent_cases import CLIP, forward, inputs, run
 from torch import Tensor
-
-# frames, batch, hidden: one group, two, five, two tiles; odd rows; weights in shared memory too; so many frames that
-# the exchange comes round
-SHAPES = [
-    (20, 63, 1760),  # groups of 32 and 31
-    (40, 4, 1760),
-    (5, 8, 2560),
-    (6, 3, 1761),
-    (4, 2, 3001),
-    (21, 11, 1301),
-    (20, 70, 1760),
-    (6, 40, 2558),
-    (3, 9, 4224),
-    (1, 1, 1153),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("nonlinearity", ["clipped_relu", "tanh"])
-def test_every_tile_against_float64(
-    shape: tuple[int, int, int], dtype: torch.dtype, nonlinearity: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frames, batch, hidden = shape
-    name = str(dtype).removeprefix("torch.")
-    if hidden > LARGEST_GRID_HIDDEN[name]:
-        pytest.skip("does not fit; the planner's test holds the message")
-    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
-    x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, dtype)
-    poisoned = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
-    truth = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, nonlinearity)
-    stock = forward_loop(x, weight_hh, h0, lengths, nonlinearity)
-    may = variances(
-        Arithmetic.of(dtype), (x, weight_hh, h0), (grad_y, grad_h_n), lengths, nonlinearity, CLIP, of_weight=False
-    )
-    for tile in range(len(one_a_kernel(grid_choices_of(hidden, batch, name)))):
-        monkeypatch.setattr(
-            persistent,
-            "choose_tile",
-            lambda problem, *_, i=tile: one_a_kernel(
-                grid_choices_of(hidden, batch, name, cell=problem.nonlinearity, backward=problem.backward)
-            )[i],
-        )
-        with nan_filled_memory():
-            ours = run(poisoned, lengths, nonlinearity)
-            again = run(poisoned, lengths, nonlinearity)
-        assert all(map(torch.equal, ours, again))
-        backward = (grad_y, grad_h_n, ours[0], weight_hh)
-        true = truth + backward_loop(*(tensor.double() for tensor in backward), lengths, nonlinearity)
-        other = stock + backward_loop(*backward, lengths, nonlinearity)
-        for what, o, t, s, v in zip(("y", "h_n", "grad_x", "grad_h0"), ours, true, other, may, strict=True):
-            allowed = TF32_ERROR if dtype == torch.float32 else allowed_against_stock(s, t, v)
-            assert relative_error(o, t) <= allowed, (tile, what)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "dtype"), [(4, torch.bfloat16), (40, torch.float16), (3, torch.float32)])
-def test_split_in_time_gives_the_same_bits(batch: int, dtype: torch.dtype) -> None:
-    assert_split_in_time_gives_the_same_bits((37, batch, 1760), dtype, cuts=(1, 9, 30))
-
-
-@pytest.mark.gpu
-def test_few_multiprocessors_give_the_same_bits() -> None:
-    assert_few_multiprocessors_give_the_same_bits((6, 4, 1760), max_sms=100)
 
 
 @pytest.mark.gpu
@@ -101,33 +20,6 @@ def test_rows_off_16_bytes_change_no_bit(batch: int) -> None:
     assert all(t.data_ptr() % 16 == 4 for t in shifted)
     lengths = ragged_lengths(5, batch).to(CUDA, torch.int32)
     assert all(map(torch.equal, run(given, lengths, "tanh"), run(shifted, lengths, "tanh")))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch", [5, 33])
-def test_nan_weights_and_states_show_in_the_output_and_do_not_hang(batch: int) -> None:
-    x, weight_hh, h0, _, _ = inputs((6, batch, 1300), torch.bfloat16)
-    options = Options("relu", CLIP)
-    y, _ = forward(x, torch.full_like(weight_hh, torch.nan), h0, None, options)
-    assert y.isnan().all()
-    # Every bit set is the exchange's own "empty".
-    every_bit_set = torch.full(h0.shape, -1, dtype=torch.int16, device=CUDA).view(torch.bfloat16)
-    y, _ = forward(x, weight_hh, every_bit_set, None, options)
-    assert y.isnan().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch", [4, 40])
-def test_graph_replay_reads_new_inputs(batch: int) -> None:
-    tensors = inputs((8, batch, 1760), torch.bfloat16)
-    run(tensors, None, "relu")  # builds the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(tensors, None, "relu")
-    tensors[0].copy_(draw(9, 8, batch, 1760, device=CUDA, dtype=torch.bfloat16))
-    for _ in range(2):
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, run(tensors, None, "relu"), strict=True))
 
 
 @pytest.mark.gpu

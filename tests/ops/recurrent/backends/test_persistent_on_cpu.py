@@ -1,6 +1,5 @@
 """The kernels' own source, whole-chip and of small layers, on a CPU, with slow warps and late messages."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,21 +8,14 @@ from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
-from support.chip import patch, small_chip
-from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
-from support.persistent_cases import CLIP, backward_data, backward_loop, forward, forward_loop, inputs
-from support.rounding import Arithmetic, allowed_against_stock, variances
+from support.chip import Chip, slow, small_chip
+from support.op_cases import CPU, nan_filled_memory, ragged_lengths
+from support.persistent_cases import CLIP, assert_near_float64, backward_data, forward, inputs
 
 # cluster -> clusters of a chip small enough to run here
 NARROW, WIDE = {2: 5}, {5: 4}
 ALONE, FEW = {1: 2}, {4: 1}
 PORTABLE, TEAMS = {1: 7}, {2: 6}  # of capability 8.0
-
-
-@pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """See `support.chip.patch`."""
-    return patch(monkeypatch)
 
 
 def the_choice(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Choice:
@@ -40,27 +32,27 @@ CASES = [
     pytest.param(ALONE, (5, 11, 77), 8, id="two multiprocessors, two columns a lane, two tiles"),
     pytest.param(FEW, (4, 3, 100), 9, id="units of a cluster"),
     pytest.param(NARROW, (6, 5, 520), 1, id="narrow, one group"),
-    pytest.param(NARROW, (20, 5, 520), 2, id="narrow, many frames", marks=pytest.mark.slow),
-    pytest.param(NARROW, (4, 70, 561), 3, id="narrow, two tiles", marks=pytest.mark.slow),
+    slow(NARROW, (20, 5, 520), 2, id="narrow, many frames"),
+    slow(NARROW, (4, 70, 561), 3, id="narrow, two tiles"),
     pytest.param(WIDE, (4, 40, 392), 4, id="wide, two groups"),
-    pytest.param(WIDE, (20, 3, 264), 5, id="wide, blocks that own nothing", marks=pytest.mark.slow),
-    pytest.param(WIDE, (20, 35, 264), 8, id="wide, many frames of uneven groups", marks=pytest.mark.slow),
-    pytest.param(WIDE, (3, 70, 465), 6, id="wide, two tiles", marks=pytest.mark.slow),
-    pytest.param(WIDE, (3, 9, 396), 7, id="wide, rows of whole words", marks=pytest.mark.slow),
+    slow(WIDE, (20, 3, 264), 5, id="wide, blocks that own nothing"),
+    slow(WIDE, (20, 35, 264), 8, id="wide, many frames of uneven groups"),
+    slow(WIDE, (3, 70, 465), 6, id="wide, two tiles"),
+    slow(WIDE, (3, 9, 396), 7, id="wide, rows of whole words"),
     pytest.param(PORTABLE, (20, 5, 100), 10, id="portable, many frames, warps without a part of K"),
-    pytest.param(PORTABLE, (6, 19, 333), 11, id="portable, odd rows, groups", marks=pytest.mark.slow),
-    pytest.param(PORTABLE, (4, 70, 201), 12, id="portable, two tiles", marks=pytest.mark.slow),
+    slow(PORTABLE, (6, 19, 333), 11, id="portable, odd rows, groups"),
+    slow(PORTABLE, (4, 70, 201), 12, id="portable, two tiles"),
     pytest.param(TEAMS, (20, 5, 520), 13, id="teams, many frames"),
-    pytest.param(TEAMS, (6, 70, 561), 14, id="teams, two tiles, odd rows", marks=pytest.mark.slow),
+    slow(TEAMS, (6, 70, 561), 14, id="teams, two tiles, odd rows"),
 ]
 
 
 @pytest.mark.parametrize(("active", "shape", "seed"), CASES)
 def test_slow_warps_and_late_messages_change_nothing(
-    active: dict[int, int], shape: tuple[int, int, int], seed: int, chip: Callable[..., None]
+    active: dict[int, int], shape: tuple[int, int, int], seed: int, chip: Chip
 ) -> None:
     frames, batch, hidden = shape
-    x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16, CPU)
+    x, weight_hh, h0, grad_y, grad_h_n = tensors = inputs(shape, torch.bfloat16, CPU)
     lengths = ragged_lengths(frames, batch).to(torch.int32)
     tile, tile_back = (the_choice(active, batch, hidden, b) for b in (False, True))
     options = Options("tanh", CLIP)
@@ -69,14 +61,4 @@ def test_slow_warps_and_late_messages_change_nothing(
         y, h_n = forward(x, weight_hh, h0, lengths, options)
         chip(tile_back, seed)
         grads = backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)
-    given, gradients = (x, weight_hh, h0), (grad_y, grad_h_n, y, weight_hh)
-    truth = (
-        *forward_loop(*(a.double() for a in given), lengths, "tanh"),
-        *backward_loop(*(a.double() for a in gradients), lengths, "tanh"),
-    )
-    stock = (*forward_loop(*given, lengths, "tanh"), *backward_loop(*gradients, lengths, "tanh"))
-    cotangents = (grad_y, grad_h_n)
-    may = variances(Arithmetic.of(torch.bfloat16), given, cotangents, lengths, "tanh", CLIP, of_weight=False)
-    names = ("y", "h_n", "grad_x", "grad_h0")
-    for name, ours, true, other, variance in zip(names, (y, h_n, *grads), truth, stock, may, strict=True):
-        assert relative_error(ours, true) <= allowed_against_stock(other, true, variance), name
+    assert_near_float64(tensors, lengths, "tanh")([y, h_n, *grads])

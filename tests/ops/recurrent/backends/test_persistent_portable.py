@@ -13,12 +13,9 @@ from ds2_ops.recurrent.backends import choose, persistent
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.problem import Choice, Design, Problem
-from support.gated_cases import assert_as_good_as_stock, problem, rounding_floor
-from support.gated_cases import run as run_gated
-from support.op_cases import CUDA, assert_same_bits, nan_filled_memory, poison_padding, ragged_lengths, relative_error
+from support import gated_cases
 from support.paths import ROOT
-from support.persistent_cases import CLIP, TF32_ERROR, backward_loop, forward_loop, inputs, run
-from support.rounding import Arithmetic, allowed_against_stock, variances
+from support.persistent_cases import check_each_tile
 
 EARLIER = {"DS2_OPS_CAPABILITY": "8.0"}
 
@@ -47,16 +44,6 @@ def tiles(wanted: Problem) -> list[Choice]:
     return list({choice.work.layout: choice for choice in reversed(choices)}.values())
 
 
-def use_tile(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Run the tile of this number, or the last where a pass has fewer."""
-
-    def plan_for(wanted: Problem, *_: object) -> Choice:
-        found = tiles(wanted)
-        return found[min(number, len(found) - 1)]
-
-    monkeypatch.setattr(persistent, "choose_tile", plan_for)
-
-
 @pytest.mark.gpu
 def test_the_planner_chooses_it_and_the_driver_compiles_it(earlier_gpu: None) -> None:
     assert runtime.arch(0) == "compute_80"
@@ -82,26 +69,7 @@ def test_the_planner_chooses_it_and_the_driver_compiles_it(earlier_gpu: None) ->
 def test_against_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, earlier_gpu: None
 ) -> None:
-    frames, batch, hidden = shape
-    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
-    x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, dtype)
-    poisoned = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
-    truth = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, "tanh")
-    stock = forward_loop(x, weight_hh, h0, lengths, "tanh")
-    given, cotangents = (x, weight_hh, h0), (grad_y, grad_h_n)
-    may = variances(Arithmetic.of(dtype), given, cotangents, lengths, "tanh", CLIP, of_weight=False)
-    name = str(dtype).removeprefix("torch.")
-    for tile in range(max(len(tiles(Problem(batch, hidden, name, "tanh", backward))) for backward in (False, True))):
-        use_tile(monkeypatch, tile)
-        with nan_filled_memory():
-            ours, again = run(poisoned, lengths, "tanh"), run(poisoned, lengths, "tanh")
-        assert_same_bits(ours, again)
-        backward = (grad_y, grad_h_n, ours[0], weight_hh)
-        true = truth + backward_loop(*(tensor.double() for tensor in backward), lengths, "tanh")
-        other = stock + backward_loop(*backward, lengths, "tanh")
-        for what, o, t, s, v in zip(("y", "h_n", "grad_x", "grad_h0"), ours, true, other, may, strict=True):
-            allowed = TF32_ERROR if dtype == torch.float32 else allowed_against_stock(s, t, v)
-            assert relative_error(o, t) <= allowed, (tile, what)
+    check_each_tile(monkeypatch, tiles, shape, dtype, "tanh")
 
 
 @pytest.mark.gpu
@@ -119,20 +87,8 @@ def test_against_float64(
 def test_gates_against_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, cell: str, monkeypatch: pytest.MonkeyPatch, earlier_gpu: None
 ) -> None:
-    frames, batch, hidden = shape
-    lengths = ragged_lengths(frames, batch).to(CUDA)
-    (x, *others), (grad_y, *last) = problem(cell, shape, CUDA, dtype)
-    poisoned = [poison_padding(x, lengths), *others], [poison_padding(grad_y, lengths), *last]
-
-    def ours() -> list[torch.Tensor]:
-        with nan_filled_memory():
-            return run_gated(cell, *poisoned, lengths, backend="persistent")
-
-    name, floor = str(dtype).removeprefix("torch."), rounding_floor("persistent", dtype)
-    for tile in range(max(len(tiles(Problem(batch, hidden, name, cell, backward))) for backward in (False, True))):
-        use_tile(monkeypatch, tile)
-        assert_as_good_as_stock(cell, ours, [x, *others], [grad_y, *last], lengths, floor)
-        assert_same_bits(ours(), ours())
+    floor = gated_cases.rounding_floor("persistent", dtype)
+    gated_cases.check_each_tile(monkeypatch, tiles, shape, dtype, cell, floor)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ On an idle GPU all warps keep one pace, and a wait that is missing goes unseen: 
 every other test.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,11 @@ import torch
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.cluster import cluster_choices
-from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from support.op_cases import CUDA, poison_padding, ragged_lengths
-from support.persistent_cases import inputs, one_a_kernel, run
+from support.persistent_cases import H200, each_tile, inputs, one_a_kernel, run
 
-H200 = DeviceFacts()
 # Cluster design: one group, two parts. Whole chip: one group and several; the last one comes round the exchange.
 SHAPES = [(6, 3, 130), (6, 9, 77), (5, 40, 700), (1, 1, 1153), (6, 3, 1761), (6, 40, 2558), (20, 70, 1760)]
 
@@ -29,16 +29,14 @@ def tiles(problem: Problem) -> list[Choice]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rests_at_random_places_change_no_bit(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    frames, batch, hidden = shape
-    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
+    lengths = ragged_lengths(*shape[:2]).to(CUDA, torch.int32)
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16)
     given = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
-    for tile in range(len(tiles(Problem(batch, hidden, "bfloat16", "relu", False)))):
-        monkeypatch.setattr(persistent, "choose_tile", lambda problem, *_, i=tile: tiles(problem)[i])
-        expected = run(given, lengths, "relu")
+    for tile in each_tile(monkeypatch, tiles, shape, torch.bfloat16, "relu"):
+        expected, chosen = run(given, lengths, "relu"), persistent.choose_tile
 
-        def with_rests(problem: Problem, *_: object, i: int = tile) -> Choice:
-            choice = tiles(problem)[i]
+        def with_rests(problem: Problem, *_: object, chosen: Callable[..., Choice] = chosen) -> Choice:
+            choice = chosen(problem)
             source = replace(choice.launch.source, text="#define DS2_JITTER\n" + choice.launch.source.text)
             return replace(choice, launch=replace(choice.launch, source=source))
 
