@@ -342,7 +342,4 @@ def _in_clusters(problem: Problem, index: int, max_sms: int | None) -> bool:
 
     Small layers with gates have a faster design, which does not start early.
     """
-    return (
-        CELLS[problem.nonlinearity].gates == 1
-        or choose_tile(problem._replace(batch=1), index, max_sms).design is Design.CLUSTER
-    )
+    return problem.cell.gates == 1 or choose_tile(problem._replace(batch=1), index, max_sms).design is Design.CLUSTER

@@ -56,7 +56,7 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
             )
         device = replace(device, active_clusters={})
     choices = units_choices(problem, device, sms)
-    if CELLS[problem.nonlinearity].phases == 1:
+    if problem.cell.phases == 1:
         choices += cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
@@ -78,14 +78,14 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
-    if CELLS[problem.nonlinearity].phases > 1 and problem.directions == 1:
+    if problem.cell.phases > 1 and problem.directions == 1:
         even, odd = largest_units_hidden(problem, device, sms)
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be "
             f"used on {device.name}, {problem.nonlinearity} has kernels for at most {even}, or {odd} if it is odd; use "
             "reset_after=True, a smaller size, or backend='gemm'"
         )
-    gates = CELLS[problem.nonlinearity].gates
+    gates = problem.cell.gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)
     times = f"{gates} x " if gates > 1 else ""
     if not hopper(device):

@@ -1,7 +1,5 @@
 """Tiles of the cluster design, whose blocks hand the state to each other through distributed shared memory."""
 
-from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.model import Work
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
@@ -15,7 +13,7 @@ from ds2_ops.recurrent.plan.problem import (
     Design,
     DeviceFacts,
     Problem,
-    kernel,
+    plan_launch,
 )
 
 WEIGHT_REGISTERS = 180  # of a multiplying thread; the loop needs about 20 more
@@ -27,14 +25,13 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
     choices = []
     for cluster in (8, 16):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
-        cell = CELLS[problem.nonlinearity]
-        owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates, device.registers)
+        gates = problem.cell.gates
+        owned = cluster_units(problem.hidden, problem.dtype, cluster, gates, device.registers)
         if clusters == 0 or owned is None:
             continue
-        sums = 1 if problem.backward else cell.gates
-        m_tiles = -(-sums * owned // MMA_ROWS)
+        m_tiles = -(-problem.sums * owned // MMA_ROWS)
         # Row tiles of the first of two parts, which is not the smaller one; a unit's gates stay together.
-        heads = range(-(-m_tiles // 2), m_tiles) if cell.gates == 1 else ()
+        heads = range(-(-m_tiles // 2), m_tiles) if gates == 1 else ()
         for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
             for samples in _sample_counts(problem, clusters, groups):
                 choice = _choice(problem, cluster, clusters, owned, groups, head_tiles, samples)
@@ -92,9 +89,7 @@ def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
 def _choice(
     problem: Problem, cluster: int, clusters: int, owned: int, groups: int, head_tiles: int, samples: int
 ) -> Choice:
-    number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
-    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    per_word, sums, sent = problem.per_word, problem.sums, problem.sent
     words = owned // per_word
     m_tiles, k_tiles = _tiles(owned, per_word, cluster, sums, sent)
     tiles = problem.directions * -(-problem.batch // (samples * groups))
@@ -102,30 +97,28 @@ def _choice(
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
     units = groups * parts
     k_split = WARPS // _rows_split(sums, m_tiles, k_tiles)
-    smem_bytes = _smem_bytes(problem, cell, cluster, sent * words, m_tiles, k_split, head_words, groups, units)
-    flags = (problem.backward, problem.hidden % per_word == 0)
-    numbers = (cluster, owned, groups, head_tiles, *(str(flag).lower() for flag in flags))
-    if problem.directions > 1:
-        numbers = (*numbers, problem.directions)
-    shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
+    smem_bytes = _smem_bytes(problem, cluster, sent * words, m_tiles, k_split, head_words, groups, units)
+    numbers = [cluster, owned, groups, head_tiles, problem.backward, not problem.split_words]
+    numbers += [problem.directions] if problem.directions > 1 else []
     threads = THREADS + units * FINISHERS
     return Choice(
         design=Design.CLUSTER,
-        launch=Launch(
-            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, threads=threads, slots=0),
+        launch=plan_launch(
+            "cluster.cuh",
+            "cluster_recurrence",
+            "ClusterShape",
+            problem,
+            numbers,
             threads=threads,
             grid=cluster * (tiles if problem.directions > 1 else min(tiles, clusters)),
             cluster=cluster,
             smem_bytes=smem_bytes,
         ),
         rows=sums * owned,
-        samples=samples,
-        groups=groups,
-        parts=parts,
         work=Work(
             layout=f"cluster{cluster}",
             backward=problem.backward,
-            split_words=problem.hidden % per_word != 0,
+            split_words=problem.split_words,
             tiles=-(-tiles // clusters),
             m_tiles=m_tiles,
             k_tiles=k_tiles,
@@ -145,7 +138,6 @@ def _choice(
 
 def _smem_bytes(
     problem: Problem,
-    cell: Cell,
     cluster: int,
     words: int,
     m_tiles: int,
@@ -158,13 +150,13 @@ def _smem_bytes(
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
     partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
-    owned = head_words * NUMBERS[problem.dtype][1]
+    cell, owned = problem.cell, head_words * problem.per_word
     if problem.backward and cell.gates > 1 and owned == 2 * MMA_ROWS:  # pushes: received sums, and its own gradients
         state_bytes = cluster * MMA_SAMPLES * owned * 4
         partial_bytes = MMA_SAMPLES * ((4 * words + 63) // 128 * 128 + 64)
     rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
     slots, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:
-        slots, states = 1 + cell.saved, NUMBERS[problem.dtype][1]
+        slots, states = 1 + cell.saved, problem.per_word
     input_bytes = (1 + states + STEPS_AHEAD * slots) * rounds * FINISHERS * 4  # 1: lengths
     return 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)

@@ -3,8 +3,6 @@
 Without clusters it is the portable design, for any GPU of compute capability 8.0 or later.
 """
 
-from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.model import Work
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
@@ -12,7 +10,6 @@ from ds2_ops.recurrent.plan.problem import (
     INPUTS_AHEAD,
     MMA_ROWS,
     MMA_SAMPLES,
-    NUMBERS,
     SLOTS,
     THREADS,
     WARPS,
@@ -20,7 +17,7 @@ from ds2_ops.recurrent.plan.problem import (
     Design,
     DeviceFacts,
     Problem,
-    kernel,
+    plan_launch,
     state_words,
     turns,
 )
@@ -51,18 +48,17 @@ def portable_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Ch
     """Return every tile without clusters that can run this problem on ``sms`` multiprocessors, one block on each."""
     if problem.directions > 1:
         return []
-    teams = TEAMS if CELLS[problem.nonlinearity].gates == 1 else TEAMS + MORE_TEAMS
+    teams = TEAMS if problem.cell.gates == 1 else TEAMS + MORE_TEAMS
     return [choice for team in teams for choice in _of_clusters(problem, device, team, sms // team, True)]
 
 
 def _of_clusters(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, portable: bool) -> list[Choice]:
     """Return the tiles whose K is divided by ``cluster`` blocks."""
     fitting: list[Choice] = []
-    words, cell = state_words(problem), CELLS[problem.nonlinearity]
-    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    words = state_words(problem)
     # Of several blocks each warp needs a part of K.
-    if clusters > 0 and (cluster == 1 or sent * words > (cluster * WARPS - 1) * PAIR_WORDS):
-        for block_words in _block_words(words, cluster, clusters, sums * NUMBERS[problem.dtype][1]):
+    if clusters > 0 and (cluster == 1 or problem.sent * words > (cluster * WARPS - 1) * PAIR_WORDS):
+        for block_words in _block_words(words, cluster, clusters, problem.sums * problem.per_word):
             for max_groups in MAX_GROUPS:
                 choices = [
                     _choice(problem, device, words, cluster, block_words, max_groups, max_samples, portable)
@@ -112,9 +108,7 @@ def _choice(
     portable: bool,
 ) -> Choice | None:
     """Return a tile; None where the registers hold no weights, or too many sums."""
-    number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
-    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    cell, per_word, sums, sent = problem.cell, problem.per_word, problem.sums, problem.sent
     m_tiles = -(-block_words * cluster * sums * per_word // MMA_ROWS)
     k_pairs = -(-sent * words // (cluster * WARPS * PAIR_WORDS))
     all_threads = THREADS + (1 if cluster == 1 else 2) * FINISHERS  # of several blocks some threads only add
@@ -131,40 +125,33 @@ def _choice(
     smem_pairs = k_pairs - register_pairs
     slots = SLOTS if cell.gates == 1 or portable else GATED_SLOTS
     samples, groups, tiles = turns(problem.batch, max_samples, max_groups)
-    smem_bytes = _smem_bytes(problem, cell, 1 if portable else cluster, block_words, m_tiles, smem_pairs, max_groups)
+    smem_bytes = _smem_bytes(problem, 1 if portable else cluster, block_words, m_tiles, smem_pairs, max_groups)
     team = portable and cluster > 1
-    numbers = [cluster, block_words, k_pairs, smem_pairs, max_groups, str(problem.backward).lower()]
-    numbers += ["true"] if team else []
-    shape = f"GridShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
+    numbers = [cluster, block_words, k_pairs, smem_pairs, max_groups, problem.backward]
+    numbers += [True] if team else []
     blocks = -(-words // (block_words * cluster)) * cluster
     team_words = 2 * groups * blocks * cluster * sums * block_words * per_word * 2 * _pairs(samples)
     return Choice(
         design=Design.PORTABLE if portable else Design.NARROW,
-        launch=Launch(
-            kernel(
-                "grid_narrow.cuh",
-                "grid_recurrence",
-                shape,
-                cell,
-                smem_bytes,
-                threads=all_threads,
-                slots=slots,
-                hands_registers=not portable,
-            ),
+        launch=plan_launch(
+            "grid_narrow.cuh",
+            "grid_recurrence",
+            "GridShape",
+            problem,
+            numbers,
+            hands_registers=not portable,
             threads=all_threads,
             grid=blocks,
             cluster=1 if portable else cluster,
             smem_bytes=smem_bytes,
-            cooperative=True,
+            slots=slots,
         ),
         rows=sums * block_words * per_word,
-        samples=samples,
-        groups=groups,
         exchange_words=slots * groups * sent * words * samples + (team_words if team else 0),
         work=Work(
             layout=f"{'portable' if portable else 'narrow'}{cluster}",
             backward=problem.backward,
-            split_words=problem.hidden % per_word != 0,
+            split_words=problem.split_words,
             tiles=tiles,
             m_tiles=m_tiles,
             k_tiles=2 * k_pairs,
@@ -189,21 +176,15 @@ def _pairs(samples: int) -> int:
 
 
 def _smem_bytes(
-    problem: Problem,
-    cell: Cell,
-    cluster: int,
-    block_words: int,
-    m_tiles: int,
-    smem_pairs: int,
-    max_groups: int,
+    problem: Problem, cluster: int, block_words: int, m_tiles: int, smem_pairs: int, max_groups: int
 ) -> int:
     """Sum two buffers of partial sums, two of received sums for each group, lengths, inputs, mbarriers, weights.
 
     As in grid_narrow.cuh.
     """
     partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
-    per_word = NUMBERS[problem.dtype][1]
-    received_bytes = cluster * (1 if problem.backward else cell.gates) * block_words * per_word * MMA_SAMPLES * 4
+    cell, per_word = problem.cell, problem.per_word
+    received_bytes = cluster * problem.sums * block_words * per_word * MMA_SAMPLES * 4
     buffers = 2 * max_groups * (received_bytes + 8) if cluster > 1 else 0  # 8: an mbarrier
     inputs, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ds2_ops.jit.build import LAUNCH_REGISTERS
-from ds2_ops.jit.launch import Launch, Source, names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, names, parameters, translation_unit
 from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.model import Processor, Work, step_us
 
@@ -103,6 +103,31 @@ class Problem(NamedTuple):
     backward: bool
     directions: int = 1
 
+    @property
+    def cell(self) -> Cell:
+        """The cell of its name."""
+        return CELLS[self.nonlinearity]
+
+    @property
+    def per_word(self) -> int:
+        """Numbers of the dtype in a 32-bit word."""
+        return NUMBERS[self.dtype][1]
+
+    @property
+    def split_words(self) -> bool:
+        """Whether rows of arrays may start between words."""
+        return self.hidden % self.per_word != 0
+
+    @property
+    def sums(self) -> int:
+        """Numbers of a unit that are added up in a step."""
+        return 1 if self.backward else self.cell.gates
+
+    @property
+    def sent(self) -> int:
+        """Numbers of a unit that other blocks read in a step."""
+        return self.cell.gates if self.backward else 1
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -112,9 +137,6 @@ class Choice:
         design: how its blocks exchange the state.
         launch: the kernel and how to launch it.
         rows: rows of the recurrent matrix that a block keeps.
-        samples: utterances of one tile, the columns of a matrix product.
-        groups: tiles that a block runs in turn, so the exchange of one overlaps the arithmetic of the other.
-        parts: parts of a block's rows, finished and sent one after the other, for the same overlap.
         work: of a step, from which its time is estimated.
         exchange_words: 32-bit words of uninitialised workspace, the last argument of the kernel; 0 for none.
         processor: speed of the GPU, relative to an H200.
@@ -123,12 +145,24 @@ class Choice:
     design: Design
     launch: Launch
     rows: int
-    samples: int
-    groups: int
     work: Work
-    parts: int = 1
     exchange_words: int = 0
     processor: Processor = field(default_factory=Processor)
+
+    @property
+    def samples(self) -> int:
+        """Utterances of a group, the columns of a matrix product."""
+        return self.work.samples
+
+    @property
+    def groups(self) -> int:
+        """Groups that a block runs in turn, so the exchange of one overlaps the arithmetic of the other."""
+        return self.work.groups
+
+    @property
+    def parts(self) -> int:
+        """Parts of a block's rows, finished and sent one after the other, for the same overlap."""
+        return 2 if self.work.head_words < self.work.words else 1
 
     @functools.cached_property
     def early(self) -> Launch:
@@ -160,7 +194,7 @@ class Choice:
 
 def state_words(problem: Problem) -> int:
     """Return the words of one utterance's state, rounded up to 16 bytes."""
-    return -(-problem.hidden // (4 * NUMBERS[problem.dtype][1])) * 4
+    return -(-problem.hidden // (4 * problem.per_word)) * 4
 
 
 def turns(batch: int, most_samples: int, most_groups: int) -> tuple[int, int, int]:
@@ -180,39 +214,52 @@ _GATES = parameters("void* saved, const void* bias, const float* carry, float* l
 _EXCHANGE = parameters("unsigned* exchange, int exchange_words")  # of the whole-chip designs
 
 
-def kernel(
+def plan_launch(
     header: str,
     function: str,
     shape: str,
-    cell: Cell,
-    smem_bytes: int,
+    problem: Problem,
+    numbers: Sequence[int],
     *,
     threads: int,
-    slots: int,
+    grid: int,
+    cluster: int,
+    smem_bytes: int,
+    slots: int = 0,
     hands_registers: bool = True,
-) -> Source:
-    """Write the kernel `function<shape>` of a header of csrc/recurrent, with assertions of what was planned.
+) -> Launch:
+    """Make the launch of a kernel of csrc/recurrent, whose source asserts what was planned.
 
-    If its warps exchange registers, the source states how many a thread starts with. `build` checks that the compiler
-    used this number: with fewer, some warps would wait for ever.
+    Args:
+        header, function: where it is.
+        shape: its template argument, a template itself of the number type, the cell and `numbers`.
+        problem: the pass that it runs.
+        numbers: see `shape`.
+        threads, grid, cluster, smem_bytes: as of `Launch`.
+        slots: of the exchange of a whole-chip design, whose blocks all start at once; 0 for other designs.
+        hands_registers: whether its warps exchange registers. The source then states how many a thread starts with, and
+            `build` checks that the compiler used this number: with fewer, some warps would wait for ever.
     """
+    cell, flags = problem.cell, [str(number).lower() for number in numbers]
+    instance = ", ".join([f"ds2::{NUMBERS[problem.dtype][0]}", f"ds2::{cell.cuda}", *flags])
     counted = (
         f"constexpr int {LAUNCH_REGISTERS} = {DeviceFacts.registers // threads // 8 * 8};\n" if hands_registers else ""
     )
     disagree = f'static_assert(Shape::SLOTS == {slots}, "the planner and {header} disagree on the exchange");\n'
     members = _PASS if cell.gates == 1 else (*_PASS, *_GATES)
     arguments = f"{{{names(members)}}}"
-    return translation_unit(
+    source = translation_unit(
         f"recurrent/{header}",
         (*members, *_EXCHANGE) if slots else members,
         f"    ds2::{function}<Shape>({arguments}{', exchange, exchange_words' if slots else ''});\n",
-        ahead=f"using Shape = ds2::{shape};\n"
+        ahead=f"using Shape = ds2::{shape}<{instance}>;\n"
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n'
         f'static_assert(Shape::ALL_THREADS == {threads}, "the planner and {header} disagree on threads");\n'
         f"{counted}{disagree if slots else ''}"
         f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
+    return Launch(source, threads, grid, cluster, smem_bytes, cooperative=slots > 0)
 
 
 def pass_arguments(
@@ -247,7 +294,7 @@ def common(addresses: Sequence[int]) -> int:
 
 def array_bytes(problem: Problem, frames: int) -> list[int]:
     """Return the sizes of the arrays of `pass_arguments`, 0 for those that a pass does not need."""
-    cell, size = CELLS[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
+    cell, size = problem.cell, ELEMENT_BYTES[problem.dtype]
     state = problem.directions * problem.batch * problem.hidden * size
     rows, matrix = frames * state, problem.directions * problem.hidden**2 * size * cell.gates
     of_gates = rows * cell.gates

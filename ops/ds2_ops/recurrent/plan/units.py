@@ -1,9 +1,8 @@
 """Tiles of the units design, for small layers: warps own hidden units with all of K, on one block or a cluster."""
 
-from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS, Cell
+from ds2_ops.recurrent.cells import Cell
 from ds2_ops.recurrent.plan.model import Work
-from ds2_ops.recurrent.plan.problem import MMA_WORDS, NUMBERS, Choice, Design, DeviceFacts, Problem, kernel
+from ds2_ops.recurrent.plan.problem import MMA_WORDS, Choice, Design, DeviceFacts, Problem, plan_launch
 
 MAX_WARPS, MAX_REGISTERS = 32, 255  # of a block, of a thread
 PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
@@ -42,9 +41,7 @@ def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tup
 
 
 def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, samples: int) -> Choice | None:
-    number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
-    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    cell, per_word, sums, sent = problem.cell, problem.per_word, problem.sums, problem.sent
     warp_units = 16 if sums == 1 else 8
     step = warp_units if cluster == 1 else PAIR_WORDS * per_word
     owned = -(-problem.hidden // (cluster * step)) * step
@@ -55,44 +52,35 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     warps_of_sub_core = -(-warps // 4)  # of four, each with a quarter of the registers
     max_registers = min(MAX_REGISTERS, device.registers // (128 * warps_of_sub_core) // 8 * 8)
     # A lane's two units, if it has two, may share a word.
-    lane_words = 2 if warp_units == 16 and (per_word == 1 or problem.hidden % per_word != 0) else 1
+    lane_words = 2 if warp_units == 16 and (per_word == 1 or problem.split_words) else 1
     if warps > MAX_WARPS or _registers(cell, problem.backward, k_tiles, columns, lane_words) > max_registers:
         return None
     if samples == 1 and sums > 1 and _registers(cell, False, k_tiles, 0, lane_words) <= max_registers:
         columns = 0  # one utterance: four lanes share a unit
-    smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns, lane_words)
+    smem_bytes = _smem_bytes(problem, cluster, warps, words, columns, lane_words)
     if smem_bytes > device.smem_bytes_per_block:
         return None
     tiles = -(-problem.batch // samples)
     blocks = cluster * min(tiles, clusters)
-    flags = (problem.backward, problem.hidden % per_word == 0)
-    numbers = (cluster, warps, columns, *(str(flag).lower() for flag in flags))
-    shape = f"UnitsShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design=Design.UNITS,
-        launch=Launch(
-            kernel(
-                "units.cuh",
-                "units_recurrence",
-                shape,
-                cell,
-                smem_bytes,
-                threads=32 * warps,
-                slots=0,
-                hands_registers=False,
-            ),
+        launch=plan_launch(
+            "units.cuh",
+            "units_recurrence",
+            "UnitsShape",
+            problem,
+            (cluster, warps, columns, problem.backward, not problem.split_words),
+            hands_registers=False,
             threads=32 * warps,
             grid=blocks,
             cluster=cluster,
             smem_bytes=smem_bytes,
         ),
         rows=sums * owned,
-        samples=samples,
-        groups=1,
         work=Work(
             layout=f"units{cluster}",
             backward=problem.backward,
-            split_words=problem.hidden % per_word != 0,
+            split_words=problem.split_words,
             tiles=-(-tiles // clusters),
             m_tiles=1 if sums == 1 else -(-sums // 2),
             k_tiles=k_tiles,
@@ -122,10 +110,9 @@ def _registers(cell: Cell, backward: bool, k_tiles: int, columns: int, lane_word
     return weights + 64 - 4 * (cell.gates == 4) + 12 * (cell.phases - 1) + 24 * wide + shared
 
 
-def _smem_bytes(
-    problem: Problem, cell: Cell, cluster: int, warps: int, words: int, columns: int, lane_words: int
-) -> int:
+def _smem_bytes(problem: Problem, cluster: int, warps: int, words: int, columns: int, lane_words: int) -> int:
     """Sum two states, prefetched inputs and two mbarriers, as in units.cuh."""
+    cell = problem.cell
     vectors = cell.gates - (cell.phases - 1) if problem.backward else 1
     state_bytes = cluster * (4 * columns or 1) * ((4 * vectors * words + 63) // 128 * 128 + 64)
     read_back = 2 if cell.gates == 1 else 1 + cell.saved

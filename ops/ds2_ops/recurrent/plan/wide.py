@@ -4,20 +4,17 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.model import Work
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     INPUTS_AHEAD,
     MMA_WORDS,
-    NUMBERS,
     SLOTS,
     Choice,
     Design,
     DeviceFacts,
     Problem,
-    kernel,
+    plan_launch,
     state_words,
     turns,
 )
@@ -49,7 +46,7 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     """Return every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     whole: list[Choice] = []
     halves: list[Choice] = []
-    limits = PLAIN if CELLS[problem.nonlinearity].gates == 1 else GATES
+    limits = PLAIN if problem.cell.gates == 1 else GATES
     for warp_groups, cluster in itertools.product(limits.max_k_tiles, limits.clusters):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         for max_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
@@ -81,9 +78,7 @@ def _choice(
     Args:
         streams: parts of the chip; each keeps all weights and runs its own groups, one at a time.
     """
-    number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
-    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    cell, per_word, sums, sent = problem.cell, problem.per_word, problem.sums, problem.sent
     words = state_words(problem)
     k_tiles = -(-sent * words // (cluster * MMA_WORDS))
     warps = 4 * warp_groups
@@ -99,38 +94,39 @@ def _choice(
         or warp_parcels > limits.warp_parcels
         or sent * words <= (cluster - 1) * k_tiles * MMA_WORDS
         # These would spill: four gates with split words; the gradients of three gates with a large part of K.
-        or (warp_groups == 3 and cell.gates == 4 and problem.hidden % per_word != 0)
+        or (warp_groups == 3 and cell.gates == 4 and problem.split_words)
         or (warp_groups == 3 and cell.gates == 3 and problem.backward and k_tiles > 13)
     ):
         return None
     max_groups = MAX_GROUPS if streams == 1 else 1
     samples, groups, tiles = turns(problem.batch, max_samples, max_groups)
     tiles = -(-tiles // streams)
-    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles, max_groups)
+    smem_bytes = _smem_bytes(problem, warps, cluster, k_tiles, max_groups)
     smem_bytes += warp_groups * smem_tiles * SMEM_TILE_BYTES
     if smem_bytes > device.smem_bytes_per_block:
         return None
     threads = 32 * warps + 2 * FINISHERS  # the others poll
-    numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower(), *([streams] if streams > 1 else []))
-    shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
+    numbers = (cluster, warp_groups, k_tiles, problem.backward, *([streams] if streams > 1 else []))
     return Choice(
         design=Design.WIDE,
-        launch=Launch(
-            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=threads, slots=SLOTS),
+        launch=plan_launch(
+            "grid_wide.cuh",
+            "wide_recurrence",
+            "WideShape",
+            problem,
+            numbers,
             threads=threads,
             grid=streams * used * cluster,
             cluster=cluster,
             smem_bytes=smem_bytes,
-            cooperative=True,
+            slots=SLOTS,
         ),
         rows=-(-cluster_words * sums * per_word // cluster),
-        samples=samples,
-        groups=groups,
         exchange_words=streams * SLOTS * groups * sent * words * SAMPLES,
         work=Work(
             layout=f"{'streams' if streams > 1 else 'wide' if warp_groups == 2 else 'wider'}{cluster}",
             backward=problem.backward,
-            split_words=problem.hidden % per_word != 0,
+            split_words=problem.split_words,
             tiles=tiles,
             m_tiles=warps,
             k_tiles=k_tiles,
@@ -154,12 +150,12 @@ def _parcels(sets: int, cluster: int) -> int:
     return -(-sets * SAMPLES // 8 // cluster)
 
 
-def _smem_bytes(problem: Problem, cell: Cell, warps: int, cluster: int, k_tiles: int, max_groups: int) -> int:
+def _smem_bytes(problem: Problem, warps: int, cluster: int, k_tiles: int, max_groups: int) -> int:
     """Sum two buffers of the state, two of received sums for each group, inputs and outputs, carries and barriers.
 
     As in grid_wide_shape.cuh; every finishing warp has its own memory.
     """
-    sums = 1 if problem.backward else cell.gates
+    cell, sums = problem.cell, problem.sums
     parcels = _parcels(warps // sums, cluster)
     warp_parcels = -(-parcels // FINISHING_WARPS)
     state_bytes = k_tiles * MMA_WORDS * SAMPLES * 4
