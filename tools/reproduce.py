@@ -30,6 +30,7 @@ from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 from ds2.commands.common import real, whole
 from ds2.config.allowed import COUNT, UNLIMITED
 from ds2.system.files import write_text
+from ds2.system.text_files import read_log
 
 _NARROWEST = 1152  # the width of the paper's layers: divided by more, none remains
 _FACTS = ("dev cost", "training cost", "parameters", "rate", "epochs", "steps", "noise scale", "minutes")
@@ -92,16 +93,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of a kind in a run's log by step; the later line of a repeated step counts.
-
-    Skips a line that a kill cut short.
-    """
-    log, by_step, epoch = run_dir / "log.jsonl", {}, 0
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    """The events of a kind in a run's log by step; the later line of a repeated step counts."""
+    by_step, epoch = {}, 0
+    for event in read_log(run_dir / "log.jsonl"):
         epoch = event.get("epoch", epoch)
         if event["event"] == kind:
             by_step[event["step"]] = {"epoch": epoch, **event}

@@ -6,13 +6,11 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ds2.system.files import write_text
-from ds2.system.plain import parse_json
+from ds2.system.text_files import read_log
 
 _LONGEST_NAME = 120
 
@@ -27,19 +25,8 @@ class Job:
 
     def evaluations(self) -> list[dict[str, float]]:
         """Return the `dev` events of its log, in order."""
-        log = self.run_dir / "log.jsonl"
-        if not log.is_file():
-            return []
-        events = map(_event, log.read_text(encoding="utf-8", errors="replace").splitlines())
+        events = read_log(self.run_dir / "log.jsonl")
         return [event for event in events if event.get("event") == "dev" and event.get("wer") is not None]
-
-
-def _event(line: str) -> dict[str, Any]:
-    """Return the event of a line of a log; {} for a line that a kill cut off."""
-    with suppress(ValueError):
-        event = parse_json(line)
-        return event if isinstance(event, dict) else {}
-    return {}
 
 
 def folder_name(differing: str) -> str:

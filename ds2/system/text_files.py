@@ -13,11 +13,12 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ds2.system.errors import UserError
+from ds2.system.plain import parse_json
 
 MAX_LINE_BYTES = 1 << 24
 _MOST_UNPACKED = 100  # times the size of an archive; texts have 3 to 30
@@ -85,6 +86,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         if "\0" in text:
             raise TextError(f"{path}:{number}: contains NUL characters: is it UTF-16? Save the file as UTF-8")
         yield number, text
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a log such as log.jsonl, in order; [] where there is no file.
+
+    Other lines are left out: a kill may have cut one off.
+    """
+    objects = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            objects.append(parse_json(line))
+    return [entry for entry in objects if isinstance(entry, dict)]
 
 
 def decode(line: bytes, source: str) -> str:

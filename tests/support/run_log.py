@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from ds2.system.text_files import read_log
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Those of one kind in a run folder's log.jsonl, in order."""
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    return [event for event in lines if event["event"] == kind]
+    return [event for event in read_log(run_dir / "log.jsonl") if event["event"] == kind]
 
 
 def losses(run_dir: Path) -> dict[int, float]:

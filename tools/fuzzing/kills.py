@@ -12,7 +12,6 @@ are any. Needs /proc (Linux).
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -32,6 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ds2.data.manifest import Utterance, write_manifest
+from ds2.system.text_files import read_log
 
 RATE_HZ = 16000
 TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
@@ -185,7 +185,7 @@ def trained(folder: Path) -> object:
     """Every tensor of the trainer state, the last loss that was logged for each step, and which models there are."""
     file = folder / "run" / "trainer.safetensors"
     tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load_file(file).items()}
-    lines = map(json.loads, (folder / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = read_log(folder / "run" / "log.jsonl")
     losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
     models = [name for name in ("best.safetensors", "last.safetensors") if (folder / "run" / name).is_file()]
     return tensors, losses, models

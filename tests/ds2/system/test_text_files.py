@@ -15,7 +15,7 @@ from ds2.data.corpora import import_corpus
 from ds2.data.manifest import read_manifest
 from ds2.lm.sentences import SentenceReader
 from ds2.scoring.texts import read_texts
-from ds2.system.text_files import MAX_LINE_BYTES, TextError, read_byte_lines, read_bytes, read_lines
+from ds2.system.text_files import MAX_LINE_BYTES, TextError, read_byte_lines, read_bytes, read_lines, read_log
 
 READERS: dict[str, Callable[[Path], object]] = {
     "lines": lambda path: list(read_lines(path)),
@@ -74,3 +74,10 @@ def test_marks_and_ends_of_lines(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one\ntw\xff")
     with pytest.raises(TextError, match="a:2: byte 3 is not UTF-8"):
         list(read_lines(tmp_path / "a"))
+
+
+def test_a_log_is_read_without_what_a_kill_cut_off(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    assert read_log(log) == []
+    log.write_bytes(b'{"step": 1}\n[1]\n{"step": 2}\n{"step": \xff')
+    assert read_log(log) == [{"step": 1}, {"step": 2}]
