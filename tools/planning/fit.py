@@ -54,13 +54,13 @@ def read(path: Path) -> Record:
     clusters = {int(size): count for size, count in content["active_clusters"].items()}
     capability = tuple(content.get("capability", DeviceFacts().capability))
     facts = DeviceFacts(content["gpu"], capability, content["sms"], active_clusters=clusters)
-    many, _ = content["frames"]
+    frames = content["frames"] if isinstance(content["frames"], int) else content["frames"][0]  # later ones: unused
     max_sms, dtype = content.get("max_sms"), content.get("dtype", "bfloat16")
     problems = []
     for cell, backward, hidden, batch, times in content["rows"]:
         problem = Problem(batch, hidden, dtype, cell, backward)
         choices = {choice.name: choice for choice in space(problem, facts, max_sms)}
-        named = [(content["names"][number], us / many) for number, us, _ in times]
+        named = [(content["names"][number], us / frames) for number, us, *_ in times]
         if unknown := [name for name, _ in named if name not in choices]:
             raise ValueError(f"{path}: {problem} has no tile {unknown[0]!r} in this version: record the sweep anew")
         problems.append(Measured(problem, [(choices[name], us) for name, us in named]))

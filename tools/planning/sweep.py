@@ -3,9 +3,8 @@
     python tools/plans.py sweep --out ops/figures/plans_h200.json   on a GPU: compile, check, time
 
 A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
-T 256 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 and globaltimer). A tile
-that hangs is killed, noted and left out. A journal next to the record holds what is done, and the same command
-continues from there. Shape letters: T frames, B batch, H hidden.
+T 256. A tile that hangs is killed, noted and left out. A journal next to the record holds what is done, and the same
+command continues from there. Shape letters: T frames, B batch, H hidden.
 """
 
 import argparse
@@ -27,7 +26,7 @@ import torch
 from dispatch import new_parser, parse
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
-from ds2_ops.jit.launch import Source, run_loaded
+from ds2_ops.jit.launch import run_loaded
 from ds2_ops.recurrent.backends import gemm
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import CELLS, Options
@@ -36,25 +35,11 @@ from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Prob
 from torch import Tensor
 
 FRAMES, CHECKED_FRAMES, LAUNCHES = 256, 5, 2
-_CLOCK = "if (threadIdx.x == 0 && blockIdx.x == 0) { clocks[%d] = clock64(); clocks[%d] = ds2::now_ns(); }"
 HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
 HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
 BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
-FEW_FRAMES, ROUNDS = 64, 2
-CLOCKED = [(hidden, 64) for hidden in (256, 512, 1152, 1760, 2560)]
+ROUNDS = 2
 Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
-
-
-def clocked_text(choice: Choice) -> str:
-    """The kernel's source with cycles and nanoseconds recorded at its beginning and end."""
-    head, _, body = choice.launch.source.text.partition("ds2_kernel(")
-    signature, _, statements = body.partition(") {\n")
-    end = statements.rindex("}")
-    begin, finish = _CLOCK % (0, 1), _CLOCK % (2, 3)
-    return (
-        f"{head}ds2_kernel({signature}, unsigned long long* clocks) {{\n    {begin}\n"
-        f"{statements[:end]}    __syncthreads();\n    {finish}\n}}\n"
-    )
 
 
 class Bench:
@@ -88,30 +73,19 @@ class Bench:
     def _truth(self) -> Tensor:
         """The result of a few frames in float64."""
         problem, hidden, gates = self.problem, self.problem.hidden, self.cell.gates
-        matrix = self.arrays[2]
-        assert matrix is not None
-        if gates > 1:
-            carry = self.arrays[9].double().view(problem.batch, hidden) if self.arrays[9] is not None else None
-            if problem.backward:  # the backward pass reads the transpose
-                saved = self._few(7, self.cell.saved * hidden).unflatten(2, (self.cell.saved, hidden))
-                weight = matrix.double().view(hidden, gates * hidden).t()
-                grads = (self._few(0, hidden), None, carry)
-                return gemm.backward_data(*grads, grads[0], saved, weight, None, Options(problem.nonlinearity))[0]
-            weight = matrix.double().view(gates * hidden, hidden)
-            inputs = (self._few(0, gates * hidden), weight, None, None, carry, None)
-            return gemm.forward(*inputs, Options(problem.nonlinearity))[0]
-        double, outputs = matrix.double().view(hidden, hidden), []
-        x, state = self._few(0, hidden), matrix.new_zeros(problem.batch, hidden, dtype=torch.float64)
-        for t in range(CHECKED_FRAMES):
-            if problem.backward:
-                frame = CHECKED_FRAMES - 1 - t
-                state = (x[frame] + state @ double.t()) * (self._few(1, hidden)[frame] > 0)
-            else:
-                state = (x[t] + state @ double.t()).clamp_min(0)
-            outputs.append(state)
-        return torch.stack(outputs[::-1] if problem.backward else outputs)
+        matrix, options, carry = self.arrays[2].double(), Options(problem.nonlinearity), None
+        if gates > 1 and self.arrays[9] is not None:
+            carry = self.arrays[9].double().view(problem.batch, hidden)
+        if not problem.backward:
+            weight = matrix.view(gates * hidden, hidden)
+            return gemm.forward(self._few(0, gates * hidden), weight, None, None, carry, None, options)[0]
+        weight, grad_y = matrix.view(hidden, gates * hidden).t(), self._few(0, hidden)  # the kernel has the transpose
+        if gates == 1:
+            return gemm.backward_data(grad_y, None, None, self._few(1, hidden), None, weight, None, options)[0]
+        saved = self._few(7, self.cell.saved * hidden).unflatten(2, (self.cell.saved, hidden))
+        return gemm.backward_data(grad_y, None, carry, grad_y, saved, weight, None, options)[0]
 
-    def launcher(self, choice: Choice, frames: int, clocks: Tensor | None = None) -> Callable[[], None]:
+    def launcher(self, choice: Choice, frames: int) -> Callable[[], None]:
         """Prepare a launch, and return the function that does it."""
         launch = choice.launch
         if choice.exchange_words and (self.exchange is None or self.exchange.numel() < choice.exchange_words):
@@ -119,9 +93,6 @@ class Bench:
         addresses = [0 if array is None else array.data_ptr() for array in self.arrays]
         exchange = 0 if self.exchange is None else self.exchange.data_ptr()
         numbers, source = pass_arguments(choice, self.problem, frames, addresses, 1.0, exchange), launch.source
-        if clocks is not None:
-            numbers.append(clocks.data_ptr())
-            source = Source(clocked_text(choice), (*source.parameters, ("void*", "clocks")))
         packed, stream = source.pack(numbers), torch.cuda.current_stream().cuda_stream
         kernel = runtime.load(source.text, self.index)
 
@@ -138,11 +109,11 @@ class Bench:
         result = self.arrays[5][: self.truth.numel()].double()
         return float((result - self.truth).norm() / self.truth.norm())
 
-    def times_us(self, choices: list[Choice], frames: int, rounds: int) -> list[float]:
+    def times_us(self, choices: list[Choice]) -> list[float]:
         """Median time of a launch of each, in turns, so that a drift of the clock affects all alike."""
-        calls = [self.launcher(choice, frames) for choice in choices]
+        calls = [self.launcher(choice, FRAMES) for choice in choices]
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in choices]
-        for turn in range(rounds):
+        for turn in range(ROUNDS):
             for call, span in zip(calls, spans, strict=True):
                 for launch in range(-1 if turn == 0 else 0, LAUNCHES):
                     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -153,15 +124,6 @@ class Bench:
                         span.append((start, stop))
         torch.cuda.synchronize()
         return [statistics.median(start.elapsed_time(stop) for start, stop in span) * 1e3 for span in spans]
-
-    def clock_mhz(self, choice: Choice) -> float:
-        """Cycles over time of a kernel that has been running for a while."""
-        clocks = torch.zeros(4, dtype=torch.int64, device=self.device)
-        call = self.launcher(choice, FRAMES, clocks)
-        for _ in range(8):
-            call()
-        cycles_0, ns_0, cycles_1, ns_1 = clocks.tolist()
-        return (cycles_1 - cycles_0) * 1e3 / (ns_1 - ns_0)
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
@@ -189,13 +151,6 @@ def tiles(problem: Problem, facts: DeviceFacts, options: argparse.Namespace) -> 
         return [c for design in options.designs for c in [c for c in ranked if c.design == design][: options.most]]
     except DoesNotFit:
         return []
-
-
-def clocked(problem: Problem, choices: list[Choice], options: argparse.Namespace) -> list[Choice]:
-    """Return the tiles in whose kernels the clock is read: of some problems, the first of each layout."""
-    if options.max_sms or (problem.hidden, problem.batch) not in CLOCKED:
-        return []
-    return list({choice.work.layout: choice for choice in reversed(choices)}.values())
 
 
 def build_all(sources: Iterable[str], arch: str, workers: int) -> dict[str, str]:
@@ -248,15 +203,11 @@ def measure_all(options: argparse.Namespace, journal: Path) -> None:
                 else:
                     note(key=key, wrong=choice.name, error=error)
             note(key=key, trying="timing")
-            long = bench.times_us(right, FRAMES, ROUNDS)
-            short = bench.times_us(right, FEW_FRAMES, 1)
-            rows = zip(right, long, short, strict=True)
-            note(key=key, times=[(choice.name, round(a, 2), round(b, 2)) for choice, a, b in rows])
-            for choice in clocked(problem, right, options):
-                note(key=key, trying=choice.name)
-                note(key=key, clock=choice.name, mhz=round(bench.clock_mhz(choice)))
-            best = min(long)
-            print(f"{key}: {len(right)} of {len(choices)} tiles, {best / FRAMES:.3f} us a step", flush=True)
+            times_us = bench.times_us(right)
+            rows = zip(right, times_us, strict=True)
+            note(key=key, times=[(choice.name, round(us, 2)) for choice, us in rows])
+            best = min(times_us) / FRAMES
+            print(f"{key}: {len(right)} of {len(choices)} tiles, {best:.3f} us a step", flush=True)
 
 
 def record(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -265,9 +216,7 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
     facts, arch = _facts_of_gpu()
     wanted = set()
     for problem in problems(options):
-        choices = tiles(problem, facts, options)
-        wanted |= {choice.launch.source.text for choice in choices}
-        wanted |= {clocked_text(choice) for choice in clocked(problem, choices, options)}
+        wanted |= {choice.launch.source.text for choice in tiles(problem, facts, options)}
     bad = build_all(wanted, arch, options.workers)
     for text, why in bad.items():
         print(f"COMPILED BADLY: {why}\n{text}", flush=True)
@@ -309,9 +258,8 @@ def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namesp
     lines = []
     for entry in entries:
         if "times" in entry:
-            times = [(numbers.setdefault(name, len(numbers)), a, b) for name, a, b in entry["times"]]
+            times = [(numbers.setdefault(name, len(numbers)), us) for name, us in entry["times"]]
             lines.append(json.dumps([*entry["key"], times], separators=(",", ":")))
-    clocks = [[*entry["key"], entry["clock"], entry["mhz"]] for entry in entries if "clock" in entry]
     bad = ((entry, entry.get("wrong") or entry.get("failed") or entry.get("hung")) for entry in entries)
     failed = [[*entry["key"], name] for entry, name in bad if name]
     head = {
@@ -324,10 +272,9 @@ def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namesp
         "active_clusters": dict(facts.active_clusters),
         "driver": _smi("driver_version"),
         "clock_max_mhz": _smi("clocks.max.sm"),
-        "clock_under_load_mhz": clocks,
         "failed": failed,
-        "frames": [FRAMES, FEW_FRAMES],
-        "row": "cell, backward, hidden, batch, [name, us a launch of many frames, of few]",
+        "frames": FRAMES,
+        "row": "cell, backward, hidden, batch, [name, us a launch]",
         "names": list(numbers),
     }
     text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n"
