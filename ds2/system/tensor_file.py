@@ -45,6 +45,7 @@ def save(
     metadata: Mapping[str, Any],
     run: Callable[[Callable[[], None]], None] = _call,
     copies: dict[str, Tensor] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, atomically.
 
@@ -54,6 +55,7 @@ def save(
         run: receives the function that writes, once the tensors are copied; it may call it later, in any thread.
         copies: the memory of former copies, which is used again, several times as fast as new memory; changed. No
             function of a former call may still run.
+        check: called when the temporary file is there; if it raises, the file at `path` stays as it is.
 
     Raises:
         CheckpointError: where the file is written: the folder is not writable or the disk is full; an older file at
@@ -72,6 +74,7 @@ def save(
     def write() -> None:
         try:
             with atomic_file(path) as partial:
+                check()
                 save_file(copies, partial, metadata=make_header({"format": FORMAT_VERSION, **metadata}, copies))
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(path.parent).free

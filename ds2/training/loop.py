@@ -20,7 +20,7 @@ from ds2.system.signals import Stopped, kill_workers
 from ds2.training.metrics import LogWindow, RunLog, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.run_folder import make_folder, sole_use
-from ds2.training.state import Progress, resolve_position
+from ds2.training.state import Progress, resolve_position, state_file
 from ds2.training.stopping import Interrupts, report_lost_device
 from ds2.training.trainer import Trainer, TrainingError
 
@@ -66,10 +66,14 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             with interrupts.at_once():
                 view = trainer.regroup(interrupts)
             _check_number(trainer, view)
+            if comm.rank == 0 and not state_file(run_dir).is_file():
+                # A process that is left behind and then alone goes on from a file: its own steps may not count.
+                trainer.files.save()
+                trainer.files.wait()
         if comm.rank == 0:
             save_config(config, run_dir / "config.yaml")
             log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
-        board = _board(trainer)
+        board = _board(trainer, takes_over=comm.elastic)
         _log_start(trainer, board)
         while True:
             try:
@@ -81,10 +85,10 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             board = _regroup(trainer, board, interrupts)
 
 
-def _board(trainer: Trainer) -> RunLog:
-    comm = trainer.comm
-    step, superseded = trainer.progress.step, comm.superseded
-    return RunLog(trainer.run_dir, resume_step=step, writes=comm.rank == 0, superseded=superseded)
+def _board(trainer: Trainer, *, takes_over: bool) -> RunLog:
+    comm, step = trainer.comm, trainer.progress.step
+    writes, superseded = comm.rank == 0, comm.superseded
+    return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=takes_over)
 
 
 def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog:
@@ -96,8 +100,9 @@ def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog
     view, comm = trainer.regroup(interrupts), trainer.comm
     step = trainer.progress.step
     former.close()
-    board = _board(trainer)
-    board.follow(former, step)
+    board = _board(trainer, takes_over=not former.writes)
+    if not view.fresh:  # else the step is that of the run folder, and what this process did of it may not count
+        board.follow(former, step)
     board.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
     log.info(
         "step %d: %d ranks go on, this is rank %d; %d joined%s",
@@ -210,7 +215,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             loss = trainer.step(
                 batches,
                 group,
-                lambda: [of_rank_0, float(trainer.comm.joiners_wait()), *interrupts.flags],  # noqa: B023  called in it
+                lambda: [of_rank_0, float(trainer.comm.joiners_wait()), *interrupts.send()],  # noqa: B023  called in it
             )
             epoch.add(loss)
             window.add(loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ds2.system.files import atomic_file
 from ds2.training.state import Progress
 
 _ALIGNMENT_ROW_PIXELS = 6
@@ -108,19 +110,24 @@ class RunLog:
         resume_step: int = 0,
         writes: bool = True,
         superseded: Callable[[], bool] = lambda: False,
+        takes_over: bool = False,
     ) -> None:
         """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard.
 
         With `writes` False, as on ranks above 0, nothing is opened or written. Nothing more is written once
-        `superseded` returns that another process writes.
+        `superseded` returns that another process writes. `takes_over` replaces the file by a copy, so that a former
+        writer that is stopped just before it writes a line does not write into it when it goes on.
         """
-        self._writes, self._superseded = writes, superseded
+        self.writes, self._superseded = writes, superseded
         self._last: tuple[str, int, Mapping[str, float]] | None = None
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = run_dir / "log.jsonl"
+        if takes_over and self._path.is_file():
+            with atomic_file(self._path) as copy:
+                shutil.copyfile(self._path, copy)
         torn = self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n")
         self._jsonl = self._path.open("a", encoding="utf-8")
         if torn:  # a killed process left part of a line: the next event starts a new one
@@ -131,7 +138,7 @@ class RunLog:
 
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one JSON line `{"event": kind, "step": step, "time": ..., **values}`."""
-        if not self._writes or self._superseded():
+        if not self.writes or self._superseded():
             return
         finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
         line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
@@ -146,14 +153,14 @@ class RunLog:
         """Log numbers to both places."""
         self._last = group, step, values
         self.event(group, step, values)
-        if not self._writes:
+        if not self.writes:
             return
         for name, value in values.items():
             self._board.add_scalar(_tag(group, name), value, step)
 
     def follow(self, former: RunLog, step: int) -> None:
         """Write the numbers of a step that another rank may not have written before it ended."""
-        if former._last is not None and former._last[1] == step and not former._writes:
+        if former._last is not None and former._last[1] == step and not former.writes:
             self.scalars(*former._last)
 
     def utterance(self, step: int, tag: str, shown: LoggedUtterance, sample_rate_hz: int) -> None:
@@ -161,7 +168,7 @@ class RunLog:
 
         In the alignment labels of the reference go down and time goes right; a network that is sure gives a diagonal.
         """
-        if not self._writes:
+        if not self.writes:
             return
         if shown.waveform is not None:
             self._board.add_audio(f"{tag}/audio", shown.waveform[None], step, sample_rate_hz)
@@ -184,7 +191,7 @@ class RunLog:
             values: settings by dotted key, best those that are not the default: each is a column.
             scores: of the best epoch, by name.
         """
-        if not self._writes:
+        if not self.writes:
             return
         from torch.utils.tensorboard.summary import hparams
 
@@ -199,7 +206,7 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close both files."""
-        if not self._writes:
+        if not self.writes:
             return
         self._jsonl.close()
         self._board.close()

@@ -180,6 +180,7 @@ class RunFiles:
         self.alphabet, self.precision, self.dev, self.comm = alphabet, precision, dev, comm
         self._writer = BackgroundWriter(comm.superseded)
         self._copies: dict[str, Tensor] = {}
+        self._held: Callable[[], None] | None = None  # writes the state of a step that another rank may not have ended
         self._warned = False
 
     def keep_best(self, scores: Mapping[str, float]) -> bool:
@@ -210,13 +211,22 @@ class RunFiles:
 
         At most one state is being written: this waits for the former one.
         """
+        self._save(self._writer.run)
+
+    def _save(self, run: Callable[[Callable[[], None]], None]) -> None:
+        self._held = None
         if self.comm.rank == 0:
             with self.comm.status.slow("saving"):
                 self._writer.wait()
-                save_state(self.run_dir, self.state, self.config, run=self._writer.run, copies=self._copies)
+                options = {"run": run, "copies": self._copies, "check": self._check_not_superseded}
+                save_state(self.run_dir, self.state, self.config, **options)
 
     def save_in_turn(self) -> None:
-        """As `save`, in mid-epoch; warns where the former save is not complete, so that the run waits for it."""
+        """As `save`, in mid-epoch; warns where the former save is not complete, so that the run waits for it.
+
+        Where ranks come and go, the state is copied now and written by `confirm`: until all ranks have ended the step,
+        they would repeat it with fewer ranks if this one was lost, and a run that resumed from the file would differ.
+        """
         if self._writer.busy() and not self._warned:
             self._warned = True
             log.warning(
@@ -224,7 +234,16 @@ class RunFiles:
                 "checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk",
                 self.run_dir,
             )
-        self.save()
+        self._save(self._hold if self.comm.elastic and self.comm.world > 1 else self._writer.run)
+
+    def _hold(self, write: Callable[[], None]) -> None:
+        self._held = write
+
+    def confirm(self, *, counts: bool = True) -> None:
+        """Write the state that `save_in_turn` holds back, now that all ranks have ended its step; or drop it."""
+        held, self._held = self._held, None
+        if held is not None and counts:
+            self._writer.run(held)
 
     def check(self) -> None:
         """Raise the error of a write that failed."""
@@ -263,8 +282,13 @@ class RunFiles:
         if self.dev is not None and metrics:
             facts["dev"] = asdict(self.dev)
         path = self.run_dir / f"{name}.safetensors"
-        run = self._writer.run
-        save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts, run=run)
+        options = {"run": self._writer.run, "check": self._check_not_superseded}
+        save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts, **options)
+
+    def _check_not_superseded(self) -> None:
+        """Raise CheckpointError where another process writes; a temporary file that it has not seen ends with that."""
+        if self.comm.superseded():
+            raise CheckpointError(f"{self.run_dir} is written by another process by now, as this one did not answer")
 
 
 def _remove_all_but(keep: int, run_dir: Path) -> None:

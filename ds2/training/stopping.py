@@ -31,6 +31,7 @@ class Interrupts:
 
     received: int = 0  # by this process
     agreed: int = 0  # received by any rank and known to all: the loop acts on it
+    _sent: int = 0  # the signal that `send` returned last
     _at_once: bool = False
 
     def __enter__(self) -> Interrupts:
@@ -48,9 +49,9 @@ class Interrupts:
         """Of the signal that ranks agreed on, or ''."""
         return signal.Signals(self.agreed).name if self.agreed else ""
 
-    @property
-    def flags(self) -> list[float]:
-        """1 for the signal that this process received, 0 for the others, to be summed over ranks."""
+    def send(self) -> list[float]:
+        """Return 1 for the signal that this process received, 0 for the others, to be summed over ranks."""
+        self._sent = self.received
         return [float(number == self.received) for number in _NUMBERS]
 
     def receive(self, flags: Sequence[float], comm: Communicator) -> None:
@@ -66,9 +67,12 @@ class Interrupts:
         return self.agreed
 
     def leave(self) -> None:
-        """Raise Stopped where this process alone was signalled, in a group that goes on without it."""
-        if self.received and not self.agreed:
-            raise Stopped(self.received)
+        """Raise Stopped where the others know that this process was signalled, and go on without it.
+
+        A signal since then waits for the next step: if all left after the same one, none would save it.
+        """
+        if self._sent and not self.agreed:
+            raise Stopped(self._sent)
 
     @staticmethod
     def _needed(comm: Communicator) -> int:

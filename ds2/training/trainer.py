@@ -163,7 +163,11 @@ class Trainer:
         return self.state.progress
 
     def commit(self) -> None:
-        """Record that all ranks ended a step or evaluation: if one is lost in the next, the others return to this."""
+        """Record the end of a step or evaluation: if a rank is lost in the next, the others return to this."""
+        self.files.confirm()  # it needed all ranks, so all have ended the one before
+        self._record()
+
+    def _record(self) -> None:
         if self.comm.elastic:
             parameters = {name for name, _ in self.model.named_parameters()}
             buffers = {name: t.clone() for name, t in self.model.state_dict().items() if name not in parameters}
@@ -198,6 +202,7 @@ class Trainer:
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)
         self.files.take_over()
+        self.files.confirm(counts=comm.rank == 0 and not view.fresh)  # all ranks have the state of rank 0
         self.statistics = NormStatistics(self.model, comm, shared=config.comm.batch_norm == "shared")
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, comm)
         if self.noise is not None:
@@ -216,7 +221,7 @@ class Trainer:
         commits = self.comm.broadcast(self._commits)
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
         self._commits = commits
-        self.commit()
+        self._record()
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""

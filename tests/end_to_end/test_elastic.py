@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,14 @@ from support.run_log import events
 from ds2.cli import main
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import why_not_elastic
+from ds2.distributed.elastic import View, why_not_elastic
 from ds2.distributed.launcher import Launched
 from ds2.distributed.process_group import LostRankError
 from ds2.system.tensor_file import load
-from ds2.training import trainer
+from ds2.training import loop, trainer
+from ds2.training.metrics import RunLog
+from ds2.training.state import Progress
+from ds2.training.stopping import Interrupts
 
 RUNS, SEED = os.environ.get("DS2_RANK_RUNS", "2"), os.environ.get("DS2_FUZZ_SEED", "1")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
@@ -91,6 +95,34 @@ def test_a_rank_that_is_lost_at_the_end_of_a_meeting_lets_the_others_meet_again(
     settings = ["device=cpu", "comm.max_ranks=2", "train.max_steps=1", f"run_dir={tmp_path / 'run'}"]
     assert main(["train", *tiny_overrides, *settings]) == 0
     assert meetings == 2 and events(tmp_path / "run", "train")[-1]["step"] == 1
+
+
+def test_before_the_first_step_there_is_a_state_to_go_on_from(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(*_: object) -> int:
+        assert load(tmp_path / "run" / "trainer.safetensors")[1]["progress"]["step"] == 0
+        return 0
+
+    monkeypatch.setattr(loop, "_run", look)
+    assert main(["train", *tiny_overrides, "comm.max_ranks=2", f"run_dir={tmp_path / 'run'}"]) == 0
+
+
+@pytest.mark.parametrize(("fresh", "losses"), [(False, [2.0]), (True, [])])
+def test_a_step_that_did_not_count_is_not_logged_by_who_goes_on_from_the_run_folder(
+    tmp_path: Path, fresh: bool, losses: list[float]
+) -> None:
+    """A process that was left behind and is then alone reads the others' state of a step that it took too."""
+    former = RunLog(tmp_path, writes=False)
+    former.scalars("train", 55, {"loss": 2.0})
+    comm = SimpleNamespace(rank=0, world=1, superseded=lambda: False)
+    view = View(2, [], fresh=fresh)
+    trainer: Any = SimpleNamespace(
+        run_dir=tmp_path, comm=comm, progress=Progress(step=55), regroup=lambda interrupts: view
+    )
+    loop._regroup(trainer, former, Interrupts()).close()
+    assert [event["loss"] for event in events(tmp_path, "train")] == losses
+    assert [event["step"] for event in events(tmp_path, "ranks")] == [55]
 
 
 @pytest.mark.slow

@@ -32,6 +32,27 @@ def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> Non
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_writer_that_is_stopped_before_it_writes_a_line_does_not_write_it_after_another_has_taken_over(
+    tmp_path: Path,
+) -> None:
+    others: list[RunLog] = []
+
+    def stopped_here() -> bool:
+        """Find no other writer; then the process is stopped, and another one takes over and writes."""
+        if former.writes and not others:
+            others.append(RunLog(tmp_path, resume_step=5, takes_over=True))
+            others[0].event("train", 6, {"loss": 2.0})
+        return False
+
+    former = RunLog(tmp_path)
+    former.event("start", 0, {})
+    former = RunLog(tmp_path, superseded=stopped_here)
+    former.event("train", 5, {"loss": 1.0})
+    others[0].event("train", 7, {"loss": 3.0})
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [0, 6, 7] and [path.name for path in tmp_path.glob(".*")] == []
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     board = RunLog(tmp_path)
     board._jsonl.close()

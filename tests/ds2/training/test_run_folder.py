@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ import torch
 from ds2.cli import main
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
+from ds2.system import tensor_file
+from ds2.system.files import atomic_file
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.system.tensor_file import save as write_tensors
 from ds2.training import run_folder
 from ds2.training.loop import train
-from ds2.training.run_folder import BackgroundWriter, make_folder, sole_use
-from ds2.training.state import save_state
+from ds2.training.run_folder import BackgroundWriter, RunFiles, make_folder, sole_use
+from ds2.training.state import save_state, state_file
+from ds2.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -90,6 +95,66 @@ def test_a_file_that_is_written_later_holds_the_tensors_of_the_call(tmp_path: Pa
     later.pop()()
     assert load(tmp_path / "second")[0].keys() == {"a"}
     assert torch.equal(load(tmp_path / "second")[0]["a"], torch.ones(2, dtype=torch.int64))
+
+
+class Ranks(Communicator):
+    """Rank 0 of two that come and go, as its run folder sees them."""
+
+    elastic, world = True, 2
+    left_behind = False
+
+    def superseded(self) -> bool:
+        return self.left_behind
+
+
+@pytest.fixture(name="files")
+def _files(tiny_config: Callable[..., Config], tmp_path: Path) -> RunFiles:
+    trainer = Trainer(tiny_config(), tmp_path / "run")
+    comm = Ranks(torch.device("cpu"))
+    return RunFiles(tmp_path / "run", trainer.config, trainer.state, trainer.alphabet, "fp32", trainer.dev_data, comm)
+
+
+def saved_step(files: RunFiles) -> int | None:
+    files.wait()
+    path = state_file(files.run_dir)
+    return load(path)[1]["progress"]["step"] if path.is_file() else None
+
+
+def test_a_state_whose_step_another_rank_may_not_have_ended_is_not_in_the_folder(files: RunFiles) -> None:
+    """If this rank was lost, the others would take step 54 with fewer ranks; who resumed would have another."""
+    state = files.state
+    state.progress.step = 54
+    files.save_in_turn()
+    assert saved_step(files) is None
+    state.progress = dataclasses.replace(state.progress, step=55)
+    files.confirm()  # step 55 needed both
+    assert saved_step(files) == 54
+    state.progress.step = 56
+    files.save_in_turn()
+    files.confirm(counts=False)  # the others went on from step 55
+    files.confirm()
+    assert saved_step(files) == 54
+    files.comm.world = 1
+    files.save_in_turn()
+    assert saved_step(files) == 56
+
+
+def test_a_rank_that_is_stopped_before_it_writes_does_not_write_when_it_goes_on(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.save()
+    assert saved_step(files) == 0
+    files.state.progress.step = 2
+
+    @contextmanager
+    def stopped_here(path: Path) -> Iterator[Path]:
+        files.comm.left_behind = True  # type: ignore[attr-defined]
+        with atomic_file(path) as partial:
+            yield partial
+
+    monkeypatch.setattr(tensor_file, "atomic_file", stopped_here)
+    files.save()
+    assert saved_step(files) == 0
 
 
 def test_steps_go_on_while_a_state_is_written_and_a_slow_disk_is_named(

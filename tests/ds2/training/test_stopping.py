@@ -1,15 +1,17 @@
-"""A GPU that is lost is told apart from a call that fails."""
+"""A GPU that is lost is told apart from a call that fails; where ranks come and go, signalled ones leave in turn."""
 
 from __future__ import annotations
 
 import logging
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ds2.training.stopping import DeviceError, report_lost_device
+from ds2.system.signals import Stopped
+from ds2.training.stopping import DeviceError, Interrupts, report_lost_device
 
 COMM: Any = SimpleNamespace(device=torch.device("cuda:1"), host="here", status="step 7, backward")
 
@@ -38,3 +40,19 @@ def test_an_error_of_one_call_stays_what_it_is(device: str, monkeypatch: pytest.
     comm: Any = SimpleNamespace(**{**vars(COMM), "device": torch.device(device)})
     with pytest.raises(torch.OutOfMemoryError), report_lost_device(comm):
         raise torch.OutOfMemoryError("too large")
+
+
+def test_of_ranks_that_are_signalled_one_after_the_other_the_last_one_stays_to_save() -> None:
+    comm: Any = SimpleNamespace(elastic=True, world=2)
+    first, second = Interrupts(), Interrupts()
+    first.received = signal.SIGTERM
+    flags = [sum(pair) for pair in zip(first.send(), second.send(), strict=True)]
+    second.received = signal.SIGTERM  # after its numbers of this step are sent
+    for interrupts in (first, second):
+        interrupts.receive(flags, comm)
+    with pytest.raises(Stopped):
+        first.leave()
+    second.leave()
+    assert not second.agreed
+    second.receive(second.send(), SimpleNamespace(elastic=True, world=1))  # type: ignore[arg-type]
+    assert second.agreed == signal.SIGTERM
