@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.02
 _LOOK_S = 0.5  # from one look for processes that want to join to the next
 _BEAT_S = 1.0  # from one sign of life to the next
+_ASLEEP_S = 3.0  # a process that did nothing for so long cannot say that another was silent
 _CONNECT_S = 5.0
 _HELLO = struct.Struct("<IB16s")  # number of the view, stream, id of the sender
 _PREPARING = "preparing"
@@ -141,6 +142,7 @@ class Members:
         self.view: View | None = None
         self._left_behind = False
         self._beats: dict[str, tuple[int, float]] = {}  # by process: its last sign of life, and when this one saw it
+        self._looked_s = time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="ds2-beat", daemon=True).start()
 
@@ -148,6 +150,16 @@ class Members:
         while not self._closed.wait(_BEAT_S):
             with suppress(OSError):
                 os.utime(self._folder / f"{self.me.id}.lock")
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        """Note the signs of life of all processes, so that one is silent since it stopped, not since it was missed."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _ASLEEP_S:  # this process, or the whole machine, was stopped: it saw nobody's
+            self._beats.clear()
+        self._looked_s = now_s
+        for lock in self._folder.glob("*.lock"):
+            self.silent_s(lock.stem)
 
     def silent_s(self, member: str) -> float:
         """How long a process has shown no sign of life, as far as this one has looked; clocks of hosts may differ."""

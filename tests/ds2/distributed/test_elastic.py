@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support.paths import ROOT
@@ -94,6 +97,26 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.05)
+
+
+def test_a_process_is_silent_since_it_stopped_unless_this_one_was_stopped_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = [0.0]
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: clock_s[0], sleep=time.sleep))
+    monkeypatch.setattr(elastic, "threading", SimpleNamespace(Event=threading.Event, Thread=Mock()))  # looks below
+    members, other = Members(tmp_path, CommConfig(max_ranks=3)), tmp_path / f"{'a' * 32}.lock"
+    other.touch()
+    for clock_s[0] in (1.0, 2.0, 3.0):
+        members._look_at_all()
+    assert members.silent_s(other.stem) == 2.0  # nobody asked before
+    os.utime(other, ns=(1, 1))
+    for clock_s[0] in (4.0, 60.0):
+        members._look_at_all()
+    assert members.silent_s(other.stem) == 0.0
+    clock_s[0] = 61.0
+    assert members.silent_s(other.stem) == 1.0
+    members.close()
 
 
 @pytest.mark.slow
