@@ -26,6 +26,13 @@ _LINEAR_HZ_PER_MEL = 200.0 / 3.0
 _LOG_START_HZ = 1000.0
 _LOG_START_MEL = _LOG_START_HZ / _LINEAR_HZ_PER_MEL
 _MEL_PER_LOG_HZ = 27.0 / math.log(6.4)
+# Mean-square power added before the logarithm, full scale = 1. It is 10 dB above the rounding noise of 16-bit samples
+# (2^-30 / 12 = 7.8e-11): digital silence stays finite, and audio cached as 16-bit samples has the original's features.
+POWER_FLOOR = 1e-9
+# Smallest deviation (natural log of power) that a bin is divided by. Some bins are empty in the whole training set, as
+# the upper ones of upsampled telephone speech; they must not be amplified when later audio has content in them.
+MIN_STD = 0.1
+_MAX_FILTER_WEIGHTS = 50_000_000  # of all mel filters together, zeros included
 
 
 def mel_filters(mels: int, window_samples: int, sample_rate_hz: int) -> Tensor:
@@ -145,15 +152,6 @@ def preemphasise(windows: Tensor, style: Style) -> Tensor:
 def fft_samples(window_samples: int) -> int:
     """Return the points of the transform: the next power of two, to which windows are zero-padded."""
     return 1 << (window_samples - 1).bit_length()
-
-
-# Mean-square power added before the logarithm, full scale = 1. It is 10 dB above the rounding noise of 16-bit samples
-# (2^-30 / 12 = 7.8e-11): digital silence stays finite, and audio cached as 16-bit samples has the original's features.
-POWER_FLOOR = 1e-9
-# Smallest deviation (natural log of power) that a bin is divided by. Some bins are empty in the whole training set, as
-# the upper ones of upsampled telephone speech; they must not be amplified when later audio has content in them.
-MIN_STD = 0.1
-_MAX_FILTER_WEIGHTS = 50_000_000  # of all mel filters together, zeros included
 
 
 class Features(nn.Module):

@@ -27,6 +27,11 @@ from ds2.system.files import write_text
 from ds2.system.plain import FieldError, UnknownField, from_plain
 
 FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
+_SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
+          "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
+_SECTIONS = ("model", "features", "alphabet")
+_OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
+_LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -97,10 +102,6 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _keys(node[key], f"{prefix}{key}.")
 
 
-_SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
-          "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
-
-
 def nearest_key(key: str) -> str | None:
     """Return the setting most similar to `key`, by its full name or else by its last part."""
     section, _, leaf = key.rpartition(".")
@@ -149,11 +150,6 @@ def _unknown(key: str) -> NoReturn:
     raise ConfigError(
         f"unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "`ds2 train --help` lists all")
     )
-
-
-_SECTIONS = ("model", "features", "alphabet")
-_OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
-_LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from ds2.system.errors import UserError
 from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import usable_cores
 
+log = logging.getLogger(__name__)
 VERSION = 3  # 1 had neither header nor checksums; 2 had no keys, one file per manifest
 KEY_BYTES = 16
 _MAGIC = b"ds2audio"
@@ -46,6 +47,11 @@ _HEADER = struct.Struct("<8sIIQQ")  # magic, version, CRC-32 of the index, utter
 _CHECKSUM = struct.Struct("<II")  # CRC-32 of the header, zero
 _SAMPLES_AT = _HEADER.size + _CHECKSUM.size
 _INDEX_COLUMNS = 3 + KEY_BYTES // 8
+SUFFIX = ".audio"
+_SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
+_NOT_CACHED = -1
+_FILE_SAMPLES = 1 << 29  # in one file, 1 GiB: a build that is killed loses no more
+_MAX_ERRORS_SHOWN = 10
 
 
 class CacheError(UserError):
@@ -186,15 +192,6 @@ def _write_at(descriptor: int, content: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-log = logging.getLogger(__name__)
-
-SUFFIX = ".audio"
-_SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
-_NOT_CACHED = -1
-_FILE_SAMPLES = 1 << 29  # in one file, 1 GiB: a build that is killed loses no more
-_MAX_ERRORS_SHOWN = 10
 
 
 class AudioStore(Sequence[NDArray[np.float32]]):

@@ -30,7 +30,12 @@ from ds2.system.machine import usable_cores
 from ds2.system.signals import init_worker, kill_workers
 from ds2.text.alphabet import Alphabet, AlphabetError
 
+log = logging.getLogger(__name__)
 _BUCKETS = 10  # by duration, each shuffled separately
+_MAX_WORKERS = 8
+_PREFETCH_BATCHES = 2  # per worker
+_BABBLE_VOICES = 4
+_NOISE_SAMPLES = 1 << 21  # two minutes at 16 kHz
 
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
@@ -97,14 +102,6 @@ def _cut(order: list[int], durations_s: list[float], config: BatchingConfig) -> 
             longest_s = durations_s[index]
         batches[-1].append(index)
     return batches
-
-
-log = logging.getLogger(__name__)
-
-_MAX_WORKERS = 8
-_PREFETCH_BATCHES = 2  # per worker
-_BABBLE_VOICES = 4
-_NOISE_SAMPLES = 1 << 21  # two minutes at 16 kHz
 
 
 @dataclass

@@ -27,6 +27,9 @@ MAX_DURATION_S = 7 * 24 * 3600.0  # a larger "duration" was written in samples o
 _MAX_ERRORS_SHOWN = 10
 _REQUIRED = ("audio_filepath", "duration", "text")
 _KEYS = (*_REQUIRED, "offset", "speaker", "lang")
+_QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+_SPEAKERS_SHOWN = 10
+_BINS = 50
 
 
 class ManifestError(UserError):
@@ -258,11 +261,6 @@ def split(
         durations_s[part] += sum(utterances[index].duration_s for index in groups[key])
         part_of.update(dict.fromkeys(groups[key], part))
     return {name: [u for index, u in enumerate(utterances) if part_of[index] == name] for name in shares}
-
-
-_QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
-_SPEAKERS_SHOWN = 10
-_BINS = 50
 
 
 class StatisticsError(UserError):

@@ -43,8 +43,16 @@ from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_heade
 from ds2.system.text_files import read_lines
 from ds2.text.alphabet import Alphabet, AlphabetError
 
+log = logging.getLogger(__name__)
 FORMAT_VERSION = 2  # 1 had no digest of the header
 _HEAD_BYTES = 4096  # an ARPA file has its first header line in these
+_FORMAT = 1  # change it when `write_arpa` changes, which makes cached files invalid
+CACHE_LIMIT_BYTES = 4 << 30  # of cached files; the newest one is never deleted
+_LN10 = math.log(10.0)
+_ABSENT_LOG10 = -100.0  # of -inf, and of <unk> in a file without it
+_BLOCK_LINES = 1 << 12
+_COUNT = re.compile(r"[0-9]{1,18}")
+_UNKNOWN_SPELLINGS = {"<UNK>": UNKNOWN}
 
 
 def save_ngram(model: NGram, path: Path) -> None:
@@ -150,16 +158,6 @@ def _model(stored: _NgramHeader, tensors: dict[str, Tensor]) -> NGram:
 def _looks_like_arpa(path: Path) -> bool:
     with open(path, "rb") as opened:
         return b"\\data\\" in opened.read(_HEAD_BYTES)
-
-
-log = logging.getLogger(__name__)
-_FORMAT = 1  # change it when `write_arpa` changes, which makes cached files invalid
-CACHE_LIMIT_BYTES = 4 << 30  # of cached files; the newest one is never deleted
-_LN10 = math.log(10.0)
-_ABSENT_LOG10 = -100.0  # of -inf, and of <unk> in a file without it
-_BLOCK_LINES = 1 << 12
-_COUNT = re.compile(r"[0-9]{1,18}")
-_UNKNOWN_SPELLINGS = {"<UNK>": UNKNOWN}
 
 
 def write_arpa(model: NGram, path: Path) -> None:

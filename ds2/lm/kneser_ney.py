@@ -30,9 +30,15 @@ from numpy.typing import NDArray
 from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError, Level, NGram, from_levels, slices
 from ds2.system.files import temporary_folder
 
+log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 UNKNOWN_ID, START_ID, END_ID = 0, 1, 2
 _BYTES_PER_TOKEN = 64  # of a chunk, including temporary arrays
+Floats = NDArray[np.float64]
+MAX_ORDER = 20
+DEFAULT_MEMORY_BYTES = 512 << 20
+_FALLBACK_DISCOUNTS = (0.0, 0.5, 1.0, 1.5)
+_LEAST_MASS = 1e-99  # keeps the logarithm of a back-off weight of zero finite
 
 
 class Scratch:
@@ -210,14 +216,6 @@ def merge_runs(runs: list[list[Ints]], chunk: int) -> Iterator[tuple[Ints, Ints]
         yield _sum_counts(keys[order], counts[order])
         for r in unread:
             at[r] = stops[r]
-
-
-Floats = NDArray[np.float64]
-MAX_ORDER = 20
-DEFAULT_MEMORY_BYTES = 512 << 20
-_FALLBACK_DISCOUNTS = (0.0, 0.5, 1.0, 1.5)
-_LEAST_MASS = 1e-99  # keeps the logarithm of a back-off weight of zero finite
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ _ORDER = 7
 _BEAM = 16
 _WORDS_AT_ONCE = 256
 _SEPARATOR = "\u2063"  # between a letter and its phones in the name of a unit
+_UNSEEN = -20.0  # natural log of a unit that the counts lack
 
 
 class LettersToPhones:
@@ -131,9 +132,6 @@ def _align(word: str, phones: Phones, scores: Mapping[Unit, float]) -> list[Unit
         units.append((letter, phones[at - took[at] : at]))
         at -= took[at]
     return units[::-1]
-
-
-_UNSEEN = -20.0  # natural log of a unit that the counts lack
 
 
 def _first_scores(pairs: Sequence[tuple[str, Phones]]) -> dict[Unit, float]:

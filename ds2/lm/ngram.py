@@ -34,6 +34,7 @@ _ROUNDING = 1e-3  # log-probs may exceed 0 by this
 _BAD_NUMBERS = "it contains invalid log-probs or states: copy the file again or build the model again"
 TENSORS = ("keys", "log_prob", "next_state", "backoff", "suffix")
 log = logging.getLogger(__name__)
+_BLOCK = 1 << 19  # n-grams processed at once, which bounds the size of temporary arrays
 
 
 class LanguageModelError(UserError):
@@ -276,9 +277,6 @@ def longest_match(
     entries = torch.searchsorted(keys, queries).clamp_(max=keys.numel() - 1)
     matches = keys.take(entries) == queries
     return contexts, entries, matches.to(torch.uint8).argmax(1, keepdim=True)
-
-
-_BLOCK = 1 << 19  # n-grams processed at once, which bounds the size of temporary arrays
 
 
 @dataclass(frozen=True)

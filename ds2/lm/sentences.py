@@ -16,6 +16,9 @@ from ds2.lm.ngram import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError, 
 from ds2.system.text_files import read_lines
 from ds2.text.alphabet import Alphabet, describe
 
+_BATCH_SENTENCES = 4096
+_MOST_NATS = 700.0  # for each token; beyond that the perplexity overflows
+
 
 def tokenise(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
     """Return the tokens of a normalised line."""
@@ -111,10 +114,6 @@ class SentenceReader:
             more = f" and {len(self.characters) - len(common)} others" if len(self.characters) > len(common) else ""
             text += f", {action} characters outside the alphabet: {describe(common)}{more}"
         return text
-
-
-_BATCH_SENTENCES = 4096
-_MOST_NATS = 700.0  # for each token; beyond that the perplexity overflows
 
 
 @dataclass

@@ -14,6 +14,7 @@ _LONGEST_S = 7.0
 _PAUSE_S = 1.0  # between words, at which a cue or paragraph ends
 _LONG_PARAGRAPH_S = 30.0  # a longer paragraph ends at shorter pauses too
 _SHORT_PAUSE_S = 0.4
+_SAME_S = 1e-6  # the last digit of a time
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,6 @@ def _clock(seconds: float, point: str) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-_SAME_S = 1e-6  # the last digit of a time
 
 
 class Interval(NamedTuple):

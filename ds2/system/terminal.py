@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO, cast
 
+log = logging.getLogger(__name__)
 _stderr_lock = threading.Lock()
 _JOINERS = "\u200c\u200d"  # join letters in Persian, Hindi and others: part of the text
+_EVERY_S = 60.0
 
 
 def visible(text: str) -> str:
@@ -106,10 +108,6 @@ def safe_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout = stdout
-
-
-log = logging.getLogger(__name__)
-_EVERY_S = 60.0
 
 
 class Progress:

@@ -22,6 +22,9 @@ from ds2.text.pronunciations import Pronunciations, read_pronunciations
 _DOTTED = ("tr", "az")  # languages with a dotted and a dotless i
 _APOSTROPHES = "'’‘ʼ＇`´"
 _CODE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]+)*")
+BLANK = 0  # the label of CTC's blank
+WORD_MARK = "\u2581"  # the first character of a piece that starts a word, as in sentencepiece
+_RULES = {"locale": "", "unicode": "NFC", "numbers": "", "punctuation": "keep"}  # of the normaliser, with defaults
 
 
 class NormaliseError(UserError):
@@ -78,15 +81,7 @@ def _language(locale: str) -> str:
     return re.split(r"[-_]", locale.lower())[0]
 
 
-BLANK = 0  # the label of CTC's blank
-WORD_MARK = "\u2581"  # the first character of a piece that starts a word, as in sentencepiece
 _CASE: dict[str, Callable[[str, str], str]] = {"lower": lower, "upper": upper, "keep": lambda text, _: text}
-_RULES = {
-    "locale": "",
-    "unicode": "NFC",
-    "numbers": "",
-    "punctuation": "keep",
-}  # defaults
 
 
 class AlphabetError(UserError):

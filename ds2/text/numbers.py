@@ -15,12 +15,13 @@ from typing import Any
 
 from ds2.system.errors import UserError
 
+_Reader = Callable[[re.Match[str]], str]
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_Reader = Callable[[re.Match[str]], str]
 _ALIASES = {"kz": "kk", "nb": "no"}  # codes of other tools
 _DECIMAL_POINT = {"en", "he", "hi", "ja", "ko", "my", "ne", "ta", "th", "yue", "zh"}
 # Languages that write an ordinal as 3. before a word, which a number at the end of a sentence looks like.

@@ -25,6 +25,8 @@ from ds2.training.metrics import LoggedUtterance, RunLog
 log = logging.getLogger(__name__)
 
 _SHOWN = 4
+_STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (docs/results/depth.md)
+_STUCK_CER = 0.75  # a model that writes blanks, or the same few letters, has more
 
 
 class DevMonitor:
@@ -88,10 +90,6 @@ class DevMonitor:
             board.utterance(step, f"utterance_{number + 1}", shown, self.features.sample_rate_hz)
         self._shown_audio = True
         return sum(loss for loss, _, _ in gathered) / max(1, sum(feasible for _, feasible, _ in gathered))
-
-
-_STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (docs/results/depth.md)
-_STUCK_CER = 0.75  # a model that writes blanks, or the same few letters, has more
 
 
 class DevEvaluator:

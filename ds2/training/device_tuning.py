@@ -46,6 +46,9 @@ _GROWTH = 16.0  # largest factor from one trial to the next
 _AIM, _CLOSE = 0.98, 0.95  # of the available bytes: the target of a trial, and where the search stops
 _FEW_BATCHES = 50
 Measure = Callable[[list[int]], float | None]
+_USABLE = 0.92  # of the memory: the rest is for what the allocator cannot use between blocks of other sizes
+_OPTIMIZER_TENSORS = {"sgd": 1, "adamw": 2}  # of each weight's size, made by the first step
+_SIZES = 3  # of batches, the most frequent: each takes a moment to measure
 
 
 def check_device(batching: BatchingConfig, device: torch.device) -> None:
@@ -233,10 +236,6 @@ def out_of_memory(
     )
 
 
-_USABLE = 0.92  # of the memory: the rest is for what the allocator cannot use between blocks of other sizes
-_OPTIMIZER_TENSORS = {"sgd": 1, "adamw": 2}  # of each weight's size, made by the first step
-
-
 class MemoryProbe:
     """Measures the memory of both passes of training, on made-up audio and a second model with fresh weights.
 
@@ -328,9 +327,6 @@ class MemoryProbe:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-_SIZES = 3  # of batches, the most frequent: each takes a moment to measure
 
 
 def choose_tiles(

@@ -21,6 +21,8 @@ from ds2.system.files import atomic_file
 from ds2.training.state import Progress
 
 _ALIGNMENT_ROW_PIXELS = 6
+_EMPTY: tuple[Any, ...] = ("", [], {})
+_MEMORY = 0.9  # weight of a window in the running average
 
 
 class StepTimer:
@@ -91,9 +93,6 @@ def _tag(group: str, name: str) -> str:
     if name.endswith("_s"):
         return f"timing/{name}"
     return f"score/{group}_{name}" if group == "dev" else f"{group}/{name}"
-
-
-_EMPTY: tuple[Any, ...] = ("", [], {})
 
 
 class RunLog:
@@ -261,9 +260,6 @@ class LogWindow:
             "step_s": (time.monotonic() - self._began) / self.steps,
             **{f"{name}_s": seconds for name, seconds in split.items()},
         }
-
-
-_MEMORY = 0.9  # weight of a window in the running average
 
 
 class NoiseScale:

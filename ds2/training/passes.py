@@ -26,6 +26,9 @@ from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import Inputs
 
 log = logging.getLogger(__name__)
+# train-clean-5 in batches of 16 at five speeds has 55 shapes; with 32 graphs, four shapes an epoch were recorded again.
+MOST_GRAPHS = 64
+_REMEMBERED_SHAPES = 1024
 
 
 class Passes:
@@ -126,11 +129,6 @@ class Passes:
         assert objective is not None
         torch.autograd.backward(objective)
         self.gradients.end_pass()
-
-
-# train-clean-5 in batches of 16 at five speeds has 55 shapes; with 32 graphs, four shapes an epoch were recorded again.
-MOST_GRAPHS = 64
-_REMEMBERED_SHAPES = 1024
 
 
 def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torch: str | None = None) -> bool:

@@ -17,6 +17,10 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.norm import SequenceBatchNorm
 
 log = logging.getLogger(__name__)
+# whether gradients are summed during the backward pass, and whether by copies between GPUs
+_WAYS = {"after": (False, False), "during": (True, False), "by copies during": (True, True)}
+_ENOUGH_STEPS = 12  # of each way, measured
+_MOST_STEPS = 1000  # after which the choice is made from what was measured
 
 
 @dataclass
@@ -158,12 +162,6 @@ class NormStatistics:
             self.comm.sum_(self._flat)
             self._flat.div_(self.comm.world)
             torch._foreach_copy_(self._own, self._parts)
-
-
-# whether gradients are summed during the backward pass, and whether by copies between GPUs
-_WAYS = {"after": (False, False), "during": (True, False), "by copies during": (True, True)}
-_ENOUGH_STEPS = 12  # of each way, measured
-_MOST_STEPS = 1000  # after which the choice is made from what was measured
 
 
 class OverlapChoice:

@@ -32,6 +32,9 @@ from ds2.text.alphabet import WORD_MARK, Alphabet
 log = logging.getLogger(__name__)
 Labels = tuple[int, ...]
 SearchState = Beams | list[Slots]  # of streams: of the search in PyTorch, or of the kernel
+_ENTRY = 3  # column of the kernel's `names`: the last entry of the prefix in the trace
+_MAX_BEAM = 10_000
+_CPU_FRAMES = 64  # searched at a time on a CPU, between removals of shared labels; a GPU takes a whole chunk
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,6 @@ def _without_shared(beams: Beams) -> tuple[Beams, list[list[int]]]:
     return beams.without_first(counts), labels
 
 
-_ENTRY = 3  # column of the kernel's `names`: the last entry of the prefix in the trace
-
-
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:
     """Join prefixes that differ in a last space only; return scores (B, N, 4) as in `NBest` and slots (B, N)."""
     log_prob, bonus, fused = fusion.finish(end.integers, end.floats, acoustic > NONE)
@@ -171,10 +171,6 @@ def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nb
     _, slots = total.topk(min(nbest, beam), 1)
     table = torch.stack([total, joined, log_prob, bonus], -1).gather(1, slots[..., None].expand(-1, -1, 4))
     return table, slots
-
-
-_MAX_BEAM = 10_000
-_CPU_FRAMES = 64  # searched at a time on a CPU, between removals of shared labels; a GPU takes a whole chunk
 
 
 @dataclass
