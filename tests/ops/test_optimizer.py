@@ -7,14 +7,11 @@ import copy
 import pytest
 import torch
 from ds2_ops import optimizer as kernels
-from ds2_ops.jit.build import build
-from ds2_ops.jit.runtime import MIN_CAPABILITY
-from ds2_ops.optimizer import ADAMW, NESTEROV, SQUARES, FusedNorm, FusedUpdate, why_not
+from ds2_ops.optimizer import FusedNorm, FusedUpdate, why_not
 from support.kernel_on_cpu import patch_run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [(3, 7), (8192,), (5,), (100, 300), (1,)]  # off and on the boundaries of vectors and of pieces
 
 
@@ -44,20 +41,17 @@ def give_gradients(params: list[nn.Parameter], step: int) -> None:
             parameter.grad.copy_(grad)
 
 
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernels run; on a CPU from their own source."""
+    if request.param == "cpu":
         patch_run(monkeypatch, kernels)
+    return str(request.param)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("most", [0.0, 1.0, 1e6])
-def test_steps_are_those_of_torch(
-    emulated: None, monkeypatch: pytest.MonkeyPatch, name: str, most: float, device: str
-) -> None:
-    if device == "cuda":
-        monkeypatch.undo()
+def test_steps_are_those_of_torch(name: str, most: float, device: str) -> None:
     mine, theirs = parameters(device), parameters(device)
     ours, reference = optimizer(name, mine), optimizer(name, theirs)
     fused = None
@@ -91,15 +85,10 @@ def test_steps_are_those_of_torch(
     assert torch.equal(rounded[mine[3]], mine[3].detach().bfloat16())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
 @pytest.mark.parametrize("most", [0.0, 1.0])
-def test_a_norm_that_is_not_finite_changes_nothing(
-    emulated: None, monkeypatch: pytest.MonkeyPatch, name: str, norm: float, most: float, device: str
-) -> None:
-    if device == "cuda":
-        monkeypatch.undo()
+def test_a_norm_that_is_not_finite_changes_nothing(name: str, norm: float, most: float, device: str) -> None:
     params = parameters(device)
     stepped = optimizer(name, params)
     give_gradients(params, 0)
@@ -112,21 +101,12 @@ def test_a_norm_that_is_not_finite_changes_nothing(
     assert all(map(torch.equal, before, after)) and bool((rounded[params[3]] == 7.0).all())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_norm_is_that_of_all_tensors(emulated: None, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    if device == "cuda":
-        monkeypatch.undo()
+def test_the_norm_is_that_of_all_tensors(device: str) -> None:
     tensors = [p.detach() for p in parameters(device)]
     expected = torch.cat([t.double().view(-1) for t in tensors]).norm()
     assert abs(float(FusedNorm(tensors)()) / float(expected) - 1) <= 4 * 2.0**-24
     tensors[3][7, 5] = torch.inf
     assert torch.isinf(FusedNorm(tensors)())
-
-
-def test_kernels_compile_without_spills_for_the_oldest_gpu_too() -> None:
-    for source in (SQUARES, NESTEROV, ADAMW):
-        for arch in ("sm_90a", "sm_{}{}".format(*MIN_CAPABILITY)):
-            assert build(source.text, arch).local_bytes == 0
 
 
 def test_what_the_kernels_cannot_do_is_named() -> None:

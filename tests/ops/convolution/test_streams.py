@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ds2_ops.convolution import streams
-from ds2_ops.convolution.streams import ConvInput, block_launch, flatten, join, join_windows, why_not_block
-from ds2_ops.jit.build import build
+from ds2_ops.convolution.streams import ConvInput, flatten, join, join_windows, why_not_block
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA
 from torch import Tensor
@@ -95,8 +94,3 @@ def test_the_last_frames_are_cached() -> None:
     assert torch.equal(table[slots].nan_to_num(), whole[:, :, 10:].nan_to_num())
     values = conv_input.values()
     assert same(whole[:, :, 4:], values) and same(flatten(conv_input)[3, 1].view(32, 5), values[1, :, 3].t())
-
-
-@pytest.mark.parametrize("name", ["join", "flatten", "windows"])
-def test_they_compile_without_spills(name: str) -> None:
-    assert build(block_launch(name, 1).source.text).local_bytes == 0

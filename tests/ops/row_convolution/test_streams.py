@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ds2_ops import lookahead
-from ds2_ops.jit.build import build
 from ds2_ops.row_convolution import op
-from ds2_ops.row_convolution.op import chain_launch, lookahead_chain
+from ds2_ops.row_convolution.op import lookahead_chain
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA, relative_error
 from torch import Tensor
@@ -80,11 +79,6 @@ def test_the_kernel_on_a_cpu(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernel_on_a_gpu(shape: tuple[int, int, int, int, int], dtype: torch.dtype, with_skip: bool) -> None:
     check(shape, dtype, CUDA, with_skip)
-
-
-@pytest.mark.parametrize(("count", "tau"), [(5, 3), (1, 19), (10, 3)])
-def test_it_compiles_without_spills(count: int, tau: int) -> None:
-    assert build(chain_launch("Bf16", count, tau, True, 1).source.text).local_bytes == 0
 
 
 def test_wrong_shapes_are_refused() -> None:

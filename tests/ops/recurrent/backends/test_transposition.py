@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ds2_ops.jit.build import build
 from ds2_ops.recurrent.backends import persistent
-from ds2_ops.recurrent.backends.persistent import transposed, transposition
+from ds2_ops.recurrent.backends.persistent import transposed
 from support.kernel_on_cpu import patch_run
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -23,8 +22,3 @@ def test_the_transpose_has_every_number_in_its_place(
     matrix = torch.arange(shape[0] * shape[1]).view(shape).to(dtype).to(device)
     result = transposed(matrix)
     assert result.is_contiguous() and torch.equal(result, matrix.t())
-
-
-def test_the_transposition_compiles_without_spills() -> None:
-    for item_bytes in (2, 4):
-        assert build(transposition(item_bytes).text, "sm_90a").local_bytes == 0
