@@ -16,7 +16,7 @@ from typing import Any
 from ds2.audio.read import MAX_CHANNELS
 from ds2.config.allowed import COUNT, Range
 from ds2.config.schema import ConfigError
-from ds2.decoding.phrases import DEFAULT_ALLOWANCE
+from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.model.shipped import DEFAULT, default_model
 from ds2.system.errors import UserError
@@ -208,6 +208,17 @@ def add_phrases(parser: argparse.ArgumentParser) -> None:
         metavar="NATS",
         help="how much less probable than other speech a phrase may be, natural log a letter: more finds more phrases, "
         f"and more that were not said (default {DEFAULT_ALLOWANCE})",
+    )
+
+
+def add_false_alarms(parser: argparse.ArgumentParser) -> None:
+    """Add --false-alarms, as `Recogniser.only_keywords` takes it."""
+    parser.add_argument(
+        "--false-alarms",
+        type=real(0, 1e6, above=True),
+        metavar="N",
+        help="keywords an hour that nobody said, of each keyword: more finds more (default "
+        f"{FALSE_ALARMS}); needs a model whose settings have decode.keyword_alarms, and does not go with --allowance",
     )
 
 

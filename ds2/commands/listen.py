@@ -16,12 +16,21 @@ from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_phrases, add_where, chosen_model
+from ds2.commands.common import (
+    DECODER_SETTINGS,
+    Parser,
+    add_false_alarms,
+    add_model,
+    add_phrases,
+    add_where,
+    chosen_model,
+)
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import Word, word_record
-from ds2.decoding.phrases import OTHERS
+from ds2.decoding.keywords import measured_search
+from ds2.decoding.phrases import FALSE_ALARMS, OTHERS
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, describe_delays
@@ -40,12 +49,19 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.allowance is not None and not (options.phrases or options.keywords):
         parser.error("--allowance needs --phrases or --keywords")
+    if options.false_alarms is not None and (not options.keywords or options.phrases or options.allowance is not None):
+        parser.error("--false-alarms needs --keywords, and goes with neither --phrases nor --allowance")
     sounddevice = _import_sounddevice()
     device = resolve_device(options.device)
     file = find_model(chosen_model(options.model))
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, options.precision)
-    if only := [*options.phrases, *options.keywords]:
+    if options.false_alarms is not None or (
+        options.keywords and not options.phrases and options.allowance is None and measured_search(recogniser.decoder)
+    ):
+        alarms = FALSE_ALARMS if options.false_alarms is None else options.false_alarms
+        recogniser = recogniser.only_keywords(options.keywords, alarms)
+    elif only := [*options.phrases, *options.keywords]:
         recogniser = recogniser.only_phrases([*only, OTHERS], options.allowance)
     hot_words = dict.fromkeys(options.hot)
     printer, stop = _Printer(options.format == "json", bool(options.keywords)), StopHandler()
@@ -187,7 +203,9 @@ def make_parser() -> Parser:
         action="append",
         default=[],
         metavar="PHRASE",
-        help="print these phrases only, each as soon as it is certain, and nothing of other speech; may be repeated",
+        help="print these phrases only, each as soon as it is certain (with --false-alarms at the next pause), and "
+        "nothing of other speech; may be repeated",
     )
+    add_false_alarms(parser)
     add_where(parser)
     return parser

@@ -22,7 +22,16 @@ from ds2.model.shipped import is_shipped
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
-from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence, tune_rescoring
+from ds2.recognition.tuning import (
+    DevLogProbs,
+    TuningTrial,
+    choose,
+    draw,
+    search,
+    tune_confidence,
+    tune_keywords,
+    tune_rescoring,
+)
 from ds2.system.files import check_writable
 
 _LIMIT, _MAX_VALUES = 1e6, 1000  # of decode.alpha and decode.beta
@@ -97,7 +106,17 @@ def run(arguments: argparse.Namespace) -> int:
         share, _ = min(shares, key=lambda pair: pair[1].errors)
         tuned = replace(tuned, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
     slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
-    save_settings(replace(tuned, confidence=[round(slope, 4), round(offset, 4)]), target)
+    tuned = replace(tuned, confidence=[round(slope, 4), round(offset, 4)], keyword_alarms=[])
+    if tuned.method == "beam":
+        keywords = tune_keywords(dev, loaded.alphabet, lm, replace(tuned, rescore=""), loaded.frame_s, device)
+        for keyword in keywords:
+            print(
+                f"keywords, bonus {keyword.bonus:g}: {100 * keyword.recall:.1f} % found, {keyword.alarms:.3g} false "
+                "alarms an hour of each",
+                flush=True,
+            )
+        tuned = replace(tuned, keyword_alarms=[float(f"{keyword.alarms:.3g}") for keyword in keywords])
+    save_settings(tuned, target)
     print(
         f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
         f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"

@@ -248,6 +248,7 @@ class DecodeConfig:
     threads: int = number(0, 0, 1024)  # of the methods native and ctcdecode; 0: one a core
     times: bool = True  # compute times and confidences of words by an alignment
     confidence: list[float] = numbers([1.0, 0.0], -1e9, 1e9, lengths=(2,))  # calibration: [slope, offset] of the logit
+    keyword_alarms: list[float] = numbers([], 1e-9, 1e9, lengths=(0, 5))  # of one keyword an hour, at bonuses -4 to 4
 
 
 @dataclass

@@ -11,66 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ds2.decoding.decoder import Decoder, Decoding
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.decoding.lexicon import HotWords
 from ds2.scoring.wer import CORRECT, DELETION, align
 
 IDENTITY = (1.0, 0.0)
 _EPSILON = 1e-3  # confidences are clipped to this distance from 0 and 1
 _NEWTON_STEPS = 30
 _RIDGE = 1e-3
-
-
-class CalibratedDecoder:
-    """Wraps a decoder and calibrates the confidences of its words."""
-
-    def __init__(self, decoder: Decoder, calibration: Sequence[float]) -> None:
-        self.decoder, self.calibration = decoder, calibration
-        self.hot_characters = decoder.hot_characters
-
-    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode a batch; see :class:`~ds2.decoding.decoder.Decoder`."""
-        return [[calibrated(h, self.calibration) for h in row] for row in self.decoder.decode(log_probs, lengths)]
-
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> CalibratedDecoding:
-        """Begin streams; see :class:`~ds2.decoding.decoder.Decoder`."""
-        return CalibratedDecoding(self.decoder.start(rows, hot_words), self.calibration)
-
-    def best(self, decodings: Sequence[CalibratedDecoding]) -> list[list[Hypothesis]]:
-        """Return the best hypotheses of each decoding."""
-        best = self.decoder.best([d.decoding for d in decodings])
-        return [[calibrated(h, self.calibration) for h in row] for row in best]
-
-    def finish(self, decodings: Sequence[CalibratedDecoding]) -> list[list[list[Hypothesis]]]:
-        """Return the N best hypotheses of each decoding."""
-        nbest = self.decoder.finish([d.decoding for d in decodings])
-        return [[[calibrated(h, self.calibration) for h in row] for row in rows] for rows in nbest]
-
-    def step(self, decodings: Sequence[CalibratedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoder`."""
-        self.decoder.step([d.decoding for d in decodings], log_probs, lengths)
-
-
-class CalibratedDecoding:
-    """Wraps a decoding and calibrates the confidences of its words."""
-
-    def __init__(self, decoding: Decoding, calibration: Sequence[float]) -> None:
-        self.decoding, self.calibration = decoding, calibration
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
-        self.decoding.step(log_probs, lengths)
-
-    def best(self) -> list[Hypothesis]:
-        """Return the best hypotheses so far; see :class:`~ds2.decoding.decoder.Decoding`."""
-        return [calibrated(h, self.calibration) for h in self.decoding.best()]
-
-    def finish(self) -> list[list[Hypothesis]]:
-        """Return the N best hypotheses; see :class:`~ds2.decoding.decoder.Decoding`."""
-        return [[calibrated(h, self.calibration) for h in row] for row in self.decoding.finish()]
 
 
 def calibrated(hypothesis: Hypothesis, calibration: Sequence[float]) -> Hypothesis:

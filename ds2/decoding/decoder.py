@@ -139,6 +139,70 @@ def refuse_hot_words(hot_words: HotWords | None) -> None:
         )
 
 
+class ChangedDecoder:
+    """A decoder whose hypotheses are changed, such as by a calibration of confidences.
+
+    Args:
+        decoder: any.
+        change: from a hypothesis of it to the one that is returned.
+        hot_words: of all streams, which then have none of their own; None: each stream has its own.
+    """
+
+    def __init__(
+        self, decoder: Decoder, change: Callable[[Hypothesis], Hypothesis], hot_words: HotWords | None = None
+    ) -> None:
+        self.decoder, self.change, self.hot_words = decoder, change, hot_words
+        self.hot_characters = decoder.hot_characters if hot_words is None else frozenset[str]()
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Decode a batch; see :class:`~ds2.decoding.decoder.Decoder`."""
+        if self.hot_words is None:
+            return [[self.change(h) for h in row] for row in self.decoder.decode(log_probs, lengths)]
+        check_log_probs(log_probs, lengths, log_probs.shape[2])
+        decoding = self.start(len(lengths))
+        decoding.step(log_probs, lengths)
+        return decoding.finish()
+
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> ChangedDecoding:
+        """Begin streams; see :class:`~ds2.decoding.decoder.Decoder`."""
+        if self.hot_words is not None:
+            refuse_hot_words(hot_words)
+            hot_words = self.hot_words
+        return ChangedDecoding(self.decoder.start(rows, hot_words), self.change)
+
+    def best(self, decodings: Sequence[ChangedDecoding]) -> list[list[Hypothesis]]:
+        """Return the best hypotheses of each decoding."""
+        return [[self.change(h) for h in row] for row in self.decoder.best([d.decoding for d in decodings])]
+
+    def finish(self, decodings: Sequence[ChangedDecoding]) -> list[list[list[Hypothesis]]]:
+        """Return the N best hypotheses of each decoding."""
+        nbest = self.decoder.finish([d.decoding for d in decodings])
+        return [[[self.change(h) for h in row] for row in rows] for rows in nbest]
+
+    def step(self, decodings: Sequence[ChangedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
+        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoder`."""
+        self.decoder.step([d.decoding for d in decodings], log_probs, lengths)
+
+
+class ChangedDecoding:
+    """Streams of a `ChangedDecoder`."""
+
+    def __init__(self, decoding: Decoding, change: Callable[[Hypothesis], Hypothesis]) -> None:
+        self.decoding, self.change = decoding, change
+
+    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
+        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
+        self.decoding.step(log_probs, lengths)
+
+    def best(self) -> list[Hypothesis]:
+        """Return the best hypotheses so far; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [self.change(h) for h in self.decoding.best()]
+
+    def finish(self) -> list[list[Hypothesis]]:
+        """Return the N best hypotheses; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [[self.change(h) for h in row] for row in self.decoding.finish()]
+
+
 class SearchDecoder:
     """A decoder on a CPU search of whole utterances; it checks log-probs and adds word times."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ import torch
 from ds2.config.check import check_allowed
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BeamDecoder
-from ds2.decoding.confidence import IDENTITY, CalibratedDecoder
-from ds2.decoding.decoder import Decoder, SearchDecoder
+from ds2.decoding.confidence import IDENTITY, calibrated
+from ds2.decoding.decoder import ChangedDecoder, Decoder, SearchDecoder
 from ds2.decoding.external import CtcdecodeSearch, LexiconSearch, NativeSearch
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError
@@ -85,7 +86,7 @@ _WITH_LM = frozenset({"beam", "lm", "alpha", "beta", "unknown_score", "nbest", "
 _PRUNED = frozenset({"lexicon", "hot_words", "hot_word_bonus", "label_min_log_prob", "prune"})
 METHODS: dict[str, Method] = {
     "greedy": Method(_greedy, frozenset()),
-    "beam": Method(_beam, _WITH_LM | _PRUNED),
+    "beam": Method(_beam, _WITH_LM | _PRUNED | {"keyword_alarms"}),
     "native": Method(_native, _WITH_LM | _PRUNED | {"threads"}),
     "ctcdecode": Method(_ctcdecode, _WITH_LM | {"threads"}),
 }
@@ -143,4 +144,6 @@ def make_decoder(
         lm = load_ngram(Path(options.lm)).check()
     second_pass = load_second_pass(options, alphabet, device) if "rescore" in row.options else None
     decoder = row.build(DecoderInputs(first_pass_options(options), alphabet, frame_s, device, lm, second_pass))
-    return decoder if tuple(options.confidence) == IDENTITY else CalibratedDecoder(decoder, options.confidence)
+    if tuple(options.confidence) == IDENTITY:
+        return decoder
+    return ChangedDecoder(decoder, partial(calibrated, calibration=options.confidence))

@@ -18,6 +18,7 @@ from ds2.text.numbers import spell_numbers
 
 OTHERS = "[unk]"  # the word for speech that is none of the phrases, as in Vosk
 DEFAULT_ALLOWANCE = 0.7  # how much less probable than other speech a phrase may be, natural log a label
+FALSE_ALARMS = 0.5  # an hour, of each keyword
 MAX_LABELS = 20_000  # of all words of a session's phrases
 MAX_CHARACTERS = 20_000  # of all phrases as they are typed
 _LARGEST_NUMBER = 10**9

@@ -26,10 +26,11 @@ from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder, refuse_hot_words
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
+from ds2.decoding.keywords import keyword_decoder
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.phrase_search import PhraseDecoder
-from ds2.decoding.phrases import DEFAULT_ALLOWANCE
+from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
 from ds2.inference.runner import file_block_frames, window_logits
@@ -203,6 +204,23 @@ class Recogniser(Pipeline):
         """
         allowed = DEFAULT_ALLOWANCE if allowance is None else allowance
         return replace(self, decoder=PhraseDecoder(phrases, self.alphabet, self.frame_s, allowed))
+
+    def only_keywords(self, keywords: Iterable[str], false_alarms: float = FALSE_ALARMS) -> Recogniser:
+        """Return the same model with a decoder that finds these keywords among all words, in files, sessions and live.
+
+        Args:
+            keywords: words and phrases as of `only_phrases`, which the language model has; words between them become
+                the word `[unk]`.
+            false_alarms: keywords an hour that nobody said, of each keyword: more finds more. In speech of
+                other kinds than was measured there may be more of them.
+
+        Raises:
+            PhraseError: keywords that cannot be read, or that the network cannot write.
+            LexiconError: keywords that the language model lacks.
+            DecodeError: the decoder is no beam search that was measured (`ds2 lm tune`), or `false_alarms` are fewer
+                than can be had.
+        """
+        return replace(self, decoder=keyword_decoder(self.decoder, keywords, false_alarms))
 
     def session(
         self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotWords | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +14,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.confidence import IDENTITY, correct_words, fit_calibration
 from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.keywords import BONUSES
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.rescore import mix_scores
 from ds2.lm.ngram import NGram
@@ -23,6 +25,7 @@ from ds2.text.alphabet import Alphabet
 _BEAM_TOLERANCE = 0.0005  # a narrower beam is chosen if its WER is higher by no more than this
 _REFINEMENTS = 2  # rounds around the best point, each at half the step
 _BEAMS = (16, 32, 64, 128, 256)
+_KEYWORD_LETTERS, _MOST_KEYWORDS = 5, 100
 _SHARES = tuple(tenths / 10 for tenths in range(11))  # of a recurrent model in log p_lm
 
 
@@ -154,6 +157,44 @@ def tune_confidence(
             confidences += [word.confidence for word in hypothesis.words]
             right += correct_words(reference.split(), hypothesis.text.split())
     return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else IDENTITY
+
+
+@dataclass(frozen=True)
+class KeywordTrial:
+    """The keywords that are found with one bonus."""
+
+    bonus: float
+    recall: float  # share of those that were said
+    alarms: float  # false ones an hour of one keyword; half a one more in all, so that it is never 0
+
+
+def tune_keywords(
+    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, frame_s: float, device: torch.device
+) -> list[KeywordTrial]:
+    """Search the longer words of the dev set as keywords, with each of `BONUSES`; none if it has no such words.
+
+    Returns:
+        A trial for each bonus; an utterance may have a keyword as often as its reference has it.
+    """
+    occurrences = Counter(word for references in dev.references for text in references for word in text.split())
+    keywords = [word for word, _ in occurrences.most_common() if len(word) >= _KEYWORD_LETTERS and word in lm.ids]
+    if alphabet.pronunciations is not None:
+        keywords = [word for word in keywords if word in alphabet.pronunciations.words]
+    keywords = keywords[:_MOST_KEYWORDS]
+    hours = sum(int(lengths.sum()) for _, lengths in dev.batches) * frame_s / 3600
+    total = sum(occurrences[word] for word in keywords)
+    trials: list[KeywordTrial] = []
+    for bonus in BONUSES if keywords else ():
+        settings = replace(options, nbest=1, times=False, hot_words=keywords, hot_word_bonus=bonus)
+        decoder = make_decoder(settings, alphabet, frame_s, device, lm)
+        right = wrong = 0
+        for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
+            for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
+                written = Counter(word for word in row[0].text.split() if word in keywords)
+                right += (written & Counter(reference.split())).total()
+                wrong += (written - Counter(reference.split())).total()
+        trials.append(KeywordTrial(bonus, right / total, (wrong + 0.5) / (hours * len(keywords))))
+    return trials
 
 
 def draw(trials: Sequence[TuningTrial], chosen: TuningTrial, path: Path) -> None:

@@ -17,6 +17,7 @@ from ds2.audio.read import read_audio
 from ds2.cli import main
 from ds2.config.schema import DecodeConfig
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.settings import save_settings, tuned_file
 
 
 class PortAudioError(Exception):
@@ -129,3 +130,36 @@ def test_keywords_are_printed_once_and_nothing_else_is(
     with pytest.raises(SystemExit):
         main([*command, "--allowance", "3"])
     assert "--allowance needs --phrases" in capsys.readouterr().err
+
+
+def test_keywords_for_a_number_of_false_alarms_are_those_of_the_search(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, samples = make_model(), read_audio(recording)
+    measured = DecodeConfig(method="beam", beam=8, keyword_alarms=[0.1, 0.2, 0.5, 2.0, 9.0])
+    save_settings(measured, tuned_file(model))
+    recogniser = Recogniser.load(model, device="cpu")
+    word = min(recogniser.transcribe(recording).text.split(), key=len)
+    live = recogniser.only_keywords([word], 2.0).live(sample_rate_hz=16000)
+    live.accept_waveform(samples)
+    live.flush()
+    wanted = [w for segment in live.segments for w in segment.hypothesis.words if w.text == word]
+    assert wanted
+    monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, (16000,)))
+    end_before_all_is_decoded(monkeypatch, signal.SIGINT)
+    command = ["listen", str(model), "--device", "cpu", "--format", "json"]
+    assert main([*command, "--keywords", word, "--false-alarms", "2"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = [w for record in records for w in record["words"]]
+    assert [(w["text"], w["start_s"]) for w in printed] == [(word, round(w.start_s, 3)) for w in wanted]
+    assert main([*command, "--keywords", word, "--false-alarms", "0.01"]) == 2
+    assert "allow 0.1 or more" in capsys.readouterr().err
+    assert main([*command, "--keywords", word, "--false-alarms", "2", "decode=greedy"]) == 2
+    assert "`ds2 lm tune` measures" in capsys.readouterr().err
+    for others in (["--phrases", word], ["--keywords", word, "--allowance", "1"], []):
+        with pytest.raises(SystemExit):
+            main([*command, "--false-alarms", "2", *others])
+        assert "--false-alarms needs --keywords" in capsys.readouterr().err

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ds2.config.schema import DecodeConfig
+from ds2.decoding.keywords import BONUSES
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram
 from ds2.lm.sentences import SentenceReader
-from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence
+from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence, tune_keywords
 from ds2.scoring.wer import ErrorCounts
 from ds2.text.alphabet import Alphabet
 
@@ -74,3 +75,16 @@ def test_confidences_are_calibrated_on_what_was_decoded(tmp_path: Path) -> None:
     half_wrong = DecodeConfig(method="beam", beam=32, alpha=0.0, beta=0.0, unknown_score=-0.1)
     slope, offset = tune_confidence(dev, ALPHABET, lm, half_wrong, device)
     assert slope > 1 and math.isfinite(offset)  # the misheard words are the doubtful ones
+
+
+def test_false_alarms_of_keywords_are_counted(tmp_path: Path) -> None:
+    texts = ["aaabb abbab", "abbab aaabb", "aaabb aaabb", "abbab abbab"]
+    dev, lm = misheard(texts), model_of([*texts, "aaabb abbaa"], tmp_path)
+    options = DecodeConfig(method="beam", beam=32, alpha=1.0, beta=0.0, unknown_score=-0.1, lexicon=True)
+    trials = tune_keywords(dev, ALPHABET, lm, options, 3.6, torch.device("cpu"))
+    hours = sum(int(lengths.sum()) for _, lengths in dev.batches) / 1000
+    assert [trial.bonus for trial in trials] == list(BONUSES)
+    assert all(trial.alarms * hours * 2 % 1 == pytest.approx(0.5) for trial in trials)
+    assert trials[-1].recall == 1.0 and trials[0].recall < 1.0  # "abbaa" is chosen for "abbab" where that costs more
+    short = tune_keywords(misheard(TEXTS), ALPHABET, lm, options, 3.6, torch.device("cpu"))
+    assert not short  # no word of five letters

@@ -1,0 +1,150 @@
+"""Keywords in endless audio: typed phrases among all the words that a beam search recognises.
+
+A keyword competes with every word of the language model, over the same frames and in the same context, so `seven` is
+told from `heaven` and `seventeen`. It has a bonus (natural log), which is the threshold of a likelihood ratio: the
+search writes the keyword where the best path with it is less probable than the best path without it by no more than
+that. The bonus follows from the false alarms that the user allows, by what was measured on speech (`ds2 lm tune`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ds2.decoding.beam.decoder import BeamDecoder
+from ds2.decoding.decoder import ChangedDecoder, Decoder
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
+from ds2.decoding.phrases import END, FALSE_ALARMS, OTHERS, ROOT, PhraseError, PhraseGraph, compile_phrases
+
+BONUSES = (-4.0, -2.0, 0.0, 2.0, 4.0)  # those of `decode.keyword_alarms`
+_MOST_TEXTS = 200  # that the keywords stand for
+
+
+def measured_search(decoder: Decoder) -> BeamDecoder | None:
+    """The beam search in a decoder, if its false alarms were measured; None: keywords cannot be searched with it."""
+    while isinstance(decoder, ChangedDecoder):
+        decoder = decoder.decoder
+    if not isinstance(decoder, BeamDecoder) or not (decoder.options.times and decoder.options.keyword_alarms):
+        return None
+    return decoder
+
+
+def keyword_bonus(alarms: Sequence[float], wanted: float) -> float:
+    """Return the highest bonus at which one keyword has no more than `wanted` false alarms an hour.
+
+    Args:
+        alarms: false alarms an hour of one keyword at each of `BONUSES`, above 0. Between these their logarithm is
+            linear; beyond the last bonus nothing was measured, so it is the highest.
+        wanted: above 0.
+
+    Raises:
+        DecodeError: the least that was measured is more than `wanted`.
+    """
+    rising = [max(alarms[: n + 1]) for n in range(len(alarms))]
+    if wanted < rising[0]:
+        raise DecodeError(
+            f"{wanted:.3g} false alarms an hour of each keyword are fewer than this model was measured at: allow "
+            f"{rising[0]:.3g} or more"
+        )
+    bonus = BONUSES[0]
+    for low, high, fewer, more in zip(BONUSES, BONUSES[1:], rising, rising[1:], strict=False):
+        if more <= wanted:
+            bonus = high
+        elif fewer <= wanted:
+            return low + (high - low) * math.log(wanted / fewer) / math.log(more / fewer)
+    return bonus
+
+
+def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: float = FALSE_ALARMS) -> ChangedDecoder:
+    """Return a decoder that writes keywords, and `[unk]` for the words between them.
+
+    Args:
+        decoder: a beam search that was measured, with or without calibrated confidences.
+        keywords: as `compile_phrases` takes them.
+        false_alarms: an hour, of each text that the keywords stand for.
+
+    Raises:
+        PhraseError: keywords that cannot be read, that the network cannot write, or that stand for too many texts.
+        LexiconError: keywords that the language model lacks.
+        DecodeError: another decoder, or `false_alarms` are fewer than were measured.
+    """
+    search = measured_search(decoder)
+    if search is None:
+        raise DecodeError(
+            "keywords for a number of false alarms need decode.method=beam, decode.times=true and "
+            "decode.keyword_alarms, which `ds2 lm tune` measures; phrases with an allowance need none of them"
+        )
+    if not 0 < false_alarms < math.inf:
+        raise DecodeError(f"false_alarms={false_alarms}: give a number an hour above 0, such as {FALSE_ALARMS}")
+    listed = keywords if isinstance(keywords, str) else [phrase for phrase in keywords if phrase != OTHERS]
+    graph = compile_phrases(listed, search.written)
+    bonus = keyword_bonus(search.options.keyword_alarms, false_alarms)
+    spotting = ChangedDecoder(decoder, partial(only_keywords, graph=graph), dict.fromkeys(texts_of(graph), bonus))
+    spotting.start()  # raises LexiconError now rather than with the first audio
+    return spotting
+
+
+def texts_of(graph: PhraseGraph) -> list[str]:
+    """All texts that phrases stand for.
+
+    Raises:
+        PhraseError: there are too many.
+    """
+    texts: dict[str, None] = {}
+    waiting: list[tuple[int, str]] = [(ROOT, "")]
+    while waiting:
+        point, text = waiting.pop()
+        if END in graph.reached[point] and text:
+            texts[text] = None
+        following = {(word.end, word.text) for word in graph.words if word.start in graph.reached[point]}
+        waiting += [(end, f"{text} {word}".strip()) for end, word in sorted(following)]
+        if len(texts) + len(waiting) > _MOST_TEXTS:
+            raise PhraseError(f"the keywords stand for more than {_MOST_TEXTS} texts: leave some out")
+    return list(texts)
+
+
+def only_keywords(hypothesis: Hypothesis, graph: PhraseGraph) -> Hypothesis:
+    """Return the hypothesis with `[unk]` for each stretch of words that are no keyword.
+
+    From left to right the longest keyword is taken. The confidence of `[unk]` is the lowest of its words. A hypothesis
+    without words, of a stream that goes on, is changed in its text alone.
+    """
+    texts = hypothesis.text.split()
+    spans = list(_spans(texts, graph))
+    timed = hypothesis.words if len(hypothesis.words) == len(texts) else ()
+    words: list[Word] = []
+    for first, last, is_keyword in spans:
+        own = timed[first:last]
+        if own and not is_keyword:
+            own = (Word(OTHERS, own[0].start_s, own[-1].end_s, min(word.confidence for word in own)),)
+        words += own
+    text = " ".join(" ".join(texts[first:last]) if is_keyword else OTHERS for first, last, is_keyword in spans)
+    fixed = sum(
+        last - first if is_keyword else 1
+        for first, last, is_keyword in spans
+        if last < hypothesis.fixed_words  # the next word is fixed too, so it does not extend this one
+    )
+    return replace(hypothesis, text=text, words=tuple(words), fixed_words=fixed)
+
+
+def _spans(texts: Sequence[str], graph: PhraseGraph) -> Iterable[tuple[int, int, bool]]:
+    """Yield first word, word after the last, and whether they are a keyword or a stretch between keywords."""
+    other = at = 0
+    while at < len(texts):
+        points, end, length = graph.reached[ROOT], at, 0
+        while points and end < len(texts):
+            points = frozenset[int]().union(
+                *(graph.reached[w.end] for w in graph.words if w.start in points and w.text == texts[end])
+            )
+            end += 1
+            length = end - at if END in points else length
+        if length:
+            if other < at:
+                yield other, at, False
+            yield at, at + length, True
+            other = at + length
+        at += max(length, 1)
+    if other < len(texts):
+        yield other, len(texts), False
