@@ -25,6 +25,13 @@ class LimitError(UserError):
         self.status, self.code = status, code
 
 
+class BadRequestError(LimitError):
+    """A client sent what its protocol or this server does not take; the message says what is taken."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 400, BAD_DATA)
+
+
 class SessionOverError(LimitError):
     """A session has lasted as long as it may; its client gets the last result first."""
 
@@ -52,7 +59,7 @@ def check_number(value: object, field: str, allowed: Range) -> float:
         LimitError: not a number (nor are true and false), NaN, infinity, or outside the range.
     """
     if isinstance(value, bool) or value not in allowed:
-        raise LimitError(f"{field}={repr(value)[:_SHOWN]} is not allowed: give {allowed}", 400, BAD_DATA)
+        raise BadRequestError(f"{field}={repr(value)[:_SHOWN]} is not allowed: give {allowed}")
     assert isinstance(value, int | float)
     return float(value)
 

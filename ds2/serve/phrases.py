@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES, HotWords, LexiconError
 from ds2.decoding.phrases import compile_phrases
-from ds2.serve.limits import BAD_DATA, FullError, LimitError, check_number
+from ds2.serve.limits import BadRequestError, FullError, check_number
 from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet
 
@@ -91,7 +91,7 @@ class PhraseReader:
     def _grammar(self, value: Any, field: str) -> tuple[str, ...]:
         value = self._parsed(_checked(value, field), field)
         if not isinstance(value, list):
-            raise LimitError(f"{field} is a list of phrases", 400, BAD_DATA)
+            raise BadRequestError(f"{field} is a list of phrases")
         if value:
             compile_phrases(value, self.alphabet)
         return tuple(value)
@@ -119,7 +119,7 @@ class PhraseReader:
     def _prompt(self, parts: Sequence[str]) -> dict[str, float | None]:
         phrases = _SEPARATORS.split(", ".join(parts))
         if len(phrases) > MAX_PHRASES:
-            raise LimitError(f"prompt has {len(phrases)} phrases: {MAX_PHRASES} at most", 400, BAD_DATA)
+            raise BadRequestError(f"prompt has {len(phrases)} phrases: {MAX_PHRASES} at most")
         hot_words: dict[str, float | None] = {}
         for phrase in map(self._written, phrases):
             words = phrase.split()
@@ -150,7 +150,7 @@ def _checked(value: Any, field: str) -> Any:
     """Return a list or object of phrases, or JSON, after a check of its size that takes no longer for a larger one."""
     if isinstance(value, str):
         if len(value) > _JSON_CHARACTERS:
-            raise LimitError(f"{field} has {len(value)} characters: {_JSON_CHARACTERS} at most", 400, BAD_DATA)
+            raise BadRequestError(f"{field} has {len(value)} characters: {_JSON_CHARACTERS} at most")
         return value
     if not isinstance(value, list | Mapping):
         raise _no_table(field)
@@ -160,13 +160,13 @@ def _checked(value: Any, field: str) -> Any:
 
 def _check_size(phrases: Sequence[Any] | Mapping[Any, Any], field: str) -> None:
     if len(phrases) > MAX_PHRASES:
-        raise LimitError(f"{field} has {len(phrases)} phrases: {MAX_PHRASES} at most", 400, BAD_DATA)
+        raise BadRequestError(f"{field} has {len(phrases)} phrases: {MAX_PHRASES} at most")
     if not all(isinstance(phrase, str) for phrase in phrases):
-        raise LimitError(f"{field} holds something else than texts: phrases are texts", 400, BAD_DATA)
+        raise BadRequestError(f"{field} holds something else than texts: phrases are texts")
     characters = sum(map(len, phrases))
     if characters > MAX_CHARACTERS:
-        raise LimitError(f"{field} has {characters} characters: {MAX_CHARACTERS} at most", 400, BAD_DATA)
+        raise BadRequestError(f"{field} has {characters} characters: {MAX_CHARACTERS} at most")
 
 
-def _no_table(field: str) -> LimitError:
-    return LimitError(f"{field} is a list of phrases, or an object of phrases and weights ({_WEIGHT})", 400, BAD_DATA)
+def _no_table(field: str) -> BadRequestError:
+    return BadRequestError(f"{field} is a list of phrases, or an object of phrases and weights ({_WEIGHT})")

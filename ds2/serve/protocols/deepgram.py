@@ -22,7 +22,7 @@ from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
-from ds2.serve.limits import BAD_DATA, LimitError, check_number
+from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Client, json_object
 
 _RATE_HZ = Range(*RATES_HZ)
@@ -76,7 +76,8 @@ class Deepgram(Client):
                 await socket.close()
                 return
             elif kind != "KeepAlive":
-                raise _bad(f"type={kind!r} is no message of this interface: KeepAlive, Finalize, CloseStream")
+                messages = "KeepAlive, Finalize, CloseStream"
+                raise BadRequestError(f"type={kind!r} is no message of this interface: {messages}")
 
     async def _accept(self, socket: WebSocket, data: bytes) -> None:
         result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words)
@@ -178,9 +179,9 @@ class Deepgram(Client):
         for name, only in _ONLY.items():
             if any(value != only for value in query.getlist(name)):
                 allowed = f"{name}={only}" if only is not None else "nothing"
-                raise _bad(f"{name}={query[name][:60]!r} is not offered by this server: {allowed} is")
+                raise BadRequestError(f"{name}={query[name][:60]!r} is not offered by this server: {allowed} is")
         if "encoding" not in query:
-            raise _bad("this server reads no containers: give encoding=linear16 and sample_rate=HZ")
+            raise BadRequestError("this server reads no containers: give encoding=linear16 and sample_rate=HZ")
         self.rate_hz = int(check_number(_number(query.get("sample_rate")), "sample_rate", _RATE_HZ))
         self.interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
         pause = query.get("endpointing", "true")
@@ -205,10 +206,6 @@ class Deepgram(Client):
         return {**await table(plain, "keyterm"), **await table(weighted, "keywords")}
 
 
-def _bad(message: str) -> LimitError:
-    return LimitError(message, 400, BAD_DATA)
-
-
 def _number(text: str | None) -> float | str | None:
     """Return a number of an address, or what stands there instead, which `check_number` refuses."""
     try:
@@ -220,5 +217,5 @@ def _number(text: str | None) -> float | str | None:
 def _is_true(query: QueryParams, name: str) -> bool:
     value = query.get(name, "false")
     if value not in ("true", "false"):
-        raise _bad(f"{name}={value[:60]!r} is not allowed: give true or false")
+        raise BadRequestError(f"{name}={value[:60]!r} is not allowed: give true or false")
     return value == "true"

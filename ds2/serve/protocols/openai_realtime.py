@@ -19,7 +19,7 @@ from starlette.websockets import WebSocket
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.recognition.session import NEVER, Endpoints
-from ds2.serve.limits import BAD_DATA, LimitError, SessionOverError, check_number
+from ds2.serve.limits import BadRequestError, LimitError, SessionOverError, check_number
 from ds2.serve.protocols.websocket import Client, json_object
 
 RATE_HZ = 24000
@@ -67,14 +67,14 @@ class Realtime(Client):
             await self._append(socket, event.get("audio"))
         elif kind == "input_audio_buffer.commit":
             if self._is_empty():
-                raise _bad("the buffer is empty: append audio before commit")
+                raise BadRequestError("the buffer is empty: append audio before commit")
             await self.send_last_result(socket)
         elif kind == "input_audio_buffer.clear":
             self.item = None
             self._clear()
             await self.send(socket, _event("input_audio_buffer.cleared"))
         else:
-            raise _bad(f"type={kind!r} is no event of a transcription session")
+            raise BadRequestError(f"type={kind!r} is no event of a transcription session")
 
     async def _append(self, socket: WebSocket, audio: Any) -> None:
         endpoints = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
@@ -142,11 +142,11 @@ class Realtime(Client):
 
     async def _update(self, settings: Any) -> None:
         if not isinstance(settings, dict) or settings.get("type") != "transcription":
-            raise _bad("session.type must be transcription: this server does nothing else")
+            raise BadRequestError("session.type must be transcription: this server does nothing else")
         audio_input = _object(_object(settings, "audio"), "input")
         audio_format = _object(audio_input, "format")
         if audio_format.get("type", "audio/pcm") != "audio/pcm" or audio_format.get("rate", RATE_HZ) != RATE_HZ:
-            raise _bad(f"session.audio.input.format={audio_format!r}: audio/pcm at {RATE_HZ} is taken")
+            raise BadRequestError(f"session.audio.input.format={audio_format!r}: audio/pcm at {RATE_HZ} is taken")
         transcription = _object(audio_input, "transcription")
         hot_words, phrases = await self._hot_words(transcription), self.phrases
         if "phrases" in transcription:  # our extension: only these
@@ -155,7 +155,7 @@ class Realtime(Client):
         if (hot_words, phrases, silence_ms) == (self.hot_words, self.phrases, self.silence_ms):
             return
         if not self._is_empty():
-            raise _bad(
+            raise BadRequestError(
                 "turn_detection and transcription change before audio, after a commit or input_audio_buffer.clear"
             )
         self._clear()
@@ -169,7 +169,7 @@ class Realtime(Client):
             return None
         detection = _object(audio_input, "turn_detection")
         if detection.get("type") != "server_vad":
-            raise _bad("turn_detection is null, or of type server_vad")
+            raise BadRequestError("turn_detection is null, or of type server_vad")
         silence_ms = detection.get("silence_duration_ms", _DEFAULT_SILENCE_MS)
         return check_number(silence_ms, "turn_detection.silence_duration_ms", _SILENCE_MS)
 
@@ -183,15 +183,11 @@ class Realtime(Client):
         return self.hot_words
 
 
-def _bad(message: str) -> LimitError:
-    return LimitError(message, 400, BAD_DATA)
-
-
 def _object(outer: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the object that `outer` holds under a name; an empty one if there is none."""
     inner = outer.get(name)
     if inner is not None and not isinstance(inner, dict):
-        raise _bad(f"{name} is {inner!r}, it must be an object")
+        raise BadRequestError(f"{name} is {inner!r}, it must be an object")
     return inner or {}
 
 
@@ -199,7 +195,7 @@ def _decode_base64(audio: Any) -> bytes:
     try:
         return base64.b64decode(audio, validate=True)
     except (TypeError, ValueError) as error:
-        raise _bad(f"audio is base64 of 16-bit samples: {error}") from error
+        raise BadRequestError(f"audio is base64 of 16-bit samples: {error}") from error
 
 
 def _new_item() -> str:

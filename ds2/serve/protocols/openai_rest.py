@@ -24,7 +24,7 @@ from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import EngineClient, EngineSession
-from ds2.serve.limits import BAD_DATA, BrokenError, FullError, LimitError, Limits
+from ds2.serve.limits import BadRequestError, BrokenError, FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,10 @@ class Transcriptions:
         async with Request(request.scope, self._limited(request, upload)).form(max_files=1) as form:
             file, response_format = form.get("file"), str(form.get("response_format") or "json")
             if not isinstance(file, UploadFile):
-                raise LimitError("the form has no file: send multipart/form-data with a field `file`", 400, BAD_DATA)
+                raise BadRequestError("the form has no file: send multipart/form-data with a field `file`")
             if response_format not in FORMATS:
                 formats = ", ".join(FORMATS)
-                raise LimitError(f"response_format={response_format!r} is not one of {formats}", 400, BAD_DATA)
+                raise BadRequestError(f"response_format={response_format!r} is not one of {formats}")
             stream = str(form.get("stream") or "false").lower() in ("true", "1")
             granularities = [str(one) for one in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
@@ -134,7 +134,7 @@ class Transcriptions:
         except (LimitError, FullError, BrokenError):
             raise
         except UserError as error:
-            raise LimitError(str(error).replace(str(upload.path), upload.name), 400, BAD_DATA) from error
+            raise BadRequestError(str(error).replace(str(upload.path), upload.name)) from error
         finally:
             session.close()
             blocks.close()  # the client may have left: nothing more is decoded
@@ -243,8 +243,8 @@ def _response(
     text = " ".join(segment.hypothesis.text for segment in segments)
     words = [word for segment in segments for word in segment.hypothesis.words]
     if response_format in _TIMED and text and not words:
-        raise LimitError(
-            f"response_format={response_format} needs word times, and this server has decode.times=false", 400, BAD_DATA
+        raise BadRequestError(
+            f"response_format={response_format} needs word times, and this server has decode.times=false"
         )
     if response_format == "text":
         return PlainTextResponse(text + "\n")

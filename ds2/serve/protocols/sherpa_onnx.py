@@ -16,7 +16,7 @@ from starlette.websockets import WebSocket
 
 from ds2.audio.stream import as_samples
 from ds2.recognition.session import Endpoints, Segment
-from ds2.serve.limits import BAD_DATA, LimitError
+from ds2.serve.limits import BadRequestError
 from ds2.serve.protocols.websocket import Client
 
 _RATE_HZ = 16000
@@ -70,7 +70,7 @@ class SherpaOnnx(Client):
                 await socket.close()
                 return
             else:
-                raise LimitError("messages are float32 samples at 16 kHz, or the text Done", 400, BAD_DATA)
+                raise BadRequestError("messages are float32 samples at 16 kHz, or the text Done")
 
     async def send_last_result(self, socket: WebSocket) -> None:
         """See `Client`."""

@@ -22,7 +22,7 @@ from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import Endpoints
 from ds2.serve.engine import StreamResult
-from ds2.serve.limits import BAD_DATA, LimitError, check_number
+from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Client, json_object
 
 _DEFAULT_RATE_HZ = 8000
@@ -68,9 +68,9 @@ class Vosk(Client):
 
     async def _configure(self, config: Any) -> None:
         if not isinstance(config, dict):
-            raise LimitError("config is an object", 400, BAD_DATA)
+            raise BadRequestError("config is an object")
         if config.get("max_alternatives"):
-            raise LimitError("config.max_alternatives is not offered by this server: leave it out", 400, BAD_DATA)
+            raise BadRequestError("config.max_alternatives is not offered by this server: leave it out")
         before = self.rate_hz, self.hot_words, self.phrases, self.endpoints
         for key in ("phrase_list", "hot_words"):
             if config.get(key):
@@ -82,7 +82,7 @@ class Vosk(Client):
         self.rate_hz = int(check_number(config.get("sample_rate", self.rate_hz), "config.sample_rate", _RATE_HZ))
         self.words = bool(config.get("words", self.words))
         if self.session is not None and (self.rate_hz, self.hot_words, self.phrases, self.endpoints) != before:
-            raise LimitError("config may change nothing but words after the first audio", 400, BAD_DATA)
+            raise BadRequestError("config may change nothing but words after the first audio")
 
     def _reply(self, result: StreamResult) -> dict[str, Any]:
         reply: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in result.final)}
@@ -107,5 +107,5 @@ def _endpoints(value: Any) -> Endpoints:
     """Read a client's rules; those that it leaves out keep their defaults."""
     allowed = [field.name for field in fields(Endpoints)]
     if not isinstance(value, dict) or not set(value) <= set(allowed):
-        raise LimitError(f"config.endpoints is an object of seconds above 0, of {allowed}", 400, BAD_DATA)
+        raise BadRequestError(f"config.endpoints is an object of seconds above 0, of {allowed}")
     return Endpoints(**{key: check_number(rule, f"config.endpoints.{key}", _SECONDS) for key, rule in value.items()})

@@ -22,6 +22,7 @@ from ds2.serve.limits import (
     BROKEN,
     RESTART,
     TRY_LATER,
+    BadRequestError,
     BrokenError,
     FullError,
     LimitError,
@@ -201,9 +202,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise LimitError(f"text messages are JSON: {error}", 400, BAD_DATA) from error
+        raise BadRequestError(f"text messages are JSON: {error}") from error
     if not isinstance(value, dict):
-        raise LimitError("text messages are JSON objects", 400, BAD_DATA)
+        raise BadRequestError("text messages are JSON objects")
     return value
 
 

@@ -24,7 +24,7 @@ from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER
 from ds2.serve.engine import StreamResult
-from ds2.serve.limits import BAD_DATA, LimitError, check_number
+from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Client, json_object
 
 FIRST_BYTE = b"{"
@@ -58,7 +58,7 @@ class Wyoming(Client):
             elif kind == "transcribe":
                 terms = [data.get(name) or [] for name in ("transcript_names", "transcript_terms")]
                 if not all(isinstance(term, list) for term in terms):
-                    raise _bad("transcript_names and transcript_terms are lists of texts")
+                    raise BadRequestError("transcript_names and transcript_terms are lists of texts")
                 self._close()
                 self.hot_words = await self.engine.phrases.prompt(None, [*terms[0], *terms[1]])
             elif kind == "audio-start":
@@ -108,10 +108,10 @@ class Wyoming(Client):
     def _check_format(self, data: dict[str, Any]) -> None:
         if data.get("width") != 2 or data.get("channels") != 1:
             shown = {name: str(data.get(name))[:20] for name in ("width", "channels")}
-            raise _bad(f"{shown}: audio has width 2 (16 bits) and 1 channel")
+            raise BadRequestError(f"{shown}: audio has width 2 (16 bits) and 1 channel")
         rate_hz = int(check_number(data.get("rate"), "rate", _RATE_HZ))
         if self.rate_hz not in (None, rate_hz):
-            raise _bad(f"rate={rate_hz} after {self.rate_hz}: an utterance has one rate")
+            raise BadRequestError(f"rate={rate_hz} after {self.rate_hz}: an utterance has one rate")
         self.rate_hz = rate_hz
 
     def _info(self) -> dict[str, Any]:
@@ -171,11 +171,11 @@ class EventSocket:
         try:
             line = await self.reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as error:
-            raise _bad("the line of an event is too long: put data behind it, with data_length") from error
+            raise BadRequestError("the line of an event is too long: put data behind it, with data_length") from error
         header = json_object(_decode(line))
         data = header.get("data") or {}
         if not isinstance(header.get("type"), str) or not isinstance(data, dict):
-            raise _bad("an event has a type, a text, and data, an object")
+            raise BadRequestError("an event has a type, a text, and data, an object")
         if length := self._length(header, "data_length"):
             data = data | json_object(_decode(await self.reader.readexactly(length)))
         payload = await self.reader.readexactly(self._length(header, "payload_length"))
@@ -185,7 +185,7 @@ class EventSocket:
     def _length(self, header: dict[str, Any], name: str) -> int:
         length = header.get(name) or 0
         if not isinstance(length, int):
-            raise _bad(f"{name} is a whole number")
+            raise BadRequestError(f"{name} is a whole number")
         return int(check_number(length, name, Range(0, self.longest)))
 
     async def _send(self, message: Message) -> None:
@@ -198,11 +198,7 @@ def _decode(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise _bad(f"events are UTF-8: {error}") from error
-
-
-def _bad(message: str) -> LimitError:
-    return LimitError(message, 400, BAD_DATA)
+        raise BadRequestError(f"events are UTF-8: {error}") from error
 
 
 def _event(kind: str, **data: Any) -> dict[str, Any]:
