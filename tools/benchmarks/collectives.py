@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import Table, facts, write_json
+from benchmarks.common import Table, facts, wait, write_json
 from dispatch import new_parser, parse
 from mpi4py import MPI
 from torch import Tensor
@@ -40,21 +40,16 @@ def time_sum(comm: Communicator, call: Sum, elements: int, device: torch.device,
     tensor, results, times_s = values.clone(), [], []
     for run in range(repeats + 2):
         tensor.copy_(values)
-        _wait(device)
+        wait(device)
         MPI.COMM_WORLD.Barrier()
         began = time.perf_counter()
         call(tensor)
-        _wait(device)
+        wait(device)
         times_s.append(time.perf_counter() - began)
         if run < 2:
             results.append(tensor.clone())
     same = all(comm.allgather(torch.equal(results[0], results[1])))
     return max(comm.allgather(statistics.median(times_s[2:]))), same
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def mpi_own(tensor: Tensor) -> None:

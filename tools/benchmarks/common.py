@@ -40,10 +40,10 @@ def measure(call: Callable[[], object], device: torch.device, repeats: int = 20,
     GPU calls are queued without waiting, each between two device events, so that the host runs ahead as in training.
     """
     call()
-    _wait(device)
+    wait(device)
     started = time.perf_counter()
     call()
-    _wait(device)
+    wait(device)
     repeats = max(3, min(repeats, int(budget_s / (time.perf_counter() - started))))
     if device.type == "cuda":
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
@@ -66,11 +66,11 @@ def measure_host(call: Callable[[], object], device: torch.device, repeats: int 
     """Time how long the host needs to queue ``call``, which must not wait for the GPU; nothing else is queued then."""
     times = []
     for _ in range(repeats):
-        _wait(device)
+        wait(device)
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)
-    _wait(device)
+    wait(device)
     return _timing(times)
 
 
@@ -183,6 +183,7 @@ def write_noise(folder: Path, utterances: int, duration_s: float, characters_per
     return folder / "noise.jsonl"
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Wait for all that was queued on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
