@@ -234,7 +234,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                     *(epoch.loss, epoch.audio_s_per_s, left_min),
                 )
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
-                values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
+                values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm, trainer.comm.world)
                 if trainer.noise is not None:
                     values["noise_scale"] = trainer.noise.end_window()
                 board.scalars("train", progress.step, values)

@@ -247,13 +247,14 @@ class LogWindow:
         """Seconds of training audio a second of wall time."""
         return (self.progress.audio_s - self._audio_s) / max(time.monotonic() - self._began, 1e-9)
 
-    def values(self, split: Mapping[str, float], rate: float, gradient_norm: float) -> dict[str, float]:
-        """The scalars of one log line; `split` has the seconds a step of each phase."""
+    def values(self, split: Mapping[str, float], rate: float, gradient_norm: float, ranks: int) -> dict[str, float]:
+        """The scalars of one log line; `split` has the seconds a step of each phase, `ranks` took the steps."""
         return {
             "loss": self.loss,
             "learning_rate": rate,
             "gradient_norm": gradient_norm,
             "epoch": self.progress.epoch,
+            "ranks": ranks,
             "skipped_steps": self.progress.skipped,
             "infeasible_utterances": self.progress.infeasible,
             "audio_s_per_s": self.audio_s_per_s,

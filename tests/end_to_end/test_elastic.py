@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,12 +26,12 @@ from support.run_log import events
 from ds2.cli import main
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import View, why_not_elastic
+from ds2.distributed.elastic import ElasticCommunicator, View, why_not_elastic
 from ds2.distributed.launcher import Launched
 from ds2.distributed.process_group import LostRankError
 from ds2.system.tensor_file import load
 from ds2.training import loop, trainer
-from ds2.training.metrics import RunLog
+from ds2.training.metrics import LogWindow, RunLog
 from ds2.training.state import Progress
 from ds2.training.stopping import Interrupts
 
@@ -123,6 +124,41 @@ def test_a_step_that_did_not_count_is_not_logged_by_who_goes_on_from_the_run_fol
     loop._regroup(trainer, former, Interrupts()).close()
     assert [event["loss"] for event in events(tmp_path, "train")] == losses
     assert [event["step"] for event in events(tmp_path, "ranks")] == [55]
+
+
+def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_path: Path) -> None:
+    """Three ranks take step 55; then rank 0 is lost, and the next one before another step."""
+    formers = [RunLog(tmp_path, writes=False) for _ in range(2)]
+    for former in formers:
+        window = LogWindow(Progress())
+        window.add(2.0)
+        former.scalars("train", 55, window.values({}, 0.1, 1.0, 3))
+    for world, former in zip((2, 1), formers, strict=True):
+        trainer: Any = SimpleNamespace(
+            run_dir=tmp_path,
+            comm=SimpleNamespace(rank=0, world=world, superseded=lambda: False),
+            progress=Progress(step=55),
+            regroup=lambda interrupts: View(2, [], fresh=False),
+        )
+        loop._regroup(trainer, former, Interrupts()).close()
+    assert [event["ranks"] for event in events(tmp_path, "train")] == [3, 3]
+    assert [event["ranks"] for event in events(tmp_path, "ranks")] == [2, 1]
+
+
+def test_a_signal_that_the_former_ranks_agreed_on_does_not_end_a_rank_among_others_that_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that is alone is signalled in the step after which another one joins it."""
+    comm = Mock(spec=ElasticCommunicator, rank=0, world=2, elastic=True)
+    comm.regroup.return_value = View(1, [])
+    comm.allgather = lambda number: [number, 0]
+    for name in ("NormStatistics", "EpochBatches", "share_cores"):
+        monkeypatch.setattr(trainer, name, Mock())
+    interrupts = Interrupts()
+    interrupts.received = interrupts.agreed = signal.SIGTERM
+    trainer.Trainer.regroup(Mock(comm=comm, noise=None), interrupts)
+    assert not interrupts.agreed  # the next step tells the other one
+    assert sum(interrupts.send()) == 1
 
 
 @pytest.mark.slow

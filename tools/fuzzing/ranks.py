@@ -204,13 +204,11 @@ def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> No
 def ranks_of_steps(folder: Path) -> dict[int, int]:
     """How many ranks took each step of the curve; a step that is repeated counts as its last time."""
     ranks: dict[int, int] = {}
-    world = 0
     for line in _lines(folder):
         if line["event"] in ("start", "resume", "ranks"):
             ranks = {step: of for step, of in ranks.items() if step <= line["step"]}
-            world = line["ranks"]
         elif line["event"] == "train":
-            ranks[line["step"]] = world
+            ranks[line["step"]] = line["ranks"]  # not those of the last group, if who took over writes the line again
     if list(ranks) != list(range(1, len(ranks) + 1)):
         raise Fault(f"steps are missing or repeated, ranks {changes(ranks)}")
     return ranks
