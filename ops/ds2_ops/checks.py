@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import device_index
 from ds2_ops.jit.runtime import MIN_CAPABILITY
 
 _log = logging.getLogger("ds2_ops")
@@ -97,6 +99,22 @@ def why_no_gpu(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or later"
+    return None
+
+
+def why_no_plan(device: torch.device, plan: Callable[[int], object]) -> str | None:
+    """Say why no kernel can run on a device: `why_no_gpu`, or the error of a plan; None if one can.
+
+    Args:
+        device: of the data.
+        plan: makes a launch from the largest shared memory of a block; raises ValueError where that does not suffice.
+    """
+    if reason := why_no_gpu(device):
+        return reason
+    try:
+        plan(runtime.smem_bytes_per_block(device_index(device)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
     return None
 
 

@@ -19,14 +19,13 @@ _PIECE = 8192  # numbers of a block
 
 def _source(function: str, declarations: str, *, memory: bool = False) -> Source:
     members = parameters(f"const void* pieces, {declarations}")
-    shared = "extern __shared__ __align__(16) unsigned char shared[];\n    " if memory else ""
     call = names(members[1:]) + (", reinterpret_cast<double*>(shared)" if memory else "")
     return translation_unit(
         "optimizer/update.cuh",
         members,
-        f"    {shared}ds2::{function}(reinterpret_cast<const ds2::Piece*>(pieces), {call});\n",
-        ahead=f'static_assert(ds2::UPDATE_THREADS == {THREADS}, "update.py and update.cuh disagree");\n',
-        launch_bounds=str(THREADS),
+        f"    ds2::{function}(reinterpret_cast<const ds2::Piece*>(pieces), {call});\n",
+        alignment=16 if memory else 0,
+        threads=("UPDATE_THREADS", THREADS),
     )
 
 

@@ -187,8 +187,7 @@ def _sum_source(ranks: int) -> Source:
         f"""    const ds2::Mailboxes<{ranks}> mailboxes{{sums, rank, most, {mailbox}, {{{", ".join(others)}}}}};
     ds2::sum_over_peers(mailboxes, chunks, rows, count, own);
 """,
-        ahead=f'static_assert(ds2::PEER_THREADS == {SUM_THREADS}, "sum.py and sum.cuh disagree");\n',
-        launch_bounds=str(SUM_THREADS),
+        threads=("PEER_THREADS", SUM_THREADS),
     )
 
 
@@ -203,6 +202,5 @@ def _add_source() -> Source:
         "peers/exchange.cuh",
         parameters("unsigned* own, unsigned* other, float* numbers, float* came, int count, int grid"),
         "    ds2::add_arrived(own, other, numbers, came, count, grid);\n",
-        ahead=f'static_assert(ds2::EXCHANGE_THREADS == {EXCHANGE_THREADS}, "exchange.py and exchange.cuh disagree");\n',
-        launch_bounds=str(EXCHANGE_THREADS),
+        threads=("EXCHANGE_THREADS", EXCHANGE_THREADS),
     )

@@ -82,13 +82,12 @@ def log_power_launch(size: int, step: int, blocks: int) -> Launch:
     source = translation_unit(
         "spectrum/log_power.cuh",
         _LOG_POWER,
-        f"""    extern __shared__ __align__(16) unsigned char shared[];
-    ds2::log_power<{size}, {_FRAMES}>({{{names(_LOG_POWER)}}}, shared);
-""",
+        f"    ds2::log_power<{size}, {_FRAMES}>({{{names(_LOG_POWER)}}}, shared);\n",
         ahead=f"using Shape = ds2::LogPowerShape<{size}, {_FRAMES}>;\n"
         f"static_assert(Shape::THREADS == {2 * half} && Shape::SMEM_BYTES == {smem_bytes},"
         ' "op.py and log_power.cuh disagree");\n',
         launch_bounds=str(2 * half),
+        alignment=16,
     )
     samples_bytes = 4 * ((_FRAMES - 1) * step + size)
     return Launch(source, 2 * half, grid=blocks, smem_bytes=smem_bytes + samples_bytes, early=True)

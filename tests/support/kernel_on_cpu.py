@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds2_ops import checks
 from ds2_ops.ctc import align, beam, denominator, loss
 from ds2_ops.jit import build, runtime
 from ds2_ops.jit.launch import Launch, Source, names
@@ -34,8 +35,9 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
     """Make `ds2_ops.ctc` run on CPU tensors; threads take turns from the last one on if `backwards`."""
     for module in (align, beam, denominator, loss):
         patch_run(monkeypatch, module, backwards)
-        monkeypatch.setattr(module, "why_no_gpu", lambda device: None)
         monkeypatch.setattr(module, "device_index", lambda device: 0)
+    monkeypatch.setattr(checks, "why_no_gpu", lambda device: None)
+    monkeypatch.setattr(checks, "device_index", lambda device: 0)
     monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: smem_bytes)
 
 

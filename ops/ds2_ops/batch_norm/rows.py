@@ -113,11 +113,11 @@ def _source(kernel: str, dtype: str, lanes: int, ragged: bool, clipped: bool) ->
     return translation_unit(
         "batch_norm/rows.cuh",
         members,
-        f"""    extern __shared__ __align__(16) unsigned char shared[];
-    double* memory = reinterpret_cast<double*>(shared);
+        f"""    double* memory = reinterpret_cast<double*>(shared);
     const ds2::Rows rows_of{{{_ROW_NAMES}}};
     ds2::{kernel}<{template}>{call};
 """,
-        ahead=f'static_assert(ds2::NORM_THREADS == {THREADS}, "rows.py and rows.cuh disagree");\n',
         launch_bounds=f"{THREADS}, 2",
+        alignment=16,
+        threads=("NORM_THREADS", THREADS),
     )

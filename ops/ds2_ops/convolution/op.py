@@ -85,10 +85,9 @@ def _source(function: str, struct: str, size: int, taps: int, stages: int) -> So
     return translation_unit(
         "convolution/window.cuh",
         members,
-        f"""    extern __shared__ __align__(128) unsigned char shared[];
-    ds2::{function}<{size}, {taps}, {stages}>(ds2::{struct}{{{names(members)}}}, shared);
-""",
+        f"    ds2::{function}<{size}, {taps}, {stages}>(ds2::{struct}{{{names(members)}}}, shared);\n",
         ahead=product,
+        alignment=128,
         launch_bounds="384, 1" if function == "correlate" else "256, 1",
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import why_no_gpu
+from ds2_ops.checks import why_no_plan
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
 
@@ -22,11 +22,9 @@ _TARGETS = parameters(
 _SOURCE = translation_unit(
     "ctc/align.cuh",
     _TARGETS,
-    f"""    extern __shared__ __align__(16) unsigned char shared[];
-    ds2::align_utterance(ds2::Targets{{{names(_TARGETS)}}}, reinterpret_cast<float*>(shared));
-""",
-    ahead=f'static_assert(ds2::ALIGN_THREADS == {_THREADS}, "align.py and align.cuh disagree");\n',
-    launch_bounds=str(_THREADS),
+    f"    ds2::align_utterance(ds2::Targets{{{names(_TARGETS)}}}, reinterpret_cast<float*>(shared));\n",
+    alignment=16,
+    threads=("ALIGN_THREADS", _THREADS),
 )
 
 
@@ -55,13 +53,7 @@ def plan(longest: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch
 
 def why_not(longest: int, device: torch.device) -> str | None:
     """Say why the kernel cannot align targets of up to `longest` labels to log-probs on a device; None if it can."""
-    if reason := why_no_gpu(device):
-        return reason
-    try:
-        plan(longest, runtime.smem_bytes_per_block(device_index(device)))
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return None
+    return why_no_plan(device, lambda smem_bytes: plan(longest, smem_bytes))
 
 
 def align(log_probs: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> Aligned:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import why_no_gpu
+from ds2_ops.checks import why_no_plan
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
 
@@ -53,10 +53,10 @@ TRACE = translation_unit("ctc/labels.cuh", _TRACE, f"    ds2::trace_entries({nam
 APPEND = translation_unit(
     "ctc/labels.cuh",
     _SPELLED,
-    f"""    extern __shared__ __align__(16) unsigned char shared[];
-    const ds2::Spelled spelled{{{names(_SPELLED)}}};
+    f"""    const ds2::Spelled spelled{{{names(_SPELLED)}}};
     ds2::Speller<{_APPEND_THREADS}>(spelled, shared).run();
 """,
+    alignment=16,
 )
 
 
@@ -165,8 +165,7 @@ def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: in
     source = translation_unit(
         "ctc/beam.cuh",
         (*_SEARCH, *_LEXICON, *_GRAMS),
-        f"""    extern __shared__ __align__(16) unsigned char shared[];
-    const ds2::Search search{{{names(_SEARCH)}}};
+        f"""    const ds2::Search search{{{names(_SEARCH)}}};
     const ds2::Lexicon lexicon{{{names(_LEXICON)}}};
     const ds2::Grams grams{{{names(_GRAMS)}}};
     ds2::BeamSearch<Shape, ds2::Unit::{unit.upper()}>(search, lexicon, grams, shared).run();
@@ -176,6 +175,7 @@ static_assert(Shape::THREADS == {threads}, "beam.py and beam.cuh disagree on thr
 static_assert(sizeof(ds2::BeamMemory<Shape>) <= {fixed}, "beam.py and beam.cuh disagree on shared memory");
 """,
         launch_bounds="Shape::THREADS, 1",
+        alignment=16,
     )
     launch = Launch(source, threads, grid=utterances, smem_bytes=smem_bytes + (0 if outside else table_bytes))
     return SearchLaunch(launch, columns if outside else 0)
@@ -191,14 +191,10 @@ def why_not(beam: int, labels: int, frames: int, order: int, device: torch.devic
         order: of the n-gram model, 0 without.
         device: of the log-probs.
     """
-    if reason := why_no_gpu(device):
+    if reason := why_no_plan(device, lambda smem_bytes: plan(beam, labels, order, "none", smem_bytes)):
         return reason
     if frames * beam >= 2**31:
         return f"{frames} frames x beam {beam} are more than 2^31 prefixes: cut the recording"
-    try:
-        plan(beam, labels, order, "none", runtime.smem_bytes_per_block(device_index(device)))
-    except (ValueError, RuntimeError) as error:
-        return str(error)
     return None
 
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2_ops.checks import why_no_gpu
+from ds2_ops.checks import why_no_plan
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, run, translation_unit
 
@@ -58,11 +58,9 @@ _SHARES_OF = parameters(
 SHARES = translation_unit(
     "ctc/denominator.cuh",
     _SHARES_OF,
-    f"""    extern __shared__ __align__(16) unsigned char shared[];
-    ds2::shares_of_frame(ds2::Shares{{{names(_SHARES_OF)}}}, reinterpret_cast<float*>(shared));
-""",
-    ahead=f'static_assert(ds2::SHARES_THREADS == {_SHARES_THREADS}, "denominator.py and denominator.cuh disagree");\n',
-    launch_bounds=str(_SHARES_THREADS),
+    f"    ds2::shares_of_frame(ds2::Shares{{{names(_SHARES_OF)}}}, reinterpret_cast<float*>(shared));\n",
+    alignment=16,
+    threads=("SHARES_THREADS", _SHARES_THREADS),
 )
 
 
@@ -344,12 +342,12 @@ def _sums_source(threads: int, rows: int) -> Source:
     return translation_unit(
         "ctc/denominator.cuh",
         (*_GRAPH, *_SUMS),
-        f"""    extern __shared__ __align__(16) unsigned char shared[];
-    const ds2::Graph graph{{{", ".join(arguments)}}};
+        f"""    const ds2::Graph graph{{{", ".join(arguments)}}};
     const ds2::Sums sums{{{names(_SUMS)}}};
     ds2::DenominatorSums<{threads}, {rows}>(graph, sums, reinterpret_cast<float*>(shared)).run();
 """,
         launch_bounds=f"{threads}, 1",
+        alignment=16,
     )
 
 
@@ -368,13 +366,7 @@ class Denominator:
 
     def why_not(self, device: torch.device) -> str | None:
         """Say why the kernels cannot sum over the graph on a device; None if they can."""
-        if reason := why_no_gpu(device):
-            return reason
-        try:
-            self._plan(device, 1)
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-        return None
+        return why_no_plan(device, lambda smem_bytes: self._plan(smem_bytes, 1))
 
     def __call__(self, logits: Tensor, frames: Tensor) -> Tensor:
         """The logarithm of the denominator of each utterance.
@@ -409,8 +401,7 @@ class Denominator:
             self._matrices[device, dtype] = _Matrices.of(self.graph, self.vocabulary, device, dtype)
         return self._matrices[device, dtype]
 
-    def _plan(self, device: torch.device, utterances: int) -> Launch:
-        smem_bytes = runtime.smem_bytes_per_block(device_index(device))
+    def _plan(self, smem_bytes: int, utterances: int) -> Launch:
         arcs = 2 * (len(self.graph.weights) + self._nodes)  # padded to slices, and other words
         return plan(self._nodes, self._parents, arcs, self.vocabulary, smem_bytes, utterances)
 
@@ -435,7 +426,7 @@ class _ByKernels(torch.autograd.Function):
         exponent = torch.empty(batch, dtype=torch.int32, device=device)
         results = [alpha, beta, *exponents, mantissa, exponent]
         frames = frames.contiguous()
-        launch = denominator._plan(device, batch)
+        launch = denominator._plan(runtime.smem_bytes_per_block(device_index(device)), batch)
         arguments = [*tables.arguments, log_probs, frames, *results, length, batch, log_probs.shape[2]]
         _run(launch, [*arguments, tables.rows, launch.smem_bytes], log_probs, tables.rows)
         ctx.save_for_backward(log_probs, frames, *results)

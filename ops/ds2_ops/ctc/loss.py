@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import why_no_gpu
+from ds2_ops.checks import why_no_plan
 from ds2_ops.ctc.paths import plan, slopes
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, device_index, run
@@ -16,13 +16,7 @@ from ds2_ops.jit.launch import Launch, device_index, run
 
 def why_not(longest: int, vocabulary: int, device: torch.device) -> str | None:
     """Say why the kernels cannot score targets of up to `longest` of `vocabulary` labels; None if they can."""
-    if reason := why_no_gpu(device):
-        return reason
-    try:
-        plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)))
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return None
+    return why_no_plan(device, lambda smem_bytes: plan(longest, vocabulary, smem_bytes))
 
 
 def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> Tensor:

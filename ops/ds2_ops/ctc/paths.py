@@ -20,11 +20,9 @@ def _source(function: str, struct: str, members: Parameters) -> Source:
     return translation_unit(
         "ctc/loss.cuh",
         members,
-        f"""    extern __shared__ __align__(16) unsigned char shared[];
-    ds2::{function}(ds2::{struct}{{{names(members)}}}, reinterpret_cast<float*>(shared));
-""",
-        ahead=f'static_assert(ds2::LOSS_THREADS == {THREADS}, "paths.py and loss.cuh disagree");\n',
-        launch_bounds=str(THREADS),
+        f"    ds2::{function}(ds2::{struct}{{{names(members)}}}, reinterpret_cast<float*>(shared));\n",
+        alignment=16,
+        threads=("LOSS_THREADS", THREADS),
     )
 
 

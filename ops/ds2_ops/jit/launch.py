@@ -111,7 +111,14 @@ class Source:
 
 
 def translation_unit(
-    header: str, parameters: Parameters, body: str, *, ahead: str = "", launch_bounds: str = ""
+    header: str,
+    parameters: Parameters,
+    body: str,
+    *,
+    ahead: str = "",
+    launch_bounds: str = "",
+    alignment: int = 0,
+    threads: tuple[str, int] | None = None,
 ) -> Source:
     """Write a kernel around functions of a header.
 
@@ -121,7 +128,15 @@ def translation_unit(
         body: statements that use them.
         ahead: declarations between the header and the kernel.
         launch_bounds: threads of a block, and blocks of a multiprocessor, where the compiler needs to know them.
+        alignment: bytes, of dynamic shared memory that the body calls `shared`; 0: it uses none.
+        threads: a constant of the header and the threads of a block, which must be equal; these are then the bounds.
     """
+    if threads is not None:
+        name, count = threads
+        ahead += f'static_assert(ds2::{name} == {count}, "the launch and {header} disagree on threads");\n'
+        launch_bounds = launch_bounds or str(count)
+    if alignment:
+        body = f"    extern __shared__ __align__({alignment}) unsigned char shared[];\n{body}"
     bounds = f"__launch_bounds__({launch_bounds}) " if launch_bounds else ""
     signature = ", ".join(f"{kind} {name}" for kind, name in parameters)
     text = f'#include "{header}"\n{ahead}extern "C" __global__ void {bounds}{ENTRY}({signature}) {{\n{body}}}\n'

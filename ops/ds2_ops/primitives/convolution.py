@@ -230,18 +230,18 @@ def _of(dtype: str, kind: str) -> str:
 @functools.cache
 def _source(dtype: str, geometry: tuple[tuple[str, int], ...], call: str) -> Source:
     constants = ", ".join(f"{name} = {value}" for name, value in geometry)
-    checked = f"ds2::TILE_COLUMNS == {TILE_COLUMNS} && ds2::TILE_DEPTH == {TILE_DEPTH}"
     return translation_unit(
         "convolution/general.cuh",
         _PARAMETERS,
-        f"""    extern __shared__ __align__(128) unsigned char shared[];
-    const ds2::Convolution convolution{{{names(_PARAMETERS)}}};
+        f"""    const ds2::Convolution convolution{{{names(_PARAMETERS)}}};
     ds2::{call};
 """,
         ahead=f"""struct Geometry {{ static constexpr int {constants}; }};
-static_assert({checked} && ds2::CONVOLUTION_THREADS == {THREADS}, "convolution.py and general.cuh disagree");
+static_assert(ds2::TILE_COLUMNS == {TILE_COLUMNS} && ds2::TILE_DEPTH == {TILE_DEPTH}, "convolution.py differs");
 """,
         launch_bounds=f"{THREADS}, {1 if dtype == 'float64' else 2}",
+        alignment=128,
+        threads=("CONVOLUTION_THREADS", THREADS),
     )
 
 

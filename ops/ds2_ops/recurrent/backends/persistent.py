@@ -210,11 +210,11 @@ def transposition(item_bytes: int) -> Source:
     return translation_unit(
         "recurrent/transpose.cuh",
         arguments,
-        "    extern __shared__ __align__(16) unsigned char shared[];\n"
         f"    ds2::transpose<{_STORED[item_bytes]}>({names(arguments)}, shared);\n",
         ahead=f"static_assert(ds2::TRANSPOSE_THREADS == {_THREADS} && ds2::TRANSPOSE_TILE == {_TILE}, "
         '"persistent.py and transpose.cuh disagree");\n',
         launch_bounds=str(_THREADS),
+        alignment=16,
     )
 
 
