@@ -49,7 +49,7 @@ def lowest(requirements: Sequence[str]) -> list[str]:
 
 
 def commands(folder: Path) -> Iterator[list[str]]:
-    """What a new user runs, in order: files go to `folder`."""
+    """Yield the commands that a new user runs, in order; their files go to `folder`."""
     run, lm, text = str(folder / "run"), str(folder / "words.lm"), folder / "words.txt"
     text.write_text(TEXT * 20, encoding="utf-8")
     data = [f"data.work_dir={folder / 'data'}", f"run_dir={run}", "data.workers=0", "device=cpu"]

@@ -75,7 +75,7 @@ _DIRECTLY = "test (count (commandline -opc)) -eq {count}"
 
 @dataclass(frozen=True)
 class Command:
-    """What may follow a command on the command line.
+    """The words, options and settings that may follow a command on the command line.
 
     Attributes:
         name: the words before, such as `data import`; empty for ds2 itself.

@@ -105,7 +105,7 @@ def _certificate(options: argparse.Namespace) -> Certificate | None:
 
 
 def _addresses(options: argparse.Namespace, port: int) -> str:
-    """Where clients reach the server: here and, if it listens on all addresses, from other machines."""
+    """Describe the addresses of the server: on this machine and, if it listens on all, from other machines."""
     from ds2.serve.http import WILDCARDS, url
     from ds2.serve.tls import reachable_address
 

@@ -18,7 +18,7 @@ class ConfigError(UserError):
 
 @dataclass
 class DataConfig:
-    """Where utterances come from and how they are read."""
+    """Sources of utterances, and how they are read."""
 
     train: list[str] = field(default_factory=list)  # manifests (JSON lines) of the training set
     dev: list[str] = field(default_factory=list)  # manifests of the development set, which selects the best model
@@ -199,7 +199,7 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What the run folder holds."""
+    """Content of the run folder."""
 
     every_minutes: float = number(10.0, 0, UNLIMITED)  # minutes from one saved trainer state to the next; 0: off
     every_steps: int = number(0, 0, COUNT)  # steps from one saved trainer state to the next; 0: off

@@ -1,4 +1,4 @@
-"""What changed in a corpus since a run last started: names, sizes and times of audio files, and a sample of content.
+"""Changes of a corpus since a run last started: names, sizes and times of audio files, and a sample of content.
 
 A record holds one row a file (a shard of many utterances is one file), and rows for a sample of single utterances
 whose audio is read: so a start costs one `stat` a file and at most 16 MiB of reading, whatever the size of the corpus.

@@ -101,7 +101,7 @@ def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utte
 
 @dataclass(frozen=True)
 class ScoredData:
-    """What error rates were measured on, and how much of it the model was trained on."""
+    """The data that error rates were measured on, and how much of it the model was trained on."""
 
     manifests: str  # names, separated by commas
     utterances: int

@@ -42,7 +42,7 @@ def as_written(hot_words: HotWords, alphabet: Alphabet) -> dict[str, float | Non
 
 @dataclass(frozen=True)
 class Spelling:
-    """What each label writes."""
+    """The characters that each label writes."""
 
     starts_word: Tensor  # (V,) bool: a space, or a piece with the word mark; it completes the word before it
     characters: Tensor  # (V, L) int64 character codes after the mark, 0 pads

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a method builds a decoder from: checked settings, and the models that they name."""
+    """Inputs from which a method builds a decoder: checked settings, and the models that they name."""
 
     options: DecodeConfig
     alphabet: Alphabet

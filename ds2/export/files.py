@@ -100,7 +100,7 @@ def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> d
 
 
 def _describe(loaded: LoadedModel, exported: Exported, delay: int) -> dict[str, Any]:
-    """What a client must know: how long a chunk is, what frames and labels mean, how late words come."""
+    """Describe what a client must know: how long a chunk is, what frames and labels mean, how late words come."""
     per_s = loaded.features.sample_rate_hz if exported.from_samples else 1 / loaded.features.step_s
     described: dict[str, Any] = {
         "ds2": __version__,

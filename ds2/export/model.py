@@ -89,7 +89,7 @@ def _feature_weights(features: Features) -> FeatureWeights:
 
 
 class StateRow:
-    """What layers carry from chunk to chunk, side by side in one row a stream.
+    """The states that layers carry from chunk to chunk, side by side in one row per stream.
 
     Args:
         ops: of the target.
@@ -123,7 +123,7 @@ class StateRow:
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """Where a layer is in its source.
+    """The position of a layer in its source.
 
     Attributes:
         before: (B, 1) int64, frames in the chunks before this one.
@@ -362,7 +362,7 @@ class Exported:
 
     @classmethod
     def of(cls, loaded: LoadedModel, *, from_samples: bool, chunk_s: float) -> Exported:
-        """Of a model, in chunks of `chunk_s` or a little less; of a bidirectional one, whole utterances.
+        """Make it of a model, in chunks of `chunk_s` or a little less; of a bidirectional one, for whole utterances.
 
         Raises:
             ExportError: a chunk of less than an output frame.

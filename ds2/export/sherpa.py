@@ -1,4 +1,4 @@
-"""What sherpa-onnx needs of an online model of type `nemo_ctc`: inputs, metadata and tokens.txt.
+"""Inputs, metadata and tokens.txt that sherpa-onnx needs of an online model of type `nemo_ctc`.
 
 After online-nemo-ctc-model.cc, online-recognizer-ctc-impl.h, features.h and symbol-table.cc of sherpa-onnx 1.13.4; its
 features changed in 2.0.1, from those of Kaldi to those of NeMo.

@@ -111,7 +111,7 @@ class BlockRunner:
         return self.slots.take(self._steps)
 
     def input_buffer(self, slot: Slot, number: int) -> NDArray[np.float32]:
-        """Where the samples (N,) of a stream's block of this number are best written: then they are not copied."""
+        """Return the buffer for the samples (N,) of a stream's block: samples that are written there are not copied."""
         row = 2 * slot.index + number % 2
         if number - slot.blocks >= 2 or row >= len(self.slots.inputs.rows):  # the row waits for a step, or is not there
             return np.empty(self.samples, np.float32)

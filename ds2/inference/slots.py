@@ -1,4 +1,4 @@
-"""Where streams live: a slot each in tables of state and of input samples, which grow when all slots are taken.
+"""Slots of streams in tables of state and of input samples, which grow when all slots are taken.
 
 Shapes: N slots, C channels, F bins, L layers, H hidden, R rows that a stream carries.
 """
@@ -21,7 +21,7 @@ _FIRST_CAPACITY = 64
 
 @dataclass
 class StreamState:
-    """What streams carry from block to block."""
+    """The state that streams carry from block to block."""
 
     conv_tails: list[Tensor]  # (N, F, R, C) of each convolution
     hidden: Tensor  # (L, N, H) h of the recurrent layers

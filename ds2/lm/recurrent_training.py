@@ -241,7 +241,7 @@ def _batches(
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """Where a training continues."""
+    """The position from which a training continues."""
 
     epoch: int = 1
     batch: int = 0  # completed batches of this epoch

@@ -133,7 +133,7 @@ class AcousticModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def low_precision_parameters(self) -> list[nn.Parameter]:
-        """What bf16 autocast rounds and ds2 may round once a step: kernels and matrices.
+        """Parameters that bf16 autocast rounds in every pass and ds2 may round once a step: kernels and matrices.
 
         The classifiers' stay as they are, since logits are computed in float32, and so do those of recurrent layers
         that run on torch's kernels, which round them themselves.

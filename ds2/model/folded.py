@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TimeWindow:
-    """What a layer sees of its input: output frame m sees `length` input frames from m stride - past on.
+    """The input frames that a layer sees: output frame m sees `length` input frames from m stride - past on.
 
     With `cached` frames in front of it, a block has as many windows as strides if length - stride <= cached < length.
     The first of them begins at input frame -delay_in - cached of the source, which is where output frame -delay begins

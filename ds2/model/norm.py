@@ -46,7 +46,7 @@ class Count:
         self._summed: Tensor | None = None
 
     def times(self, factor: int) -> "Count":
-        """Of batches in which each position stands for so many."""
+        """Return the count of a batch in which each position stands for `factor` positions."""
         return Count(self._lengths, self.positions // self._factor, self._factor * factor)
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 class PassContext(Protocol):
-    """What one forward pass is told about the parameters of the model."""
+    """The tensors that one forward pass uses in place of the model's parameters, and where their gradients go."""
 
     def weight(self, parameter: Tensor) -> Tensor:
         """The tensor to compute with: the parameter, or a copy of it, which may have a lower precision."""
@@ -27,7 +27,7 @@ class PassContext(Protocol):
         ...
 
     def sink(self, parameter: Tensor) -> GradientSink | None:
-        """Where the backward pass adds the gradient of the parameter; None: autograd returns it for `weight`."""
+        """The place where the backward pass adds the parameter's gradient; None: autograd returns it for `weight`."""
         ...
 
 

@@ -89,7 +89,7 @@ class Wavefront:
         return cls(config.depth, weights, config.row_convs * config.row_conv_context, step_us, streams, LAYER_SMS)
 
     def pieces(self, frames: int, batch: int) -> int:
-        """In how many pieces a batch is fastest; 1: layers run one after the other on the whole GPU."""
+        """Return the number of pieces in which a batch is fastest; 1: layers run one after the other."""
         most = frames // (self.lookahead + 2)
         if self.fixed:
             return min(self.fixed, most)
@@ -277,11 +277,11 @@ class PieceContext:
         self._biases: dict[tuple[Tensor, ...], Tensor] = {}
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """As that of the pass."""
+        """Return the weight of the whole pass."""
         return self._context.weight(parameter)
 
     def bias(self, parameters: Sequence[Tensor]) -> Tensor:
-        """As that of the pass, made once for all pieces, in the type that products have under autocast."""
+        """Return the bias of the pass, made once for all pieces, in the type that products have under autocast."""
         key = tuple(parameters)
         if key not in self._biases:
             bias = self._context.bias(parameters)
@@ -290,7 +290,7 @@ class PieceContext:
         return self._biases[key]
 
     def sink(self, parameter: Tensor) -> GradientSink | None:
-        """That of the pass; of a matrix, for all pieces of a layer."""
+        """Return the sink of the pass; for a matrix, one for all pieces of a layer."""
         if parameter not in self._sinks:
             sink = self._context.sink(parameter)
             self._sinks[parameter] = sink if sink is None or parameter.ndim == 1 else PieceSink(sink, self._pieces)

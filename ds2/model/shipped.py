@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Card:
-    """What a shipped model is, how good it is, and what it was made from."""
+    """The description of a shipped model: what it is, how good it is, and what it was made from."""
 
     language: str
     parameters: int

@@ -1,4 +1,4 @@
-"""What follows from a model's config alone: its modules, its lookahead, and whether it can work at all."""
+"""Facts that follow from a model's config alone: its modules, its lookahead, and whether it can work at all."""
 
 from typing import TypeVar
 

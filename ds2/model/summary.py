@@ -1,4 +1,4 @@
-"""What a model is made of: layers, parameters, lookahead and the activation memory of training, as text."""
+"""Summary of a model as text: layers, parameters, lookahead and the activation memory of training."""
 
 from itertools import groupby
 

@@ -251,14 +251,14 @@ class Live(Session):
 
     @property
     def speech_start_s(self) -> float | None:
-        """Where the first word of the open segment begins, seconds of the source; None before it."""
+        """The start of the first word of the open segment, seconds of the source; None before it."""
         if self._speech_start is None:
             return None
         return self._stream_start_s + self._speech_start * self.pipeline.frame_s
 
     @property
     def segment_start_s(self) -> float:
-        """Where the open segment begins, seconds of the source; times of `result` count from there."""
+        """The start of the open segment, seconds of the source; times of `result` count from there."""
         return self._stream_start_s + self._segment_start * self.pipeline.frame_s
 
     def update_endpoint(self, frames: int, quiet_before: int, quiet: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a run logs: JSON lines, TensorBoard, a progress bar, the time of each phase of a step, gradient noise."""
+"""Logs of a run: JSON lines, TensorBoard, a progress bar, the time of each phase of a step, gradient noise."""
 
 from __future__ import annotations
 

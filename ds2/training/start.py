@@ -1,4 +1,4 @@
-"""What a run starts from: its trainer state, another model's weights, or fresh weights."""
+"""The first state of a run: its saved trainer state, another model's weights, or fresh weights."""
 
 from __future__ import annotations
 

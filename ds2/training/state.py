@@ -130,7 +130,7 @@ def broadcast_state(
 
 
 def state_file(run_dir: Path) -> Path:
-    """Where a run folder holds its trainer state."""
+    """Return the path of the trainer state in a run folder."""
     return run_dir / "trainer.safetensors"
 
 

@@ -46,7 +46,7 @@ class Interrupts:
 
     @property
     def name(self) -> str:
-        """Of the signal that ranks agreed on, or ''."""
+        """The name of the signal that ranks agreed on, or ''."""
         return signal.Signals(self.agreed).name if self.agreed else ""
 
     def send(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What it costs to synchronise all multiprocessors of a GPU: a barrier inside a kernel, or a launch for each step.
+"""Cost of synchronising all multiprocessors of a GPU: a barrier inside a kernel, or a launch for each step.
 
     python tools/bench.py barrier                      microseconds of a step that does nothing else
 

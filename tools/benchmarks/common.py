@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, a corpus of noise, the machine and commit of a result, tables and JSON."""
+"""Common parts of the benchmarks: timing, a corpus of noise, the machine and commit of a result, tables and JSON."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Segments:
 
 @dataclass
 class Measured:
-    """What one rule did."""
+    """Counts of one rule."""
 
     delays_s: list[float] = field(default_factory=list)
     utterances: int = 0
@@ -88,7 +88,7 @@ def levels(samples: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def speech_end_s(samples: NDArray[np.float32]) -> float:
-    """Where the speech of a recording ends."""
+    """Return the end of the speech in a recording, seconds."""
     squares = levels(samples)
     loud = np.flatnonzero(squares >= 10 ** (SPEECH_DB / 10) * np.percentile(squares, 95))
     return float((loud[-1] + 1) * FRAME_S)

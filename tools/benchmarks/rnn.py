@@ -196,7 +196,7 @@ def add_ratios(rows: list[Result]) -> None:
 
 
 def size(row: Result) -> tuple[int, int, int]:
-    """What makes two rows comparable."""
+    """Return the size of a row: rows of one size are comparable."""
     return row["hidden"], row["batch"], row["frames"]
 
 

@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass
 class Trace:
-    """What a layer multiplied, task after task: inputs, states before each step, and the products of the inputs."""
+    """Factors and products of a layer by task: inputs, states before each step, and the products of the inputs."""
 
     inputs: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
@@ -246,7 +246,7 @@ def weights_at_the_end(x: Tensor, layers: Sequence[Layer], group: int, grad_y: T
 
 @dataclass(frozen=True)
 class Size:
-    """Of a network."""
+    """The size of a network."""
 
     hidden: int
     batch: int

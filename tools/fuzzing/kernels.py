@@ -85,7 +85,7 @@ def _lengths(rng: random.Random, frames: int, batch: int, kind: str) -> Tensor:
 
 
 def _wrong(cell: str, dtype: str, shape: tuple[int, int, int], lengths: Tensor, with_state: bool) -> str:
-    """What differs too much from float64, or between two launches."""
+    """Name the results that differ too much from float64, or between two launches."""
     kind, device = getattr(torch, dtype), torch.device("cuda")
     lengths = lengths.to(device)
     with nan_filled_memory():

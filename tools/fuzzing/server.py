@@ -176,7 +176,7 @@ def _talk(client: TestClient, path: str, content: bytes) -> Any:
 
 
 class _Writer:
-    """What a server writes to a connection."""
+    """A connection that collects the bytes that a server writes."""
 
     def __init__(self) -> None:
         self.data = b""

@@ -79,7 +79,7 @@ class BrokenPromiseError(AssertionError):
 
 @dataclass(eq=False)
 class Stream:
-    """What the network carries of a stream."""
+    """The network's state of a stream."""
 
     state: int = 1
     labels: list[int] = field(default_factory=list)  # that wait for their lookahead
@@ -232,7 +232,7 @@ class LocalClient(EngineClient):
 
 @dataclass
 class Audio:
-    """What a client sends: 16-bit samples, cut into messages; some are followed by a request for the last result."""
+    """Audio of a client: 16-bit samples, cut into messages; some are followed by a request for the last result."""
 
     rate_hz: int
     data: bytes
@@ -273,7 +273,7 @@ def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: E
 
 @dataclass
 class Outcome:
-    """What a client saw."""
+    """The answers that a client received."""
 
     name: str
     texts: list[str] = field(default_factory=list)
@@ -614,7 +614,7 @@ class Run:
         player.cancel()
 
     async def _end(self) -> None:
-        """What SIGTERM does."""
+        """Stop the server as SIGTERM does."""
         await asyncio.sleep(self.draw.expovariate(0.5))
         self.excuses |= {1012, 1013}
         await asyncio.gather(*(asyncio.wait_for(app.state.end(), 30) for app in self.apps))
@@ -636,7 +636,7 @@ class _Errors(logging.Handler):
 
 @dataclass(frozen=True)
 class Result:
-    """Of one seed: what was wrong, or ''; and a digest of what the clients saw."""
+    """Result of one seed: what was wrong, or ''; and a digest of what the clients received."""
 
     wrong: str
     digest: str = ""

@@ -1,4 +1,4 @@
-"""What the protocols of live audio share: limits, refusals, and a session that is opened by the first audio."""
+"""The common part of the protocols of live audio: limits, refusals, and a session that is opened by the first audio."""
 
 from __future__ import annotations
 
