@@ -137,8 +137,8 @@ def assert_near_float64(tensors: Tensors, lengths: Tensor, cell: str) -> Callabl
     x, weight_hh, h0, grad_y, grad_h_n = tensors
     truth = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, cell)
     stock = forward_loop(x, weight_hh, h0, lengths, cell)
-    given = (x, weight_hh, h0), (grad_y, grad_h_n), lengths, cell, CLIP
-    may = variances(Arithmetic.of(x.dtype), *given, of_weight=False)
+    problem = (x, weight_hh, h0), (grad_y, grad_h_n), lengths, cell, CLIP
+    may = variances(Arithmetic.of(x.dtype), *problem, of_weight=False)
 
     def check(ours: Sequence[Tensor]) -> None:
         backward = (grad_y, grad_h_n, ours[0], weight_hh)
