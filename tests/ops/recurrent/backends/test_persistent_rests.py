@@ -4,7 +4,6 @@ On an idle GPU all warps keep one pace, and a wait that is missing goes unseen: 
 every other test.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from support.op_cases import CUDA, poison_padding, ragged_lengths
-from support.persistent_cases import H200, each_tile, inputs, one_a_kernel, run
+from support.persistent_cases import H200, inputs, one_a_kernel, run
 
 # Cluster design: one group, two parts. Whole chip: one group and several; the last one comes round the exchange.
 SHAPES = [(6, 3, 130), (6, 9, 77), (5, 40, 700), (1, 1, 1153), (6, 3, 1761), (6, 40, 2558), (20, 70, 1760)]
@@ -26,21 +25,31 @@ def tiles(problem: Problem) -> list[Choice]:
     return one_a_kernel(chosen + units_choices(problem, H200, H200.sms))
 
 
+# A case for each kernel, so that workers share them: together they take minutes.
+CASES = [
+    (shape, tile) for shape in SHAPES for tile in range(len(tiles(Problem(*shape[1:], "bfloat16", "relu", False))))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rests_at_random_places_change_no_bit(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("shape", "tile"), CASES, ids=str)
+def test_rests_at_random_places_change_no_bit(
+    shape: tuple[int, int, int], tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths = ragged_lengths(*shape[:2]).to(CUDA, torch.int32)
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16)
-    given = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
-    for tile in each_tile(monkeypatch, tiles, shape, torch.bfloat16, "relu"):
-        expected, chosen = run(given, lengths, "relu"), persistent.choose_tile
+    arguments = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
 
-        def with_rests(problem: Problem, *_: object, chosen: Callable[..., Choice] = chosen) -> Choice:
-            choice = chosen(problem)
-            source = replace(choice.launch.source, text="#define DS2_JITTER\n" + choice.launch.source.text)
-            return replace(choice, launch=replace(choice.launch, source=source))
+    def plain(problem: Problem, *_: object) -> Choice:
+        return tiles(problem)[tile]
 
-        monkeypatch.setattr(persistent, "choose_tile", with_rests)
-        for attempt in range(60):
-            ours = run(given, lengths, "relu")
-            assert all(map(torch.equal, ours, expected)), (tile, attempt)
+    def with_rests(problem: Problem, *_: object) -> Choice:
+        choice = tiles(problem)[tile]
+        source = replace(choice.launch.source, text="#define DS2_JITTER\n" + choice.launch.source.text)
+        return replace(choice, launch=replace(choice.launch, source=source))
+
+    monkeypatch.setattr(persistent, "choose_tile", plain)
+    expected = run(arguments, lengths, "relu")
+    monkeypatch.setattr(persistent, "choose_tile", with_rests)
+    for attempt in range(60):
+        assert all(map(torch.equal, run(arguments, lengths, "relu"), expected)), attempt
