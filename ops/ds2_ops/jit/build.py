@@ -82,7 +82,7 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
     if _read_headers() != _headers():
         raise RuntimeError(f"headers in {_CSRC} changed since this process read them: start it again")
     try:
-        _publish(entry, _encode(binary))
+        publish(entry, _encode(binary))
     except OSError as error:
         _warn_unwritable(str(entry.parent), str(error))
     return binary
@@ -221,7 +221,8 @@ def _decode(data: bytes) -> Binary:
     return Binary(code, **report)
 
 
-def _publish(entry: Path, data: bytes) -> None:
+def publish(entry: Path, data: bytes) -> None:
+    """Write a file of the cache so that other processes see all of it or none; OSError where that is not possible."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     handle, private = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem[:16], suffix=".tmp")
     try:

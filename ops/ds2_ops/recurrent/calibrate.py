@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2_ops.jit import runtime
-from ds2_ops.jit.build import cache_dir, sources_digest
+from ds2_ops.jit.build import cache_dir, publish, sources_digest
 from ds2_ops.jit.launch import launch_on
 from ds2_ops.recurrent.plan.choose import hopper, rank, usable_sms
 from ds2_ops.recurrent.plan.problem import THREADS, Choice, Design, DeviceFacts, Problem, array_bytes, pass_arguments
@@ -233,11 +232,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: Path, index: int, choices: Mapping[str, Any]) -> None:
     about = {"gpu": runtime.device_name(index), "driver": runtime.driver_version(), "sources": sources_digest()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, private = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            json.dump({**about, "choices": choices}, file, indent=1)
-        os.replace(private, path)
+        publish(path, json.dumps({**about, "choices": choices}, indent=1).encode())
     except OSError as error:
         warnings.warn(f"measurements cannot be written to {path.parent} ({error})", RuntimeWarning, stacklevel=2)
 

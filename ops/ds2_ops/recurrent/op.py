@@ -210,41 +210,35 @@ def bidirectional(
 def check_tensors(
     cell: str, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None
 ) -> None:
-    """Raise ValueError or TypeError unless the others belong to x (T, B, G H), which is right; as `recurrence`."""
-    gates, (_, batch, width) = CELLS[cell].gates, x.shape
+    """Raise ValueError or TypeError unless the others belong to x, which is right; all as `recurrence`."""
+    gates, batch, width = CELLS[cell].gates, x.shape[1], x.shape[-1]
+    ways, legend = ((), "") if x.dim() == 3 else ((DIRECTIONS,), "2, ")
     hidden = width // gates
-    own = weight_hh.shape[-1] if weight_hh.dim() == 2 else 0
+    own = weight_hh.shape[-1] if weight_hh.dim() == x.dim() - 1 == 2 else 0
     if own and weight_hh.shape == (gates * own, own) and own != hidden:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight_hh {tuple(weight_hh.shape)}: x must be pre-activations "
             f"(T, B, {gates * own}), inputs W_ih^T + b_ih; the modules ds2_ops.RNN, LSTM and GRU take inputs"
         )
-    check_shape("weight_hh", weight_hh, (width, hidden), "(H, H)" if gates == 1 else f"({gates} H, H)")
+    rows = "H" if gates == 1 else f"{gates} H"
+    check_shape("weight_hh", weight_hh, (*ways, width, hidden), f"({legend}{rows}, H)")
     check_like("weight_hh", weight_hh, x)
     if h0 is not None:
-        check_shape("h0", h0, (batch, hidden), "(B, H)")
+        check_shape("h0", h0, (*ways, batch, hidden), f"({legend}B, H)")
         check_like("h0", h0, x)
     if bias_hn is not None:
-        _check_bias(cell, bias_hn, x, (hidden,), "(H,)")
+        if not cell.startswith("gru"):
+            raise ValueError(f"cell {cell!r} has no bias_hn, only a GRU has: add the bias to x")
+        check_shape("bias_hn", bias_hn, (*ways, hidden), "(2, H)" if ways else "(H,)")
+        check_like("bias_hn", bias_hn, x)
     if c0 is not None:
-        _check_c0(cell, c0, x, (batch, hidden), "(B, H)")
-
-
-def _check_bias(cell: str, bias_hn: Tensor, x: Tensor, shape: tuple[int, ...], legend: str) -> None:
-    if not cell.startswith("gru"):
-        raise ValueError(f"cell {cell!r} has no bias_hn, only a GRU has: add the bias to x")
-    check_shape("bias_hn", bias_hn, shape, legend)
-    check_like("bias_hn", bias_hn, x)
-
-
-def _check_c0(cell: str, c0: Tensor, x: Tensor, shape: tuple[int, ...], legend: str) -> None:
-    if not CELLS[cell].carries_c:
-        raise ValueError(f"cell {cell!r} has no c0, only an LSTM has: leave it out")
-    check_shape("c0", c0, shape, legend)
-    if c0.dtype != wide_dtype(x):
-        raise TypeError(f"c0 is {c0.dtype}, expected {wide_dtype(x)}: the cell state is never rounded to {x.dtype}")
-    if c0.device != x.device:
-        raise ValueError(f"c0 is on {c0.device} but x is on {x.device}: move one with .to(device)")
+        if not CELLS[cell].carries_c:
+            raise ValueError(f"cell {cell!r} has no c0, only an LSTM has: leave it out")
+        check_shape("c0", c0, (*ways, batch, hidden), f"({legend}B, H)")
+        if c0.dtype != wide_dtype(x):
+            raise TypeError(f"c0 is {c0.dtype}, expected {wide_dtype(x)}: the cell state is never rounded to {x.dtype}")
+        if c0.device != x.device:
+            raise ValueError(f"c0 is on {c0.device} but x is on {x.device}: move one with .to(device)")
 
 
 def _pair(sink: GradientSink | Sinks | None) -> Sinks | None:
@@ -326,18 +320,10 @@ def _both_directions(
     gates = CELLS[cell].gates
     if x.dim() != 4 or x.shape[2] != DIRECTIONS or x.shape[3] % gates:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, B, 2, {gates} H): a row a frame and direction")
-    batch, hidden = x.shape[1], x.shape[3] // gates
-    check_shape("weight_hh", weight_hh, (DIRECTIONS, gates * hidden, hidden), f"(2, {gates} H, H)")
-    check_like("weight_hh", weight_hh, x)
-    if bias_hn is not None:
-        _check_bias(cell, bias_hn, x, (DIRECTIONS, hidden), "(2, H)")
-    if h0 is not None:
-        check_shape("h0", h0, (DIRECTIONS, batch, hidden), "(2, B, H)")
-        check_like("h0", h0, x)
-    if c0 is not None:
-        _check_c0(cell, c0, x, (DIRECTIONS, batch, hidden), "(2, B, H)")
+    check_tensors(cell, x, weight_hh, bias_hn, h0, c0)
+    hidden = x.shape[3] // gates
     if lengths is not None:
-        check_lengths(lengths, batch)
+        check_lengths(lengths, x.shape[1])
     if not torch.compiler.is_compiling() and in_one_launch(cell, x, hidden, backend, max_sms):
         facts = (hidden, cell, x.dtype, x.device)
         choose_backend(backend, "persistent", "gemm", None, "both directions of H %d %s %s on %s", *facts)
