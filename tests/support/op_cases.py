@@ -76,6 +76,18 @@ def assert_same_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
         assert torch.equal(one, other), f"tensor {index} differs by {(one - other).abs().max().item()}"
 
 
+def assert_replays(step: Callable[[], Sequence[Tensor]], change: Callable[[], object] = lambda: None) -> None:
+    """A CUDA graph of a step has the bits of the step twice, also after a change of what it reads."""
+    step()  # builds the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    change()
+    for _ in range(2):
+        graph.replay()
+        assert_same_bits(captured, step())
+
+
 @contextmanager
 def nan_filled_memory() -> Iterator[None]:
     """Fill every newly allocated tensor with NaN, so that what an op forgets to write shows."""
