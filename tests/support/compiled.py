@@ -11,11 +11,14 @@ import functools
 import hashlib
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from ds2_ops.jit import build as builder
-from ds2_ops.jit.build import build
+from ds2_ops.jit.build import LAUNCH_REGISTERS, build
+from ds2_ops.recurrent.plan.problem import Choice
 
 RECORD = Path(__file__).parents[1] / "ops/recurrent/plan/compiled.tsv"
 _HOW = inspect.getsource(builder._compile)  # among it the compiler's options
@@ -41,6 +44,18 @@ def report(source: str, arch: str = HOPPER) -> Report:
         result = Report(binary.registers, binary.local_bytes, binary.loss)
     reports[source, arch] = result
     return result
+
+
+def assert_no_spills(choices: Iterable[Choice], arch: str = HOPPER) -> None:
+    """Assert that kernels compile without local memory and losses, to as many registers as their threads share."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for choice in choices:
+        text, threads = choice.launch.source.text, choice.launch.threads
+        compiled = report(text, arch)
+        assert (compiled.local_bytes, compiled.loss) == (0, ""), choice.explain()
+        assert compiled.registers * threads <= 65536
+        if LAUNCH_REGISTERS in text:  # what setmaxnreg moves is counted from these
+            assert compiled.registers == 65536 // threads // 8 * 8, choice.explain()
 
 
 def write_record() -> int:

@@ -11,14 +11,13 @@ from ds2_ops.recurrent.plan.problem import (
     MMA_SAMPLES,
     NUMBERS,
     THREADS,
-    Choice,
     DeviceFacts,
     DoesNotFit,
     Problem,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from support.compiled import Report, report
+from support.compiled import assert_no_spills
 
 H200 = DeviceFacts()
 
@@ -59,17 +58,6 @@ def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
     assert cluster_units(largest + 1, dtype, 16) is None
 
 
-def assert_no_spills(choice: Choice, said: Report) -> None:
-    assert said.local_bytes == 0, choice.explain()
-    launched = 65536 // choice.launch.threads // 8 * 8
-    assert said.registers == launched, "what setmaxnreg moves is counted from these"
-
-
-def compile_without_spills(*choices: Choice) -> None:
-    for choice in choices:
-        assert_no_spills(choice, report(choice.launch.source.text))
-
-
 @pytest.mark.parametrize("hidden", [512, 1152, 1760, 2560])  # of every design
 def test_a_kernel_compiled_to_other_registers_than_its_warps_share_is_refused(
     hidden: int, monkeypatch: pytest.MonkeyPatch
@@ -90,16 +78,14 @@ def test_kernels_that_share_no_registers_may_have_any() -> None:
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     choices = cluster_choices(problem(largest_cluster_hidden(dtype), 64, dtype, backward=True), H200, H200.sms)
-    compile_without_spills(choices[-1])
+    assert_no_spills(choices[-1:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_every_tile_and_cell_compiles_without_spills(dtype: str, backward: bool) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     largest = largest_cluster_hidden(dtype)
     step = 256 if dtype == "float16" else 64  # which has bfloat16's words and instructions
     hiddens = [*range(step, largest + 1, step), largest - 1]  # each tile, and rows that start between words
@@ -107,27 +93,24 @@ def test_every_tile_and_cell_compiles_without_spills(dtype: str, backward: bool)
     problems += [Problem(64, largest, dtype, cell, backward) for cell in PLAIN]
     choices = {choice.launch.source: choice for one in problems for choice in cluster_choices(one, H200, H200.sms)}
     assert len(choices) >= len(hiddens)
-    for choice in choices.values():
-        assert_no_spills(choice, report(choice.launch.source.text))
+    assert_no_spills(choices.values())
 
 
 @pytest.mark.parametrize("cell", [name for name, cell in GATED.items() if cell.phases == 1])
 def test_largest_tile_with_gates_compiles_without_spills(cell: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     largest = largest_cluster_hidden("bfloat16", GATED[cell].gates)
     assert largest == 512
     for backward in (False, True):
         choices = cluster_choices(Problem(64, largest, "bfloat16", cell, backward), H200, H200.sms)
         two_groups = next(choice for choice in choices if choice.groups == 2)
-        compile_without_spills(choices[0], two_groups)
+        assert_no_spills([choices[0], two_groups])
 
 
 @pytest.mark.parametrize("cell", ["clipped_relu", *(name for name, cell in GATED.items() if cell.phases == 1)])
 def test_tiles_of_both_directions_compile_without_spills(cell: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
         problem = Problem(130, 512, "bfloat16", cell, backward, 2)
-        compile_without_spills(*cluster_choices(problem, H200, H200.sms)[::3])
+        assert_no_spills(cluster_choices(problem, H200, H200.sms)[::3])
 
 
 @given(batch=st.integers(1, 400), hidden=st.integers(1, 512), max_sms=st.one_of(st.none(), st.integers(16, 132)))

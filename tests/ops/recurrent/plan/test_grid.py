@@ -6,7 +6,7 @@ from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from hypothesis import given
 from hypothesis import strategies as st
-from support.compiled import report
+from support.compiled import assert_no_spills
 from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_choices_of, one_a_kernel
 
 
@@ -63,18 +63,13 @@ def test_a_new_batch_size_needs_no_new_kernel() -> None:
 
 @pytest.mark.parametrize("dtype", LARGEST_GRID_HIDDEN)
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for choice in one_a_kernel(grid_choices_of(LARGEST_GRID_HIDDEN[dtype], 8, dtype, backward=True)):
-        assert report(choice.launch.source.text).local_bytes == 0, choice.explain()
+    assert_no_spills(one_a_kernel(grid_choices_of(LARGEST_GRID_HIDDEN[dtype], 8, dtype, backward=True)))
 
 
 # The multiplying warps' weights fill their registers: every length of K on clusters of 5, then one on 6 and on 8.
 @pytest.mark.parametrize("hidden", [2200, 2300, 2400, 2480, 2560, 2048, 1760])
 def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for backward in (False, True):
-        said = report(grid_choices_of(hidden, 64, backward=backward)[-1].launch.source.text)
-        assert (said.local_bytes, said.loss) == (0, "")
+    assert_no_spills(grid_choices_of(hidden, 64, backward=backward)[-1] for backward in (False, True))
 
 
 # A cell of one gate is code of the finishing warps alone: every tile with the longest of them, the others on one size.
@@ -86,29 +81,11 @@ def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> 
         *((hidden, dtype, "tanh") for hidden in (1160, 1760, 2048, 2560, 2816) for dtype in ("bfloat16", "float32")),
         *((hidden, "float16", "tanh") for hidden in (1160, 2816)),
         *((2816, "bfloat16", cell) for cell in PLAIN if cell != "tanh"),
+        *((1024, "bfloat16", cell) for cell in ("lstm", "gru_after")),
+        *((1053, "float16", cell) for cell in ("lstm", "gru_after")),
+        (1025, "float32", "gru_after"),
     ],
 )
 def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
-        for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
-            assert report(choice.launch.source.text).local_bytes == 0, choice.explain()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cell", "dtype", "hidden"),
-    [
-        ("lstm", "bfloat16", 1024),
-        ("gru_after", "bfloat16", 1024),
-        ("lstm", "float16", 1053),
-        ("gru_after", "float16", 1053),
-        ("gru_after", "float32", 1025),
-    ],
-)
-def test_tiles_with_gates_compile_without_spills(cell: str, dtype: str, hidden: int) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for backward in (False, True):
-        for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
-            said = report(choice.launch.source.text)
-            assert (said.local_bytes, said.loss) == (0, ""), choice.explain()
+        assert_no_spills(one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)))

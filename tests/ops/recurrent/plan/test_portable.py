@@ -9,7 +9,7 @@ from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import Design, DeviceFacts, DoesNotFit, Problem
 from hypothesis import given
 from hypothesis import strategies as st
-from support.compiled import report
+from support.compiled import assert_no_spills
 from support.persistent_cases import one_a_kernel
 
 OTHERS = {name: device for name, device in DEVICES.items() if device.capability != (9, 0)}
@@ -105,26 +105,17 @@ PROBLEMS = [
     ],
 )
 def test_tiles_compile_without_spills(capability: tuple[int, int]) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     # As many multiprocessors as most, and as much shared memory as any. 9.0 is for kernels that are tried out there.
     device = DeviceFacts(name="any", capability=(8, 0) if capability == (9, 0) else capability)
-    arch = "sm_{}{}".format(*capability)
-    spills = {}
     for problem in PROBLEMS:
-        for choice in one_a_kernel(space(problem, device)):
-            if choice.design is Design.PORTABLE:
-                said = report(choice.launch.source.text, arch)
-                if said.local_bytes or said.loss:
-                    spills[problem, choice.name] = said
-    assert not spills
+        choices = one_a_kernel(space(problem, device))
+        assert_no_spills((c for c in choices if c.design is Design.PORTABLE), "sm_{}{}".format(*capability))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_120", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cell", ["relu", "lstm", "gru_after", "gru_before"])
 def test_tiles_of_one_block_compile_without_spills(arch: str, cell: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     for dtype, hidden in (("bfloat16", 96), ("float32", 48)):
         for backward in (False, True):
-            for choice in one_a_kernel(space(Problem(8, hidden, dtype, cell, backward), DEVICES["A100"])):
-                if choice.design is Design.UNITS:
-                    assert report(choice.launch.source.text, arch).local_bytes == 0, choice.explain()
+            choices = one_a_kernel(space(Problem(8, hidden, dtype, cell, backward), DEVICES["A100"]))
+            assert_no_spills((c for c in choices if c.design is Design.UNITS), arch)
