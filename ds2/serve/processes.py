@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -480,7 +479,41 @@ def _run_worker(
     server.run(sockets=[listen_shared(*address)])
 
 
-class Workers:
+class _Parent:
+    """This process and others that serve clients until a signal comes."""
+
+    ending = False
+
+    def processes(self) -> list[BaseProcess]:
+        """The other processes that run now."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Serve until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
+        with handle_signals(server_stop_signals(), lambda number, frame: self.end()):
+            try:
+                self._serve()
+            finally:
+                self.end()
+                self._join()
+
+    def _serve(self) -> None:
+        """Do the work of this process until the others have ended."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Let the processes finish what is open, and end."""
+        self.ending = True
+        for process in self.processes():
+            process.terminate()
+
+    def _join(self) -> None:
+        for process in self.processes():
+            process.join(END_S)
+            process.kill()
+
+
+class Workers(_Parent):
     """An engine in this process and the worker processes that speak with its clients.
 
     Args:
@@ -494,7 +527,7 @@ class Workers:
     """
 
     def __init__(self, recogniser: Recogniser, limits: Limits, address: tuple[str, int], count: int) -> None:
-        self.address, self.ending = address, False
+        self.address = address
         self.engine = Engine(recogniser, limits)
         hot_characters = recogniser.decoder.hot_characters
         share = replace(limits, uploads_bytes=limits.uploads_bytes // count)
@@ -507,30 +540,13 @@ class Workers:
         while not all(link.started for link in self._processes):
             self._early += self._receive_from_workers(True)
 
-    def run(self) -> None:
-        """Decode until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
-        with handle_signals(server_stop_signals(), self._handle_signal):
-            try:
-                with gc_tuning():
-                    self.engine.run(self._receive)
-            finally:
-                self.end()
-                for process in self.processes():
-                    process.join(END_S)
-                    process.kill()
-
     def processes(self) -> list[BaseProcess]:
         """The workers that run now."""
         return list(self._processes.values())
 
-    def end(self) -> None:
-        """Let the workers finish what is open, and end."""
-        self.ending = True
-        for process in self.processes():
-            process.terminate()
-
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        self.end()
+    def _serve(self) -> None:
+        with gc_tuning():
+            self.engine.run(self._receive)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -575,7 +591,7 @@ class Workers:
         self._start()
 
 
-class Recognisers:
+class Recognisers(_Parent):
     """Recogniser processes with an engine and workers each, on one address; connections are spread over all workers.
 
     Args:
@@ -593,12 +609,10 @@ class Recognisers:
         self, make: Callable[[], Recogniser], limits: Limits, address: tuple[str, int], count: int, workers: int
     ) -> None:
         share = replace(limits, sessions=-(-limits.sessions // count), uploads_bytes=limits.uploads_bytes // count)
-        self._arguments, self.ending = (make, share, address, workers), False
+        self._arguments = make, share, address, workers
         self._open = ExitStack()
         folder = self._open.enter_context(temporary_folder(Path(tempfile.gettempdir()), "ds2-serve"))
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(
-            folder
-        )  # all processes count there, so that each can report the sum
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # all count there, so that each can report the sum
         self._processes: list[BaseProcess] = []
         try:
             for process, ready in [self._start() for _ in range(count)]:
@@ -608,30 +622,15 @@ class Recognisers:
             self._join()
             raise
 
-    def run(self) -> None:
-        """Wait until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
-        with handle_signals(server_stop_signals(), self._handle_signal):
-            try:
-                while self._processes:
-                    ended = wait([process.sentinel for process in self._processes])
-                    for process in [process for process in self._processes if process.sentinel in ended]:
-                        self._replace(process)
-            finally:
-                self.end()
-                self._join()
-
     def processes(self) -> list[BaseProcess]:
-        """The processes that run now."""
+        """The recogniser processes that run now."""
         return list(self._processes)
 
-    def end(self) -> None:
-        """Let all finish what is open, and end."""
-        self.ending = True
-        for process in self.processes():
-            process.terminate()
-
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        self.end()
+    def _serve(self) -> None:
+        while self._processes:
+            ended = wait([process.sentinel for process in self._processes])
+            for process in [process for process in self._processes if process.sentinel in ended]:
+                self._replace(process)
 
     def _start(self) -> tuple[BaseProcess, Connection]:
         ready, theirs = multiprocessing.Pipe(duplex=False)
@@ -674,9 +673,7 @@ class Recognisers:
                 raise
 
     def _join(self) -> None:
-        for process in self.processes():
-            process.join(END_S)
-            process.kill()
+        super()._join()
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
         self._open.close()
 
