@@ -7,45 +7,34 @@ import pytest
 import torch
 from ds2_ops.recurrent import layer
 from ds2_ops.recurrent.backends import gemm, persistent
-from ds2_ops.recurrent.cells import Options
+from ds2_ops.recurrent.cells import GATED, Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Problem
 from support.chip import Chip, Fault, Faults, slow, small_chip
-from support.gated_cases import problem
+from support.gated_cases import in_float64, problem
 from support.op_cases import CPU, ragged_lengths, relative_error
-from support.persistent_cases import CLIP, forward, forward_loop, inputs
+from support.persistent_cases import CLIP, inputs
 
 CLUSTER, PROJECTION = (f"recurrent/{name}.cuh" for name in ("cluster", "projection"))
 
 
-def recur(chip: Chip, shape: tuple[int, int, int], groups: int, faults: Faults = ()) -> None:
+def recur(chip: Chip, cell: str, shape: tuple[int, int, int], groups: int = 1, faults: Faults = ()) -> None:
     """Run the cluster design early; an assertion fails where it is wrong."""
     frames, batch, hidden = shape
     facts = small_chip({8: 1})
-    choices = cluster_choices(Problem(batch, hidden, "bfloat16", "tanh", False), facts, facts.sms)
+    choices = cluster_choices(Problem(batch, hidden, "bfloat16", cell, False), facts, facts.sms)
     chip(next(choice for choice in choices if choice.groups == groups), 1, faults)
-    x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16, CPU)
+    if cell in GATED:
+        tensors, _ = problem(cell, shape, CPU, torch.bfloat16)
+    else:
+        x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16, CPU)
+        tensors = [x, weight_hh, None, h0, None]
     lengths = ragged_lengths(frames, batch).to(torch.int32)
-    found = forward(x, weight_hh, h0, lengths, Options("tanh", CLIP, early=True))
-    true = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, "tanh")
-    stock = forward_loop(x, weight_hh, h0, lengths, "tanh")
-    for ours, exact, other in zip(found, true, stock, strict=True):
-        assert relative_error(ours, exact) <= 2 * relative_error(other, exact)
-
-
-def recur_gates(chip: Chip, cell: str, shape: tuple[int, int, int], faults: Faults = ()) -> None:
-    """Do as `recur` with a cell with gates."""
-    facts = small_chip({8: 1})
-    chip(cluster_choices(Problem(*shape[1:], "bfloat16", cell, False), facts, facts.sms)[0], 1, faults)
-    (x, weight_hh, bias, h0, c0), _ = problem(cell, shape, CPU, torch.bfloat16)
-    assert x is not None and weight_hh is not None and h0 is not None
-    lengths = ragged_lengths(*shape[:2]).to(torch.int32)
-    found = persistent.forward(x, weight_hh, bias, h0, c0, lengths, Options(cell, early=True))[:3]
-    exact = (None if t is None else t.double() for t in (x, weight_hh, bias, h0, c0))
-    true = gemm.forward(*exact, lengths, Options(cell))[:3]  # type: ignore[arg-type]
-    stock = gemm.forward(x, weight_hh, bias, h0, c0, lengths, Options(cell))[:3]
-    for ours, right, other in zip(found, true, stock, strict=True):
-        assert ours is None or relative_error(ours, right) <= 2 * relative_error(other, right)
+    results = persistent.forward(*tensors, lengths, Options(cell, CLIP, early=True))[:3]
+    truth = gemm.forward(*in_float64(tensors), lengths, Options(cell, CLIP))[:3]
+    stock = gemm.forward(*tensors, lengths, Options(cell, CLIP))[:3]
+    for ours, true, other in zip(results, truth, stock, strict=True):
+        assert ours is None or relative_error(ours, true) <= 2 * relative_error(other, true)
 
 
 def projected(chip: Chip, shape: tuple[int, int, int, int], faults: Faults = ()) -> None:
@@ -68,29 +57,20 @@ def projected(chip: Chip, shape: tuple[int, int, int, int], faults: Faults = ())
 
 
 @pytest.mark.parametrize(
-    ("shape", "groups"),
+    ("cell", "shape", "groups"),
     [
-        pytest.param((5, 2, 40), 1, id="one group"),
-        pytest.param((4, 11, 40), 2, id="two groups, two tiles"),
-        slow((3, 2, 33), 1, id="rows that start between words"),
-        pytest.param((3, 2, 44), 1, id="rows on 8 bytes"),
+        pytest.param("tanh", (5, 2, 40), 1, id="one group"),
+        pytest.param("tanh", (4, 11, 40), 2, id="two groups, two tiles"),
+        slow("tanh", (3, 2, 33), 1, id="rows that start between words"),
+        pytest.param("tanh", (3, 2, 44), 1, id="rows on 8 bytes"),
+        pytest.param("lstm", (5, 2, 40), 1, id="lstm"),
+        pytest.param("gru_after", (4, 11, 33), 1, id="gru, rows that start between words"),
+        slow("lstm", (4, 11, 33), 1, id="lstm, rows that start between words"),
+        slow("gru_after", (5, 2, 40), 1, id="gru"),
     ],
 )
-def test_a_recurrence_that_starts_early_waits(chip: Chip, shape: tuple[int, int, int], groups: int) -> None:
-    recur(chip, shape, groups)
-
-
-@pytest.mark.parametrize(
-    ("cell", "shape"),
-    [
-        ("lstm", (5, 2, 40)),
-        ("gru_after", (4, 11, 33)),
-        slow("lstm", (4, 11, 33)),
-        slow("gru_after", (5, 2, 40)),
-    ],
-)
-def test_gates_that_start_early_wait(chip: Chip, cell: str, shape: tuple[int, int, int]) -> None:
-    recur_gates(chip, cell, shape)
+def test_a_recurrence_that_starts_early_waits(chip: Chip, cell: str, shape: tuple[int, int, int], groups: int) -> None:
+    recur(chip, cell, shape, groups)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +105,9 @@ MADE = "finisher(pass, smem);\n        cluster_barrier();\n"
     ],
 )
 def test_a_recurrence_that_does_not_wait_is_found(chip: Chip, fault: Fault) -> None:
-    with pytest.raises(AssertionError):
-        recur(chip, (3, 2, 40), 1, (fault,))
-    with pytest.raises(AssertionError):
-        recur_gates(chip, "lstm", (3, 2, 40), (fault,))
+    for cell in ("tanh", "lstm"):
+        with pytest.raises(AssertionError):
+            recur(chip, cell, (3, 2, 40), faults=(fault,))
 
 
 def test_a_projection_that_reads_before_it_waits_is_found(chip: Chip) -> None:
