@@ -13,9 +13,13 @@ from support.op_cases import CPU, CUDA, assert_same_bits, draw, ragged_lengths, 
 from support.sinks import like
 from torch import Tensor
 
+SINKS = ("weight_sink", "bias_sink")
+
 
 def call(cell: str, x: Tensor, weight_hh: Tensor, bias: Tensor | None, h0: Tensor | None, **options: Any) -> Tensor:
-    """y of a cell in one direction."""
+    """y of a cell in one direction, or both for x of both."""
+    if x.dim() == 4:
+        return bidirectional(cell, x, weight_hh, bias, **options)
     if cell == "lstm":
         return lstm(x, weight_hh, h0, **options)[0]
     if cell in GATED:
@@ -33,42 +37,22 @@ def tensors(cell: str, device: torch.device, dtype: torch.dtype, ways: tuple[int
 
 
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("with_h0", [False, True])
-def test_sinks_get_what_autograd_would(cell: str, with_h0: bool) -> None:
-    lengths = ragged_lengths(5, 3)
+@pytest.mark.parametrize(("ways", "with_h0"), [((), False), ((), True), ((2,), False)])
+def test_sinks_get_what_autograd_would(cell: str, ways: tuple[int, ...], with_h0: bool) -> None:
     h0 = draw(4, 3, 8, device=CPU, dtype=torch.float32) if with_h0 else None
     results = []
     for with_sinks in (False, True):
-        x, weight, bias = (None if t is None else t.requires_grad_() for t in tensors(cell, CPU, torch.float32))
-        assert x is not None and weight is not None
-        sinks: dict[str, Any] = {"weight_sink": like(weight)} if with_sinks else {}
-        if with_sinks and bias is not None:
-            sinks["bias_sink"] = like(bias)
-        call(cell, x, weight, bias, h0, lengths=lengths, **sinks).sin().sum().backward()
+        x, *parameters = (None if t is None else t.requires_grad_() for t in tensors(cell, CPU, torch.float32, ways))
+        assert x is not None
+        present = [t for t in parameters if t is not None]
+        pairs = [[like(way) for way in (t if ways else [t])] for t in present] if with_sinks else []
+        sinks = {name: pair if ways else pair[0] for name, pair in zip(SINKS, pairs, strict=False)}
+        call(cell, x, *parameters, h0, lengths=ragged_lengths(5, 3), **sinks).sin().sum().backward()
         if with_sinks:
-            assert weight.grad is None and (bias is None or bias.grad is None)
-            results.append([x.grad, *(sink.value for sink in sinks.values())])
+            assert all(t.grad is None for t in present)
+            results.append([x.grad, *(torch.stack([s.value for s in p]) if ways else p[0].value for p in pairs)])
         else:
-            results.append([t.grad for t in (x, weight, bias) if t is not None])
-    assert_same_bits(*results)
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_sinks_of_both_directions_get_what_autograd_would(cell: str) -> None:
-    lengths = ragged_lengths(5, 3)
-    results = []
-    for with_sinks in (False, True):
-        x, weight, bias = (None if t is None else t.requires_grad_() for t in tensors(cell, CPU, torch.float32, (2,)))
-        assert x is not None and weight is not None
-        sinks: dict[str, Any] = {"weight_sink": [like(way) for way in weight]} if with_sinks else {}
-        if with_sinks and bias is not None:
-            sinks["bias_sink"] = [like(way) for way in bias]
-        bidirectional(cell, x, weight, bias, lengths, **sinks).sin().sum().backward()
-        if with_sinks:
-            assert weight.grad is None
-            results.append([x.grad, *(torch.stack([sink.value for sink in pair]) for pair in sinks.values())])
-        else:
-            results.append([t.grad for t in (x, weight, bias) if t is not None])
+            results.append([x.grad, *(t.grad for t in present)])
     assert_same_bits(*results)
 
 
@@ -89,17 +73,14 @@ def test_a_recorded_step_with_deferred_gradients_gives_those_of_an_eager_one(cel
     def step(*, with_sinks: bool) -> None:
         sinks: dict[str, Any] = {}
         if with_sinks:
-            for name, pair in zip(("weight_sink", "bias_sink"), places, strict=False):
+            for name, pair in zip(SINKS, places, strict=False):
                 for place in pair:
                     place.value.zero_()
                 sinks[name] = pair if ways else pair[0]
         deferred.begin()
         inputs = x
         for _ in range(2):
-            if ways:
-                y = bidirectional(cell, inputs, weight, bias, backend="persistent", **sinks)
-            else:
-                y = call(cell, inputs, weight, bias, None, backend="persistent", **sinks)
+            y = call(cell, inputs, weight, bias, None, backend="persistent", **sinks)
             inputs = y.repeat_interleave(CELLS[cell].gates, dim=-1)
         y.sin().sum().backward()
         deferred.flush()
