@@ -24,21 +24,46 @@ each_shape = pytest.mark.parametrize("shape", [RAGGED, PLAIN], ids=["ragged", "p
 each_clip = pytest.mark.parametrize("clip", [None, CLIP], ids=["linear", "clipped"])
 
 
-@pytest.fixture
-def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the way to a GPU run on NumPy's arrays: addresses, workspace and arguments are those of a call."""
+@pytest.fixture(params=["numpy", "kernels", pytest.param("cuda", marks=pytest.mark.gpu)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By NumPy, by the kernels on NumPy's arrays with the addresses, workspace and arguments of a call, or on a GPU."""
 
     def address(name: str, array: Any, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> int:
         values = np.asarray(array)
         assert values.shape == shape and str(values.dtype) == dtype and values.flags.c_contiguous, name
         return int(values.ctypes.data)
 
-    patch_launch_on(monkeypatch, arrays)
-    monkeypatch.setattr(arrays, "on_cpu", lambda array: False)
-    monkeypatch.setattr(arrays, "contiguous_address", address)
-    monkeypatch.setattr(arrays, "workspace_address", lambda room, size, stream: int(room.ctypes.data))
-    monkeypatch.setattr(runtime, "current", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: H200_SMEM_BYTES)
+    if request.param == "kernels":
+        patch_launch_on(monkeypatch, arrays)
+        monkeypatch.setattr(arrays, "on_cpu", lambda array: False)
+        monkeypatch.setattr(arrays, "contiguous_address", address)
+        monkeypatch.setattr(arrays, "workspace_address", lambda room, size, stream: int(room.ctypes.data))
+        monkeypatch.setattr(runtime, "current", lambda index: contextlib.nullcontext())
+        monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: H200_SMEM_BYTES)
+    return str(request.param)
+
+
+def placed(inputs: dict[str, Tensor], way: str) -> dict[str, Any]:
+    return {name: tensor.cuda() if way == "cuda" else tensor.numpy() for name, tensor in inputs.items()}
+
+
+def unwritten(answers: dict[str, Tensor], way: str) -> dict[str, Any]:
+    """Results to be written, NaN."""
+    if way == "cuda":
+        return {name: torch.full(answer.shape, float("nan"), device="cuda") for name, answer in answers.items()}
+    dtype = np.float64 if way == "numpy" else np.float32
+    return {name: np.full(answer.shape, np.nan, dtype) for name, answer in answers.items()}
+
+
+def space_and_stream(op: BatchNorm | Ctc, way: str) -> dict[str, Any]:
+    if way == "cuda":
+        workspace = torch.empty(op.workspace_bytes, dtype=torch.uint8, device="cuda")
+        return {"workspace": workspace, "stream": torch.cuda.current_stream()}
+    return {"workspace": np.full(op.workspace_bytes, 255, np.uint8), "stream": 0} if way == "kernels" else {}
+
+
+def as_numpy(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: result.cpu().numpy() if isinstance(result, Tensor) else result for name, result in results.items()}
 
 
 def test_no_torch_is_imported() -> None:
@@ -47,8 +72,8 @@ def test_no_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def of_norm(shape: tuple[int, ...], clip: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Inputs, float64 answers, and which rows count."""
+def of_norm(shape: tuple[int, ...], clip: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs and float64 answers."""
     generator = torch.Generator().manual_seed(len(shape))
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64).float()  # noqa: E731
     channels = shape[-1]
@@ -64,15 +89,15 @@ def of_norm(shape: tuple[int, ...], clip: float | None) -> tuple[dict[str, Tenso
     grads = torch.autograd.grad(y, leaves, inputs["grad_y"].double())
     answers = {"y": y, "mean": mean, "inverse": (var + EPS) ** -0.5}
     answers |= dict(zip(("grad_x", "grad_weight", "grad_bias"), grads, strict=True))
-    return inputs, {name: answer.detach() for name, answer in answers.items()}, valid
+    return inputs, {name: answer.detach() for name, answer in answers.items()}
 
 
-def run_norm(op: BatchNorm, inputs: dict[str, Any], results: dict[str, Any], room: Any, **how: Any) -> None:
+def run_norm(op: BatchNorm, inputs: dict[str, Any], results: dict[str, Any], **how: Any) -> None:
     first = [inputs[name] for name in ("x", "weight", "bias", "count")]
     statistics = [results["mean"], results["inverse"]]
     gradients = [results[name] for name in ("grad_x", "grad_weight", "grad_bias")]
-    op.forward(*first, results["y"], *statistics, room, lengths=inputs.get("lengths"), **how)
-    op.backward(inputs["grad_y"], *first, *statistics, *gradients, room, lengths=inputs.get("lengths"), **how)
+    op.forward(*first, results["y"], *statistics, lengths=inputs.get("lengths"), **how)
+    op.backward(inputs["grad_y"], *first, *statistics, *gradients, lengths=inputs.get("lengths"), **how)
 
 
 def close(results: dict[str, Any], answers: dict[str, Tensor], error: float) -> None:
@@ -84,37 +109,12 @@ def close(results: dict[str, Any], answers: dict[str, Tensor], error: float) -> 
 
 @each_clip
 @each_shape
-def test_batch_norm_of_the_cpu_is_float64(shape: tuple[int, ...], clip: float | None) -> None:
-    inputs, answers, _ = of_norm(shape, clip)
+def test_batch_norm(shape: tuple[int, ...], clip: float | None, way: str) -> None:
+    inputs, answers = of_norm(shape, clip)
     op = BatchNorm(shape=shape, ragged=shape == RAGGED, eps=EPS, clip=clip)
-    results = {name: np.full(answer.shape, np.nan) for name, answer in answers.items()}
-    run_norm(op, {name: tensor.numpy() for name, tensor in inputs.items()}, results, None)
-    close(results, answers, 1e-11)
-
-
-@pytest.mark.usefixtures("kernels_on_the_cpu")
-@each_clip
-@each_shape
-def test_the_kernels_of_batch_norm(shape: tuple[int, ...], clip: float | None) -> None:
-    inputs, answers, _ = of_norm(shape, clip)
-    op = BatchNorm(shape=shape, ragged=shape == RAGGED, eps=EPS, clip=clip)
-    results = {name: np.full(answer.shape, np.nan, np.float32) for name, answer in answers.items()}
-    room = np.full(op.workspace_bytes, 255, np.uint8)
-    run_norm(op, {name: tensor.numpy() for name, tensor in inputs.items()}, results, room, stream=0)
-    close(results, answers, 2e-6)
-
-
-@pytest.mark.gpu
-@each_clip
-@each_shape
-def test_batch_norm_on_a_gpu(shape: tuple[int, ...], clip: float | None) -> None:
-    inputs, answers, _ = of_norm(shape, clip)
-    op = BatchNorm(shape=shape, ragged=shape == RAGGED, eps=EPS, clip=clip)
-    results = {name: torch.full(answer.shape, float("nan"), device="cuda") for name, answer in answers.items()}
-    room = torch.empty(op.workspace_bytes, dtype=torch.uint8, device="cuda")
-    there = {name: tensor.cuda() for name, tensor in inputs.items()}
-    run_norm(op, there, results, room, stream=torch.cuda.current_stream())
-    close({name: tensor.cpu().numpy() for name, tensor in results.items()}, answers, 2e-6)
+    results = unwritten(answers, way)
+    run_norm(op, placed(inputs, way), results, **space_and_stream(op, way))
+    close(as_numpy(results), answers, 1e-11 if way == "numpy" else 2e-6)
 
 
 def of_ctc() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -131,45 +131,18 @@ def of_ctc() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return inputs | {"grad_losses": weights}, {"losses": losses.detach(), "grad_logits": grad}
 
 
-def run_ctc(op: Ctc, inputs: dict[str, Any], losses: Any, grad: Any, room: Any, **how: Any) -> None:
+def test_ctc(way: str) -> None:
+    inputs, answers = of_ctc()
+    op, inputs = Ctc(frames=9, batch=4, labels=6, longest=4), placed(inputs, way)
+    results, how = unwritten(answers, way), space_and_stream(op, way)
     first = [inputs[name] for name in ("log_probs", "frames", "labels", "sizes")]
-    op.forward(*first, losses, room, **how)
-    op.gradient(*first, losses, inputs["grad_losses"], grad, room, **how)
-
-
-def check_ctc(losses: Any, grad: Any, answers: dict[str, Tensor], error: float) -> None:
-    np.testing.assert_allclose(losses, answers["losses"].numpy(), rtol=error)
-    assert np.isinf(losses[3])  # three frames cannot hold four labels
-    np.testing.assert_allclose(grad[:, :3], answers["grad_logits"].numpy()[:, :3], rtol=0, atol=error)
-
-
-def test_ctc_of_the_cpu_is_float64() -> None:
-    inputs, answers = of_ctc()
-    losses, grad = np.zeros(4), np.full((9, 4, 6), np.nan)
-    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
-    run_ctc(Ctc(frames=9, batch=4, labels=6, longest=4), arrays, losses, grad, None)
-    check_ctc(losses, grad, answers, 1e-6)  # log-probs are float32
-
-
-@pytest.mark.usefixtures("kernels_on_the_cpu")
-def test_the_kernels_of_ctc() -> None:
-    inputs, answers = of_ctc()
-    op = Ctc(frames=9, batch=4, labels=6, longest=4)
-    losses, grad = np.zeros(4, np.float32), np.full((9, 4, 6), np.nan, np.float32)
-    room = np.full(op.workspace_bytes, 255, np.uint8)
-    run_ctc(op, {name: tensor.numpy() for name, tensor in inputs.items()}, losses, grad, room, stream=0)
-    check_ctc(losses, grad, answers, 1e-5)
-
-
-@pytest.mark.gpu
-def test_ctc_on_a_gpu() -> None:
-    inputs, answers = of_ctc()
-    op = Ctc(frames=9, batch=4, labels=6, longest=4)
-    losses, grad = torch.zeros(4, device="cuda"), torch.full((9, 4, 6), float("nan"), device="cuda")
-    room = torch.empty(op.workspace_bytes, dtype=torch.uint8, device="cuda")
-    there = {name: tensor.cuda() for name, tensor in inputs.items()}
-    run_ctc(op, there, losses, grad, room, stream=torch.cuda.current_stream())
-    check_ctc(losses.cpu().numpy(), grad.cpu().numpy(), answers, 1e-5)
+    op.forward(*first, results["losses"], **how)
+    op.gradient(*first, results["losses"], inputs["grad_losses"], results["grad_logits"], **how)
+    ours, error = as_numpy(results), 1e-6 if way == "numpy" else 1e-5  # log-probs are float32
+    np.testing.assert_allclose(ours["losses"], answers["losses"].numpy(), rtol=error)
+    assert np.isinf(ours["losses"][3])  # three frames cannot hold four labels
+    true = answers["grad_logits"].numpy()
+    np.testing.assert_allclose(ours["grad_logits"][:, :3], true[:, :3], rtol=0, atol=error)
 
 
 def test_what_is_refused() -> None:
