@@ -37,7 +37,6 @@ class Realtime(Client):
     phrases: tuple[str, ...] = ()
     item: str | None = None  # the open item, once some of its words were recognised
     last_item: str | None = None  # the item before
-    sent_words = 0  # of the open item, in deltas
     # Seconds of audio: before the last input_audio_buffer.clear; and since then, up to the last item and commit.
     cleared_s = completed_s = committed_s = 0.0
 
@@ -129,10 +128,7 @@ class Realtime(Client):
 
     async def _send_words(self, socket: WebSocket, words: Sequence[str]) -> None:
         """Send the words of the open item that are final and were not sent yet."""
-        new = words[self.sent_words :]
-        if new:
-            delta = " " * (self.sent_words > 0) + " ".join(new)
-            self.sent_words = len(words)
+        if delta := self.unsent(words):
             await self.send(socket, _event(f"{_TRANSCRIPTION}.delta", delta=delta, item_id=self.item, content_index=0))
 
     def _settings(self) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Client:
     def __init__(self, engine: EngineClient, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self.session: EngineSession | None = None
+        self.sent_words = 0  # of the open utterance, by a protocol that sends words once and for all
         self._samples = self.sample_reader()
 
     async def handle_messages(self, socket: WebSocket) -> None:
@@ -113,6 +114,12 @@ class Client:
             samples = samples[rate_hz * _PIECE_S :]
         result = await self.session.accept_waveform(samples)
         return replace(result, final=[*final, *result.final])
+
+    def unsent(self, words: Sequence[str]) -> str:
+        """Return the words of the open utterance that were not sent yet, as the text that continues the others."""
+        new, continues = words[self.sent_words :], self.sent_words > 0
+        self.sent_words += len(new)
+        return " " * continues + " ".join(new) if new else ""
 
     def close_session(self) -> None:
         """Close the session; the next audio opens another."""

@@ -40,7 +40,6 @@ class Wyoming(Client):
     hot_words: HotWords | None = None
     rate_hz: int | None = None  # of the utterance
     is_open = False  # whether its transcript has started
-    sent_words = 0  # of the utterance
 
     def refusal(self, message: str) -> dict[str, Any]:
         """See `Client`."""
@@ -88,11 +87,8 @@ class Wyoming(Client):
 
     async def _send_words(self, socket: WebSocket, words: list[str]) -> None:
         """Send those of the first words of the utterance that were not sent."""
-        new = words[self.sent_words :]
-        if new:
+        if text := self.unsent(words):
             await self._start(socket)
-            text = " " * (self.sent_words > 0) + " ".join(new)
-            self.sent_words = len(words)
             await self.send(socket, _event("transcript-chunk", text=text))
 
     async def _start(self, socket: WebSocket) -> None:
