@@ -22,17 +22,15 @@ from unittest import mock
 
 import torch
 from benchmarks.common import Table, facts, write_json, write_noise
-from benchmarks.training import add_noise_options, noise_overrides
+from benchmarks.training import add_noise_options, noise_overrides, open_trainer
 from dispatch import new_parser, parse
 from torch import Tensor, nn
 
-from ds2.commands.compose import compose_config
 from ds2.config.schema import ModelConfig
 from ds2.model import recurrent
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
-from ds2.training.trainer import Trainer
 
 GIB = 2**30
 
@@ -53,19 +51,16 @@ class TorchLayer(nn.Module):
 
 def peak_bytes(kind: str, depth: int, batch: int, options: argparse.Namespace, folder: Path) -> int:
     """The peak of memory of training steps."""
-    config = compose_config([
+    overrides = [
         f"model.depth={depth}", f"model.skip={options.skip}", f"data.max_duration_s={options.duration + 1}",
         f"train.graphs={options.graphs}", "model.row_convs=0", *noise_overrides(folder, batch), *options.overrides,
-    ])  # fmt: skip
+    ]  # fmt: skip
     layer = TorchLayer if kind == "nn.RNN" else recurrent.make_recurrent_layer
     with mock.patch.object(recurrent, "make_recurrent_layer", layer):
-        trainer = Trainer(config, folder / "run")
-    trainer.model.train()
-    prepared = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
-    batches = trainer.prepared(itertools.repeat(prepared.pin_memory()))
+        _, take_step = open_trainer(overrides, batch)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(options.steps):
-        trainer.step(batches, [range(batch)])
+        take_step()
     return torch.cuda.max_memory_allocated()
 
 

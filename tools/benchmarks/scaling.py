@@ -25,13 +25,11 @@ from typing import Any
 
 import torch
 from benchmarks.common import Table, facts, write_json, write_noise
-from benchmarks.training import add_noise_options, noise_overrides
+from benchmarks.training import add_noise_options, noise_overrides, open_trainer
 from dispatch import mpirun, new_parser, parse
 
-from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
-from ds2.data.loader import Batch, deal
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.training.trainer import Trainer
@@ -70,21 +68,15 @@ def measure(
         f"comm.bucket_mib={options.bucket_mib}", *noise_overrides(corpus, batch), f"run_dir={folder / 'run'}",
         *options.overrides,
     ]  # fmt: skip
-    config = compose_config(overrides)
-    trainer = Trainer(config, folder / "run", comm)
-    trainer.model.train()
-    plan = [list(range(batch))]
-    part: Batch = next(iter(trainer.loader.epoch([deal(plan[0], comm.rank, comm.world)], 1)))
-    part = part.pin_memory() if trainer.device.type == "cuda" else part
+    trainer, take_step = open_trainer(overrides, batch, comm)
     trainer.overlap.decided = True  # each of the two is measured
-    batches = trainer.prepared(itertools.repeat(part))
     for _ in range(options.warmup):
-        trainer.step(batches, plan)
+        take_step()
     trainer.timer.means(1)
     comm.allgather(None)
     began = time.perf_counter()
     for _ in range(options.steps):
-        trainer.step(batches, plan)
+        take_step()
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     step_s = (time.perf_counter() - began) / options.steps

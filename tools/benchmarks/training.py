@@ -18,7 +18,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from dispatch import new_parser, parse
 
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
-from ds2.data.loader import Batch
+from ds2.data.loader import Batch, deal
+from ds2.distributed.communicator import Communicator
 from ds2.training.trainer import Trainer
 
 COLUMNS = {
@@ -88,25 +89,32 @@ def noise_overrides(folder: Path, batch: int) -> list[str]:
     ]  # fmt: skip
 
 
-def open_trainer(
-    model: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path
-) -> tuple[Trainer, Callable[[], object]]:
-    """Make a trainer of one model, and a function that takes a step, always on the same batch."""
-    config = compose_config([
+def training_overrides(model: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path) -> list[str]:
+    """Settings of a run that `add_training_options` describes, on the noise in `folder`."""
+    return [
         f"model={model}", f"model.backend={options.backend}", f"device={options.device}",
         f"train.precision={options.precision}", f"train.graphs={graphs}", *noise_overrides(folder, batch),
         *options.overrides,
-    ])  # fmt: skip
-    trainer = Trainer(config, Path(config.run_dir))
+    ]  # fmt: skip
+
+
+def open_trainer(
+    overrides: Sequence[str], batch: int, comm: Communicator | None = None
+) -> tuple[Trainer, Callable[[], object]]:
+    """Make a trainer, and a function that takes a step, always on the same `batch` utterances of all ranks."""
+    config = compose_config(overrides)
+    trainer = Trainer(config, Path(config.run_dir), comm)
     trainer.model.train()
-    prepared: Batch = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
+    plan = [list(range(batch))]
+    own = plan[0] if comm is None else deal(plan[0], comm.rank, comm.world)
+    prepared: Batch = next(iter(trainer.loader.epoch([own], 1)))
     batches = trainer.prepared(itertools.repeat(prepared.pin_memory() if trainer.device.type == "cuda" else prepared))
-    return trainer, lambda: trainer.step(batches, [range(batch)])
+    return trainer, lambda: trainer.step(batches, plan)
 
 
 def bench(model: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Time steps of one model at one batch size."""
-    trainer, take_step = open_trainer(model, batch, graphs, options, folder)
+    trainer, take_step = open_trainer(training_overrides(model, batch, graphs, options, folder), batch)
     on_gpu = trainer.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import Table, write_noise
-from benchmarks.training import add_training_options, open_trainer
+from benchmarks.training import add_training_options, open_trainer, training_overrides
 
 from ds2.training.optim import set_learning_rate
 
@@ -93,7 +93,8 @@ def work(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
     folder.mkdir(parents=True)
     write_noise(folder, options.batch, options.duration, options.characters)
-    trainer, step = open_trainer(options.model, options.batch, options.graphs, options, folder)
+    overrides = training_overrides(options.model, options.batch, options.graphs, options, folder)
+    trainer, step = open_trainer(overrides, options.batch)
     on_gpu = trainer.device.type == "cuda"
     for _ in range(options.warmup):
         step()
