@@ -6,7 +6,7 @@
 
 Clients use Vosk's WebSocket protocol, take the files in turn, and begin at random within a chunk. Latency counts from
 the end of a chunk in the source's time, so a server that cannot keep up shows. In process, the next batch is whatever
-has arrived when the recogniser becomes free, as in `ds2.serve.engine`; `--one-at-a-time` decodes each source by itself.
+has arrived when the recogniser becomes free, as in `ds2.serve.engine`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def over_sockets(
 
 
 def in_process(
-    recogniser: Recogniser, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float, alone: bool
+    recogniser: Recogniser, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float
 ) -> tuple[list[float], list[int]]:
     """Latencies of all chunks, seconds, and sizes of batches."""
     draw, size = random.Random(0), round(chunk_s * RATE_HZ)
@@ -100,7 +100,7 @@ def in_process(
             latencies.append(now_s - due[0][0])
             break
         arrived: list[tuple[float, int]] = []
-        while due and due[0][0] <= now_s and not (alone and arrived):
+        while due and due[0][0] <= now_s:
             arrived.append(heapq.heappop(due))
         for arrived_s, n in arrived:
             sound = sounds[n % len(sounds)]
@@ -137,7 +137,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--decode", nargs="*", default=[], help="of --model: decode.KEY=VALUE ...")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto", help="of --model")
-    parser.add_argument("--one-at-a-time", action="store_true")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--chunk-s", type=float, default=0.2)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -152,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.model:
         recogniser = open_recogniser(options.model, options.decode, options)
         recogniser.session().runner.prepare(max(options.streams))
-        in_process(recogniser, audio, max(options.streams), options.chunk_s, 2.0, alone=False)  # builds what it needs
+        in_process(recogniser, audio, max(options.streams), options.chunk_s, 2.0)  # builds what it needs
     percentiles = {"p50": 50, "p95": 95, "p98": 98, "p99": 99, "slowest": 100}
     columns = {f"{name} ms": f"{{{name}:.0f}}" for name in percentiles}
     table = Table({"streams": "{streams}", **columns, "mean batch": "{batch:.1f}"})
@@ -160,9 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         row: dict[str, Any] = {"streams": streams}
         if recogniser is not None:
             with gc_tuning():
-                latencies, sizes = in_process(
-                    recogniser, audio, streams, options.chunk_s, options.seconds, options.one_at_a_time
-                )
+                latencies, sizes = in_process(recogniser, audio, streams, options.chunk_s, options.seconds)
             row["batch"] = float(np.mean(sizes))
         else:
             times = (options.chunk_s, options.seconds, options.spread_s)
