@@ -115,6 +115,17 @@ def check(config: Config) -> None:
         f"train.consistency={config.train.consistency} compares two differently masked views of an utterance: "
         "set augment.time_masks or augment.frequency_masks above 0",
     )
+    penalty = f"train.delay_penalty={config.train.delay_penalty}"
+    _require(
+        config.train.delay_penalty == 0 or config.train.objective == "ctc",
+        f"{penalty} weighs alignments of the CTC loss, and the denominator of train.objective=ctc_crf sums over "
+        "alignments without these weights: set one of them back (delay_penalty=0 or objective=ctc)",
+    )
+    _require(
+        config.train.delay_penalty == 0 or not config.model.bidirectional,
+        f"{penalty} makes words come earlier in a stream, and model.bidirectional=true waits for the whole utterance: "
+        "set train.delay_penalty=0, or model.bidirectional=false",
+    )
     comm = config.comm
     _require(
         comm.min_ranks == 1 or comm.min_ranks <= comm.max_ranks,

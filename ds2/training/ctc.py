@@ -34,31 +34,46 @@ def feasible_rows(frames: Tensor, labels: Tensor, label_lengths: Tensor) -> Tens
     return frames >= min_frames(labels, label_lengths)
 
 
-def ctc_losses(logits: Tensor, frames: Tensor, labels: Tensor, label_lengths: Tensor, feasible: Tensor) -> Tensor:
+def ctc_losses(
+    logits: Tensor,
+    frames: Tensor,
+    labels: Tensor,
+    label_lengths: Tensor,
+    feasible: Tensor,
+    *,
+    delay_penalty: float = 0.0,
+) -> Tensor:
     """Negative log-likelihood of each transcript, summed over all alignments (Graves et al. 2006, equation 8).
 
-    The gradient has the same bits on every run: on a GPU it comes from `ds2_ops`, or where those kernels cannot run
-    from `reproducible_ctc`, since torch's adds with atomics.
+    With a delay penalty p an alignment counts exp(p d) times, where d is the sum over labels of (T - 1) / 2 less the
+    label's first frame: alignments that begin their labels late count less (Yao et al. 2023, "Delay-penalized CTC
+    implemented based on finite state transducer"). The loss is then no longer a log-likelihood and may be below 0.
+
+    The gradient has the same bits on every run: on a GPU it comes from `ds2_ops`, or where those kernels cannot run,
+    or with a delay penalty, which they do not know, from `reproducible_ctc`, since torch's adds with atomics.
 
     Args:
         logits: (T, B, V) of any float dtype; the log-softmax and the sums run in fp32.
         frames: (B,) int64, valid frames.
         labels: (B, L) int64, padded; 0 is the blank and must not occur in the valid part.
         label_lengths: (B,) int64, at most L where feasible.
-        feasible: (B,) bool, see `feasible_rows`. All are on the device of the logits, and on a GPU never read back.
+        feasible: (B,) bool, see `feasible_rows`.
+        delay_penalty: p, natural log a label and output frame.
+
+    All tensors are on the device of the logits, and on a GPU never read back without a delay penalty.
 
     Returns:
         losses (B,) fp32 in nats, 0 and without gradient where no alignment exists.
     """
     # An infeasible row is scored against the empty transcript: an infinite loss has a NaN gradient even at weight 0.
     possible = torch.where(feasible, label_lengths, 0)
-    if not logits.is_cuda:
+    if not logits.is_cuda and delay_penalty == 0:
         log_probs = F.log_softmax(logits.float(), dim=-1)
         losses = F.ctc_loss(log_probs, labels, frames, possible, blank=BLANK, reduction="none")
-    elif loss.why_not(labels.shape[1], logits.shape[2], logits.device) is None:
+    elif delay_penalty == 0 and loss.why_not(labels.shape[1], logits.shape[2], logits.device) is None:
         losses = loss.ctc_loss(logits, frames, labels, possible)
     else:
-        losses = reproducible_ctc(logits, labels, frames.cpu(), possible.cpu())
+        losses = reproducible_ctc(logits, labels, frames.cpu(), possible.cpu(), delay_penalty)
     return torch.where(feasible, losses, 0.0)
 
 
@@ -79,54 +94,130 @@ def divergence(logits: Tensor) -> Tensor:
     return both.sum(dim=(0, 2)) / 2
 
 
-def reproducible_ctc(logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor) -> Tensor:
+def reproducible_ctc(
+    logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor, delay_penalty: float = 0.0
+) -> Tensor:
     """The losses (B,) of feasible transcripts, on any device, with a gradient free of atomic additions.
 
     Arguments are those of `ctc_losses`, the lengths on the CPU.
     """
-    losses: Tensor = _CtcLoss.apply(logits, labels, frames, label_lengths)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CtcLoss.apply(  # type: ignore[no-untyped-call]
+        logits, labels, frames, label_lengths, delay_penalty
+    )
     return losses
 
 
 class _CtcLoss(torch.autograd.Function):
-    """Torch's forward recursion, and its mirror image for the backward variables (Graves et al. 2006, section 4.1)."""
+    """A forward recursion, and its mirror image for the backward variables (Graves et al. 2006, section 4.1).
+
+    The recursion is torch's, or with a delay penalty `_log_alpha`, since torch's knows nothing of the labels before.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor, delay_penalty: float
+    ) -> Tensor:
         log_probs = F.log_softmax(logits.detach().float(), dim=-1)
         targets = labels.to(logits.device, non_blocking=True)
-        losses, log_alpha = torch._ctc_loss(log_probs, targets, frames.tolist(), label_lengths.tolist(), BLANK)
-        ctx.save_for_backward(log_probs, targets, losses, log_alpha)
+        lengths = frames.tolist(), label_lengths.tolist()
+        if delay_penalty:
+            bonus = _earliness(log_probs, targets, frames, label_lengths, delay_penalty)
+            emitted, states = _emissions(log_probs, targets)
+            losses, log_alpha = _log_alpha(emitted + bonus, states, frames, label_lengths)
+        else:
+            bonus = None
+            losses, log_alpha = torch._ctc_loss(log_probs, targets, *lengths, BLANK)
+        ctx.save_for_backward(log_probs, targets, losses, log_alpha, bonus)
         ctx.frames, ctx.label_lengths, ctx.dtype = frames, label_lengths, logits.dtype
         return losses
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        log_probs, targets, losses, log_alpha = ctx.saved_tensors
+        log_probs, targets, losses, log_alpha, bonus = ctx.saved_tensors
         device = log_probs.device
         frames = ctx.frames.to(device, non_blocking=True)[:, None]
         lengths = ctx.label_lengths.to(device, non_blocking=True)[:, None]
         time = _mirrored(frames, log_probs.shape[0])
         position = _mirrored(2 * lengths + 1, log_alpha.shape[2])
-        mirrored_probs = log_probs.gather(0, time.t()[:, :, None].expand_as(log_probs))
+
+        def mirrored_states(values: Tensor) -> Tensor:
+            """Mirror (B, T, S) in frames and states."""
+            values = values.gather(1, time[:, :, None].expand_as(values))
+            return values.gather(2, position[:, None, :].expand_as(values))
+
         mirrored_targets = targets.gather(1, _mirrored(lengths, targets.shape[1]))
-        _, mirrored_alpha = torch._ctc_loss(
-            mirrored_probs, mirrored_targets, ctx.frames.tolist(), ctx.label_lengths.tolist(), BLANK
-        )
-        log_beta = mirrored_alpha.gather(1, time[:, :, None].expand_as(log_alpha))
-        log_beta = log_beta.gather(2, position[:, None, :].expand_as(log_alpha))
-        extended = targets.new_full(log_alpha[:, 0].shape, BLANK)  # a blank before, between and after the labels
-        extended[:, 1::2] = targets[:, : extended.shape[1] // 2]
-        emitted = log_probs.transpose(0, 1).gather(2, extended[:, None, :].expand_as(log_alpha))
+        emitted, states = _emissions(log_probs, targets)
+        emitted, states = emitted[:, :, : log_alpha.shape[2]], states[:, : log_alpha.shape[2]]
+        if bonus is None:
+            mirrored_probs = log_probs.gather(0, time.t()[:, :, None].expand_as(log_probs))
+            _, mirrored_alpha = torch._ctc_loss(
+                mirrored_probs, mirrored_targets, ctx.frames.tolist(), ctx.label_lengths.tolist(), BLANK
+            )
+        else:
+            emitted = emitted + bonus
+            mirrored = _emissions(log_probs, mirrored_targets)[1]
+            _, mirrored_alpha = _log_alpha(mirrored_states(emitted), mirrored, ctx.frames, ctx.label_lengths)
+        log_beta = mirrored_states(mirrored_alpha)
         # alpha and beta both contain the emission of their frame: subtract one
         log_occupancy = log_alpha + log_beta - emitted + losses[:, None, None]
         valid_time = torch.arange(log_probs.shape[0], device=device) < frames
         valid = valid_time[:, :, None] & (torch.arange(log_alpha.shape[2], device=device) <= 2 * lengths)[:, None, :]
         occupancy = torch.where(valid & (log_occupancy < torch.inf), log_occupancy, -torch.inf).exp()
-        by_label = occupancy @ F.one_hot(extended, log_probs.shape[2]).to(occupancy.dtype)
+        by_label = occupancy @ F.one_hot(states, log_probs.shape[2]).to(occupancy.dtype)
         grad = (log_probs.exp() - by_label.transpose(0, 1)) * grad_losses[None, :, None]
         grad = grad.masked_fill(~valid_time.t()[:, :, None], 0.0)
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None, None, None
+
+
+def _emissions(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probs (B, T, S) of the states of padded targets (B, L), and their labels (B, S), S = 2 L + 1."""
+    states = targets.new_full((len(targets), 2 * targets.shape[1] + 1), BLANK)  # a blank before, between and after
+    states[:, 1::2] = targets
+    by_utterance = log_probs.transpose(0, 1)
+    return by_utterance.gather(2, states[:, None, :].expand(-1, len(log_probs), -1)), states
+
+
+def _earliness(
+    log_probs: Tensor, targets: Tensor, frames: Tensor, label_lengths: Tensor, delay_penalty: float
+) -> Tensor:
+    """Return the bonus (B, T, S) of each state in each frame, for padded targets (B, L); S = 2 L + 1.
+
+    In each frame it counts the labels that have started, less a share that grows evenly from frame to frame and keeps
+    the sums small. Along a path the bonuses sum to the penalty times the sum over labels of (T - 1) / 2 less the
+    label's first frame.
+    """
+    device, dtype = log_probs.device, log_probs.dtype
+    started = (torch.arange(2 * targets.shape[1] + 1, device=device) + 1) // 2
+    passed = torch.arange(1, len(log_probs) + 1, device=device, dtype=dtype)
+    of_frame = label_lengths.to(device, dtype)[:, None] * passed / frames.to(device, dtype)[:, None].clamp(min=1)
+    return delay_penalty * (started.to(dtype) - of_frame[:, :, None])
+
+
+def _log_alpha(emitted: Tensor, states: Tensor, frames: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses (B,) and the log-probs (B, T, S) of all ways to a state, its frame's emission included.
+
+    Args:
+        emitted: (B, T, S), added in each frame of a state.
+        states: (B, S) labels.
+        frames, label_lengths: (B,) on the CPU.
+    """
+    skips = torch.zeros_like(states, dtype=torch.bool)
+    skips[:, 2:] = (states[:, 2:] != BLANK) & (states[:, 2:] != states[:, :-2])
+    log_alpha = torch.full_like(emitted, -torch.inf)
+    log_alpha[:, 0, :2] = emitted[:, 0, :2]
+    for frame in range(1, emitted.shape[1]):
+        before = log_alpha[:, frame - 1]
+        one = F.pad(before, (1, 0), value=-torch.inf)[:, :-1]
+        two = F.pad(before, (2, 0), value=-torch.inf)[:, :-2].masked_fill(~skips, -torch.inf)
+        log_alpha[:, frame] = torch.logsumexp(torch.stack([before, one, two]), 0) + emitted[:, frame]
+    rows = torch.arange(len(states), device=states.device)
+    last = log_alpha[rows, (frames.to(states.device) - 1).clamp(min=0)]
+    ends = 2 * label_lengths.to(states.device)[:, None]
+    final = last.gather(1, torch.cat([ends, (ends - 1).clamp(min=0)], 1))
+    final[:, 1].masked_fill_(ends[:, 0] == 0, -torch.inf)
+    losses = -final.logsumexp(1)
+    empty = torch.where(ends[:, 0] == 0, 0.0, torch.inf).to(losses.dtype)  # of an utterance without frames
+    return torch.where(frames.to(states.device) > 0, losses, empty), log_alpha
 
 
 def _mirrored(lengths: Tensor, extent: int) -> Tensor:

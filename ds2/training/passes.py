@@ -60,6 +60,7 @@ class Passes:
         self.model, self.features, self.gradients, self.autocast = model, features, gradients, autocast
         self.crf, self.ctc_weight = crf, train.ctc_weight
         self.consistency, self.intermediate_weight = train.consistency, train.intermediate_weight
+        self.delay_penalty = train.delay_penalty
         self._centres_hz = features.centres_hz.to(features.mean.device)
         self._objective: Tensor | None = None
 
@@ -71,7 +72,8 @@ class Passes:
             context: the weights to compute with.
 
         Returns:
-            The losses (B,) of CTC or CTC-CRF in nats, means over views, 0 where no alignment exists; and the
+            The losses (B,) of CTC, with its delay penalty, or CTC-CRF in nats, means over views, 0 where no alignment
+            exists; and the
             objectives (B,), which training minimises. An objective is the loss, unless the config adds to it: with
             CTC-CRF, `ctc_weight` times the CTC loss; with intermediate classifiers, (1 - w) times that plus w times
             the mean of their CTC losses (Lee and Watanabe 2021, equation 8); with two views of each utterance, c times
@@ -94,14 +96,15 @@ class Passes:
         def mean_over_views(losses: Tensor) -> Tensor:
             return losses.view(inputs.views, -1).mean(0)
 
-        ctc = ctc_losses(logits, *arguments)
+        ctc = ctc_losses(logits, *arguments, delay_penalty=self.delay_penalty)
         losses = objective = mean_over_views(ctc)
         if self.crf is not None:
             log_probs = inputs.label_log_probs.repeat(inputs.views)
             crf = self.crf.losses(ctc, logits, arguments[0], log_probs, arguments[3])
             losses, objective = mean_over_views(crf), mean_over_views(crf + self.ctc_weight * ctc)
         if intermediate:
-            ctc_of_heads = torch.stack([mean_over_views(ctc_losses(head, *arguments)) for head in intermediate]).mean(0)
+            of_heads = [ctc_losses(head, *arguments, delay_penalty=self.delay_penalty) for head in intermediate]
+            ctc_of_heads = torch.stack([mean_over_views(losses_of_head) for losses_of_head in of_heads]).mean(0)
             objective = torch.lerp(objective, ctc_of_heads, self.intermediate_weight)
         if inputs.views > 1:
             objective = objective + self.consistency * divergence(logits)

@@ -22,7 +22,7 @@ def by_kernel(logits: torch.Tensor, labels: torch.Tensor, frames: torch.Tensor, 
     return ctc_loss(logits, *(t.to(logits.device) for t in (frames, labels, lengths)))
 
 
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[..., torch.Tensor]
 IMPLEMENTATIONS = [
     pytest.param(loss, device, marks=[pytest.mark.gpu] if device == "cuda" else [])
     for loss in (reproducible_ctc, by_kernel)
@@ -177,3 +177,74 @@ def test_the_kernels_pass_on_what_is_not_finite_and_know_the_empty_utterance(imp
     frames, lengths = torch.tensor([6, 6, 0, 1]), torch.tensor([2, 2, 0, 2])
     losses = implementation(logits.to(device), torch.tensor([[1, 2]] * 4), frames, lengths).cpu()
     assert losses[0].isfinite() and losses[1].isnan() and losses[2] == 0 and losses[3] == torch.inf
+
+
+def first_frames(path: tuple[int, ...]) -> list[int]:
+    """The frame in which each label of a path begins."""
+    return [t for t, label in enumerate(path) if label != 0 and (t == 0 or path[t - 1] != label)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("penalty", [0.02, 0.7])
+def test_a_delay_penalty_weighs_each_alignment_by_the_first_frames_of_its_labels(penalty: float, device: str) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(6, 5, 3, generator=generator)
+    labels = torch.tensor([[1, 2, 1], [1, 1, 0], [2, 0, 0], [1, 2, 2], [0, 0, 0]])
+    frames, lengths = torch.tensor([6, 5, 1, 6, 4]), torch.tensor([3, 2, 1, 3, 0])
+    weights = torch.tensor([1.0, 0.5, 2.0, 0.1, 1.0])
+    exact = logits.double().requires_grad_()
+    log_probs, expected = exact.log_softmax(-1), []
+    for row in range(5):
+        length, target = int(frames[row]), labels[row, : int(lengths[row])].tolist()
+        paths = [path for path in itertools.product(range(3), repeat=length) if collapse(path) == target]
+        scores = [
+            sum(log_probs[t, row, label] for t, label in enumerate(path))
+            + penalty * sum((length - 1) / 2 - t for t in first_frames(path))
+            for path in paths
+        ]
+        expected.append(-torch.logsumexp(torch.stack(scores), 0))
+    losses = torch.stack(expected)
+    (losses * weights).sum().backward()
+    values = logits.to(device).requires_grad_()
+    ours = reproducible_ctc(values, labels, frames, lengths, penalty)
+    (ours * weights.to(device)).sum().backward()
+    assert values.grad is not None and exact.grad is not None
+    torch.testing.assert_close(ours.detach().cpu().double(), losses.detach(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(values.grad.cpu().double(), exact.grad, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_delay_penalty_ignores_padding_and_infeasible_rows(device: str) -> None:
+    logits = torch.randn(9, 3, 4, generator=torch.Generator().manual_seed(9)).to(device)
+    frames, labels, lengths = torch.tensor([9, 5, 0]), torch.tensor([[1, 2], [3, 0], [1, 1]]), torch.tensor([2, 1, 0])
+    clean, dirty = logits.clone().requires_grad_(), logits.clone()
+    dirty[5:, 1] = float("nan")
+    dirty.requires_grad_()
+    for values in (clean, dirty):
+        losses = reproducible_ctc(values, labels, frames, lengths, 0.3)
+        assert losses.isfinite().all() and losses[2] == 0
+        losses.sum().backward()
+    assert clean.grad is not None and dirty.grad is not None
+    assert torch.equal(clean.grad, dirty.grad) and torch.equal(clean.grad[:, 2], torch.zeros_like(clean.grad[:, 2]))
+
+
+def test_the_loss_of_training_takes_the_penalty_on_a_cpu() -> None:
+    logits = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(10))
+    labels, lengths, frames = torch.tensor([[1, 2], [1, 1]]), torch.tensor([2, 2]), torch.tensor([4, 2])
+    feasible = feasible_rows(frames, labels, lengths)
+    losses = ctc_losses(logits, frames, labels, lengths, feasible, delay_penalty=0.1)
+    assert losses[0] == reproducible_ctc(logits, labels, frames, torch.tensor([2, 0]), 0.1)[0] and losses[1] == 0
+
+
+def test_labels_are_learned_earlier_with_a_penalty() -> None:
+    starts = []
+    for penalty in (0.0, 0.5):
+        logits = torch.zeros(20, 1, 3, requires_grad=True)
+        optimizer = torch.optim.Adam([logits], lr=0.1)
+        targets = torch.tensor([20]), torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([True])
+        for _ in range(200):
+            optimizer.zero_grad()
+            ctc_losses(logits, *targets, delay_penalty=penalty).sum().backward()
+            optimizer.step()
+        starts.append(int((logits[:, 0].argmax(1) == 2).nonzero()[0]))
+    assert starts[1] < starts[0]

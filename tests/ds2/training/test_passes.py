@@ -96,6 +96,27 @@ def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -
     torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
 
 
+def test_the_delay_penalty_weighs_the_loss_of_every_view(tiny_config: MakeConfig) -> None:
+    extra = ("train.consistency=0.2", "augment.time_masks=1", "augment.time_width_s=0")
+    results = []
+    for penalty in (0.0, 0.3):
+        trainer, inputs = prepared(tiny_config(*extra, f"train.delay_penalty={penalty}"))
+        results.append(trainer.passes.losses(inputs)[0])
+    features = trainer.features.padded(inputs.waveforms, inputs.frames)
+    logits, frames = trainer.model(features, inputs.frames, inputs.keys.chunk(2)[0])
+    targets = inputs.labels, inputs.label_lengths, inputs.feasible
+    for penalty, losses in zip((0.0, 0.3), results, strict=True):
+        expected = ctc_losses(logits, frames, *targets, delay_penalty=penalty)
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(*results)
+
+
+@pytest.mark.parametrize("other", ["train.objective=ctc_crf", "model.bidirectional=true"])
+def test_a_delay_penalty_is_refused_where_it_has_no_meaning(tiny_config: MakeConfig, other: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.delay_penalty=0\.1 .*{other}.*: set "):
+        tiny_config("train.delay_penalty=0.1", "model.max_lookahead_ms=0", other)
+
+
 def test_two_views_that_are_the_same_train_as_one(tiny_config: MakeConfig) -> None:
     masks = ("augment.time_masks=1", "augment.time_width_s=0")
     found = []
