@@ -31,6 +31,9 @@ Item = TypeVar("Item")
 Failed = Callable[[Any, Exception], None]  # called with a session and its error
 _MOST_AT_ONCE = 256  # sessions in one call of the model
 _SILENT = 0.01  # mean square of silence, relative to that of the words before it: 20 dB less
+_LOUD = 0.3  # mean square of speech after a pause, relative to that of the words before it: at least
+_LOUDER = 10.0  # and relative to that of the pause
+_RESUMED_S = 0.1  # so much loud audio is speech and no click
 OVERTIME_S = 5.0  # a segment that exceeds `Endpoints.longest_s` by this ends without a pause
 
 
@@ -151,7 +154,8 @@ class Endpoints:
     the next pause once it is `longest_s` long, or 5 s later without a pause. Rules are applied after every block.
 
     The logits decide what is silence. After words, audio whose logits still wait for their lookahead counts too if all
-    of it is 20 dB below the words. In noise a segment therefore ends later, by the lookahead.
+    of it is 20 dB below the words. In noise a segment therefore ends later, by the lookahead. If the speaker seems to
+    go on in that audio, the segment does not end unless the logits stay silent there.
     """
 
     silence_s: float = 2.4
@@ -234,6 +238,7 @@ class Live(Session):
         self._speech_energy = self._speech_frames = (
             0.0  # sum of levels over the words of the open segment, their frames
         )
+        self._pause_level = math.inf  # of the quietest block since the last word, all of whose logits are quiet
 
     def next_block(self) -> NDArray[np.float32]:
         """See `Session`; the levels of its audio are kept until its logits come."""
@@ -275,23 +280,36 @@ class Live(Session):
             pause_s >= rules.silence_s
             or (excess_s >= 0 and pause_s >= PAUSE_S)
             or excess_s >= OVERTIME_S
-            or (self._speech_start is not None and pause_s + self._silence_ahead_s(pause_s) >= rules.after_speech_s)
+            or (self._speech_start is not None and pause_s + self._pause_ahead_s(pause_s) >= rules.after_speech_s)
         )
 
     def _take_levels(self, frames: int, quiet_before: int, quiet: int) -> None:
-        """Remove the levels of output frames whose logits have come; sum those of words."""
+        """Remove the levels of output frames whose logits have come; sum those of words, average those of a pause."""
+        taken = list[float]()
         while self._levels and self._first_level < self._frames:
             level, at = self._levels.popleft(), self._first_level - self._frames + frames
             self._first_level += 1
+            taken.append(level)
             if quiet_before <= at < frames - quiet:
                 self._speech_energy, self._speech_frames = self._speech_energy + level, self._speech_frames + 1
+        if quiet < frames:
+            self._pause_level = math.inf
+        elif taken:
+            self._pause_level = min(self._pause_level, sum(taken) / len(taken))
 
-    def _silence_ahead_s(self, pause_s: float) -> float:
-        """Return the seconds of audio after the last output frame if it is all silent and follows a pause, else 0."""
+    def _pause_ahead_s(self, pause_s: float) -> float:
+        """Return what the audio after the last output frame adds to a pause, seconds.
+
+        All of it if it is silent; less than nothing, as much as the logits wait, if there is speech in it; else 0.
+        """
         if pause_s < PAUSE_S or not self._levels or not self._speech_frames:
             return 0.0
-        silent = max(self._levels) <= _SILENT * self._speech_energy / self._speech_frames
-        return len(self._levels) * self.pipeline.frame_s if silent else 0.0
+        words, ahead_s = self._speech_energy / self._speech_frames, len(self._levels) * self.pipeline.frame_s
+        if max(self._levels) <= _SILENT * words:
+            return ahead_s
+        loud = max(_LOUD * words, _LOUDER * self._pause_level)
+        resumed_s = sum(level > loud for level in self._levels) * self.pipeline.frame_s
+        return -ahead_s if resumed_s >= _RESUMED_S else 0.0
 
     def end_segment(self, hypothesis: Hypothesis) -> None:
         """See `Session`: make the open segment final and open the next one."""
@@ -307,6 +325,7 @@ class Live(Session):
     def _start_segment(self) -> None:
         self._segment_start, self._quiet, self._speech_start = self._frames, 0, None
         self._speech_energy = self._speech_frames = 0.0
+        self._pause_level = math.inf
 
     def flush(self) -> None:
         """Make all accepted audio final, to its last sample; the model's state is reset after it."""
