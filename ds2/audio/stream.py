@@ -1,10 +1,14 @@
-"""Samples of a stream: resampled, decoded from 16-bit bytes, cut into blocks of feature frames."""
+"""Samples of a stream: resampled, decoded from bytes, cut into blocks of feature frames."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Literal
 
 import numpy as np
+import soundfile
 import soxr
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
@@ -83,6 +87,30 @@ class Pcm16:
         self._odd_byte = data[len(data) // 2 * 2 :]
         samples: NDArray[np.float32] = np.frombuffer(data, "<i2", len(data) // 2).astype(np.float32) / np.float32(32768)
         return samples
+
+
+class G711:
+    """Decodes headerless mono audio of 8 bits a sample, as telephones send it (ITU-T G.711).
+
+    Args:
+        law: of North America and Japan (mulaw), or of the rest of the world (alaw).
+    """
+
+    def __init__(self, law: Literal["mulaw", "alaw"]) -> None:
+        self._values = _values_of_bytes({"mulaw": "ULAW", "alaw": "ALAW"}[law])
+
+    def accept(self, data: bytes) -> NDArray[np.float32]:
+        """Return the samples (N,) float32 in [-1, 1] of N bytes."""
+        samples: NDArray[np.float32] = self._values[np.frombuffer(data, np.uint8)]
+        return samples
+
+
+@cache
+def _values_of_bytes(subtype: str) -> NDArray[np.float32]:
+    all_bytes = io.BytesIO(bytes(range(256)))
+    values: NDArray[np.float32]
+    values, _ = soundfile.read(all_bytes, dtype="float32", samplerate=8000, channels=1, format="RAW", subtype=subtype)
+    return values
 
 
 class SampleBlocks:

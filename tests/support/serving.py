@@ -148,6 +148,17 @@ def samples_of(data: bytes) -> NDArray[np.float32]:
     return Pcm16().accept(data)
 
 
+def companded(data: bytes, law: str) -> tuple[bytes, bytes]:
+    """16-bit samples in 8 bits each, mulaw or alaw, and as 16-bit samples what remains of them."""
+    file, settings = (
+        io.BytesIO(),
+        {"samplerate": RATE_HZ, "format": "RAW", "subtype": {"mulaw": "ULAW", "alaw": "ALAW"}[law]},
+    )
+    soundfile.write(file, samples_of(data), **settings)
+    read, _ = soundfile.read(io.BytesIO(file.getvalue()), dtype="int16", channels=1, **settings)
+    return file.getvalue(), read.tobytes()
+
+
 def wav(data: bytes, rate_hz: int = RATE_HZ) -> tuple[str, bytes]:
     """Name and content of a file to upload."""
     file = io.BytesIO()

@@ -1,9 +1,10 @@
 """Deepgram's live interface: /v1/listen?encoding=linear16&sample_rate=16000.
 
-Audio is 16-bit little-endian mono samples; the rest of the settings stand in the address: `interim_results`,
-`endpointing` (milliseconds of silence that end an utterance; ours by default, false: only messages do),
-`utterance_end_ms`, `vad_events`, and `keyterm` or `keywords`, which are hot words. Settings of spelling, as
-`punctuate`, change nothing: texts are as the model writes them. What would change the meaning is refused.
+Audio is mono: 16-bit little-endian samples, or 8-bit ones of telephones (`encoding=mulaw` and `alaw`). The rest of the
+settings stand in the address: `interim_results`, `endpointing` (milliseconds of silence that end an utterance; ours by
+default, false: only messages do), `utterance_end_ms`, `vad_events`, and `keyterm` or `keywords`, which are hot words.
+Settings of spelling, as `punctuate`, change nothing: texts are as the model writes them. What would change the meaning
+is refused.
 Final results list words with times; interim ones, whose words may change, list none. Finalize makes all audio final,
 CloseStream ends the connection after the last result and Metadata, KeepAlive only keeps it open.
 """
@@ -12,23 +13,30 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import QueryParams
 from starlette.websockets import WebSocket
 
 from ds2.audio.read import RATES_HZ
+from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.limits import BadRequestError, check_number
-from ds2.serve.protocols.websocket import Client, json_object
+from ds2.serve.protocols.websocket import Client, SampleReader, json_object
 
 _RATE_HZ = Range(*RATES_HZ)
 _MS = Range(0, 3_600_000, above=True)
+_ENCODINGS: dict[str, Callable[[], SampleReader]] = {
+    "linear16": Pcm16,
+    "mulaw": partial(G711, "mulaw"),
+    "alaw": partial(G711, "alaw"),
+}
 _ONLY = {  # settings with the one value that they may have
-    "encoding": "linear16",
     "channels": "1",
     "multichannel": "false",
     "alternatives": "1",
@@ -180,8 +188,13 @@ class Deepgram(Client):
             if any(value != only for value in query.getlist(name)):
                 allowed = f"{name}={only}" if only is not None else "nothing"
                 raise BadRequestError(f"{name}={query[name][:60]!r} is not offered by this server: {allowed} is")
-        if "encoding" not in query:
-            raise BadRequestError("this server reads no containers: give encoding=linear16 and sample_rate=HZ")
+        if any(value not in _ENCODINGS for value in query.getlist("encoding") or [""]):
+            raise BadRequestError(
+                f"encoding={query.get('encoding', '')[:60]!r}: this server reads no containers and no codecs but "
+                f"encoding={', encoding='.join(_ENCODINGS)}; give one of them, and sample_rate=HZ"
+            )
+        self.sample_reader = _ENCODINGS[query["encoding"]]
+        self.close_session()  # none is open: audio is read so from now on
         self.rate_hz = int(check_number(_number(query.get("sample_rate")), "sample_rate", _RATE_HZ))
         self.interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
         pause = query.get("endpointing", "true")

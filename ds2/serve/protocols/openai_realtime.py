@@ -1,28 +1,36 @@
 """OpenAI's realtime interface for transcription: /v1/realtime?intent=transcription.
 
-Audio is base64 of 16-bit little-endian mono samples at 24 kHz. An utterance, which the protocol calls an item, ends
-with the client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses; the
-events speech_started and speech_stopped then say where. A delta is never withdrawn: with turn detection words are sent
-once no later audio can change them, the rest before `completed`, whose transcript is the deltas together.
-silence_duration_ms of turn_detection is applied; threshold, a volume, is not.
+Audio is base64 of mono samples: 16-bit little-endian ones at 24 kHz, or 8-bit ones of telephones at 8 kHz (audio/pcmu,
+audio/pcma). An utterance, which the protocol calls an item, ends with the client's input_audio_buffer.commit or, with
+turn_detection of type server_vad, when the speaker pauses; the events speech_started and speech_stopped then say where.
+A delta is never withdrawn: with turn detection words are sent once no later audio can change them, the rest before
+`completed`, whose transcript is the deltas together. silence_duration_ms of turn_detection is applied; threshold, a
+volume, is not.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.websockets import WebSocket
 
+from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.recognition.session import NEVER, Endpoints
 from ds2.serve.limits import BadRequestError, LimitError, SessionOverError, check_number
-from ds2.serve.protocols.websocket import Client, json_object
+from ds2.serve.protocols.websocket import Client, SampleReader, json_object
 
 RATE_HZ = 24000
+_FORMATS: dict[str, tuple[int, Callable[[], SampleReader]]] = {
+    "audio/pcm": (RATE_HZ, Pcm16),
+    "audio/pcmu": (8000, partial(G711, "mulaw")),
+    "audio/pcma": (8000, partial(G711, "alaw")),
+}
 _DEFAULT_SILENCE_MS = 500  # of the protocol
 _SILENCE_MS = Range(0, 3_600_000, above=True)
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
@@ -35,6 +43,7 @@ class Realtime(Client):
     silence_ms: float | None = _DEFAULT_SILENCE_MS  # of turn detection; None: it is off
     hot_words: HotWords | None = None
     phrases: tuple[str, ...] = ()
+    format = "audio/pcm"
     item: str | None = None  # the open item, once some of its words were recognised
     last_item: str | None = None  # the item before
     # Seconds of audio: before the last input_audio_buffer.clear; and since then, up to the last item and commit.
@@ -77,7 +86,9 @@ class Realtime(Client):
 
     async def _append(self, socket: WebSocket, audio: Any) -> None:
         endpoints = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
-        result = await self.accept_audio(_decode_base64(audio), RATE_HZ, endpoints, self.hot_words, self.phrases)
+        result = await self.accept_audio(
+            _decode_base64(audio), _FORMATS[self.format][0], endpoints, self.hot_words, self.phrases
+        )
         for segment in result.final:
             words = segment.hypothesis.words  # none with decode.times=false
             await self._start_item(socket, words[0].start_s if words else segment.start_s)
@@ -133,7 +144,7 @@ class Realtime(Client):
 
     def _settings(self) -> dict[str, Any]:
         detection = None if self.silence_ms is None else {"type": "server_vad", "silence_duration_ms": self.silence_ms}
-        audio = {"format": {"type": "audio/pcm", "rate": RATE_HZ}, "turn_detection": detection}
+        audio = {"format": {"type": self.format, "rate": _FORMATS[self.format][0]}, "turn_detection": detection}
         return {"type": "transcription", "object": "realtime.transcription_session", "audio": {"input": audio}}
 
     async def _update(self, settings: Any) -> None:
@@ -141,21 +152,30 @@ class Realtime(Client):
             raise BadRequestError("session.type must be transcription: this server does nothing else")
         audio_input = _object(_object(settings, "audio"), "input")
         audio_format = _object(audio_input, "format")
-        if audio_format.get("type", "audio/pcm") != "audio/pcm" or audio_format.get("rate", RATE_HZ) != RATE_HZ:
-            raise BadRequestError(f"session.audio.input.format={audio_format!r}: audio/pcm at {RATE_HZ} is taken")
+        kind = audio_format.get("type", self.format)
+        if (
+            not isinstance(kind, str)
+            or kind not in _FORMATS
+            or audio_format.get("rate") not in (None, _FORMATS[kind][0])
+        ):
+            taken = ", ".join(f"{name} at {rate_hz}" for name, (rate_hz, _) in _FORMATS.items())
+            raise BadRequestError(f"session.audio.input.format={audio_format!r} is none of {taken}")
         transcription = _object(audio_input, "transcription")
         hot_words, phrases = await self._hot_words(transcription), self.phrases
         if "phrases" in transcription:  # our extension: only these
             phrases = await self.engine.phrases.grammar(transcription["phrases"], "transcription.phrases")
         silence_ms = self._silence_ms(audio_input)
-        if (hot_words, phrases, silence_ms) == (self.hot_words, self.phrases, self.silence_ms):
+        former = (self.hot_words, self.phrases, self.silence_ms, self.format)
+        if (hot_words, phrases, silence_ms, kind) == former:
             return
         if not self._is_empty():
             raise BadRequestError(
-                "turn_detection and transcription change before audio, after a commit or input_audio_buffer.clear"
+                "format, turn_detection and transcription change before audio, after a commit or "
+                "input_audio_buffer.clear"
             )
-        self._clear()
         self.hot_words, self.phrases, self.silence_ms = hot_words, phrases, silence_ms
+        self.format, self.sample_reader = kind, _FORMATS[kind][1]
+        self._clear()
 
     def _silence_ms(self, audio_input: dict[str, Any]) -> float | None:
         """Read turn_detection: the silence that ends an item, or None if it is off."""
@@ -191,7 +211,7 @@ def _decode_base64(audio: Any) -> bytes:
     try:
         return base64.b64decode(audio, validate=True)
     except (TypeError, ValueError) as error:
-        raise BadRequestError(f"audio is base64 of 16-bit samples: {error}") from error
+        raise BadRequestError(f"audio is base64 of samples: {error}") from error
 
 
 def _new_item() -> str:

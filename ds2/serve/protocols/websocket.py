@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -48,7 +48,7 @@ class Client:
     """One connection; each protocol derives a class that handles its messages."""
 
     summary: ClassVar[str]  # of the protocol, for `ds2 serve --help`
-    sample_reader: type[SampleReader] = Pcm16
+    sample_reader: Callable[[], SampleReader] = Pcm16
 
     def __init__(self, engine: EngineClient, limits: Limits) -> None:
         self.engine, self.limits = engine, limits

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.serving import RATE_HZ, Running, alone, connect, samples_of, speech, text_alone, vosk
+from support.serving import RATE_HZ, Running, alone, companded, connect, samples_of, speech, text_alone, vosk
 from websockets.exceptions import ConnectionClosed
 
 from ds2.recognition.session import Endpoints
@@ -61,6 +61,14 @@ def test_deepgrams_client_gets_words_with_times(serve: Callable[..., Running]) -
     assert (metadata.type, metadata.duration) == ("Metadata", 1.0)
 
 
+@pytest.mark.parametrize("law", ["mulaw", "alaw"])
+def test_deepgram_takes_the_audio_of_telephones(serve: Callable[..., Running], law: str) -> None:
+    running = serve()
+    encoded, data = companded(speech(2, 1.0), law)
+    result, _ = listen(running, pieces(encoded), encoding=law)
+    assert best(result).transcript == alone(running.recogniser, data).text != ""
+
+
 def test_deepgrams_client_gets_interim_results_and_events(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +92,7 @@ def test_deepgrams_client_gets_interim_results_and_events(
     ("settings", "message"),
     [
         ({"sample_rate": 1}, "sample_rate"),
-        ({"encoding": "opus"}, "encoding=linear16"),
+        ({"encoding": "opus"}, "encoding=mulaw"),
         ({"diarize": True}, "diarize=false"),
         ({"endpointing": "soon"}, "endpointing"),
         ({"keyterm": ["ab"]}, "decode.method=beam"),

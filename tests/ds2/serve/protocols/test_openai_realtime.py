@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from support.serving import Running, alone, speech, text_at
+from support.serving import Running, alone, companded, speech, text_at
 
 RATE_HZ = 24000
 
@@ -33,6 +33,26 @@ async def send(connection: Any, data: bytes) -> None:
     for start in range(0, len(data), 9001):  # samples cut in halves too
         audio = base64.b64encode(data[start : start + 9001]).decode()
         await connection.input_audio_buffer.append(audio=audio)
+
+
+@pytest.mark.parametrize(("kind", "law"), [("audio/pcmu", "mulaw"), ("audio/pcma", "alaw")])
+def test_the_audio_of_telephones_is_taken(serve: Callable[..., Running], kind: str, law: str) -> None:
+    running = serve()
+    encoded, data = companded(speech(1, 1.5, 8000), law)
+
+    async def talk() -> tuple[Any, Any]:
+        async with client(running) as connection:
+            await connection.recv()
+            audio = {"format": {"type": kind}, "turn_detection": None}
+            await connection.session.update(session={"type": "transcription", "audio": {"input": audio}})
+            updated = await connection.recv()
+            await send(connection, encoded)
+            await connection.input_audio_buffer.commit()
+            return updated, [await connection.recv() for _ in range(3)][-1]
+
+    updated, completed = asyncio.run(talk())
+    assert updated.session.audio.input.format.type == kind
+    assert completed.transcript == text_at(running.recogniser, data, 8000) != ""
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
