@@ -16,6 +16,7 @@ from functools import partial
 from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.decoder import ChangedDecoder, Decoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
+from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.phrases import END, FALSE_ALARMS, OTHERS, ROOT, PhraseError, PhraseGraph, compile_phrases
 
 BONUSES = (-4.0, -2.0, 0.0, 2.0, 4.0)  # those of `decode.keyword_alarms`
@@ -82,7 +83,10 @@ def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: flo
     graph = compile_phrases(listed, search.written)
     bonus = keyword_bonus(search.options.keyword_alarms, false_alarms)
     spotting = ChangedDecoder(decoder, partial(only_keywords, graph=graph), dict.fromkeys(texts_of(graph), bonus))
-    spotting.start()  # raises LexiconError now rather than with the first audio
+    try:
+        spotting.start()  # now rather than with the first audio
+    except LexiconError as error:
+        raise LexiconError(f"{error}; phrases with an allowance need no language model") from error
     return spotting
 
 

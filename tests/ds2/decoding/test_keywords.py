@@ -174,7 +174,7 @@ def test_each_text_of_the_keywords_has_the_bonus() -> None:
         ({}, ["cat"], math.nan, DecodeError, "above 0"),
         ({}, ["cat"], 1e-4, DecodeError, "or more"),
         ({}, ["goat"], 1.0, PhraseError, "no pronunciation"),
-        ({}, ["dog"], 1.0, LexiconError, "the language model lacks"),
+        ({}, ["dog"], 1.0, LexiconError, "language model lacks .* with an allowance need no"),
         ({}, ["(eat|cat) " * 12], 1e9, PhraseError, "more than 200 texts"),
         ({}, [OTHERS], 1.0, PhraseError, "no phrases"),
         ({}, "cat", 1.0, PhraseError, "is one text"),
