@@ -4,6 +4,7 @@
     python tools/fuzz.py kernels --seconds 240 --workers 14     random problems on random tiles, on a GPU
     python tools/fuzz.py kills --kills 4                        kill -9 at random moments, then the same command again
     python tools/fuzz.py simulation --seeds 10000               a server with its clients under a virtual clock
+    python tools/fuzz.py meetings --seeds 1000                  ranks that come and go under a virtual clock
     python tools/fuzz.py ranks --runs 5                         ranks that are killed, stopped and started
 
 `python tools/fuzz.py COMMAND --help` shows the options of each.
@@ -20,6 +21,7 @@ COMMANDS = {
     "kernels": "fuzzing.kernels",
     "kills": "fuzzing.kills",
     "simulation": "fuzzing.simulation",
+    "meetings": "fuzzing.meetings",
     "ranks": "fuzzing.ranks",
 }
 

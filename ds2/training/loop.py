@@ -74,6 +74,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             save_config(config, run_dir / "config.yaml")
             log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
         board = _board(trainer, takes_over=comm.elastic)
+        _log_again(trainer, board)
         _log_start(trainer, board)
         while True:
             try:
@@ -91,6 +92,12 @@ def _board(trainer: Trainer, *, takes_over: bool) -> RunLog:
     return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=takes_over)
 
 
+def _log_again(trainer: Trainer, board: RunLog) -> None:
+    """Log the last step once more, which a rank 0 that was lost may not have done."""
+    if trainer.logged is not None and trainer.logged[1] == trainer.progress.step:
+        board.scalars(*trainer.logged)
+
+
 def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog:
     """Continue with the processes that are present; return the log of this one.
 
@@ -101,8 +108,8 @@ def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog
     step = trainer.progress.step
     former.close()
     board = _board(trainer, takes_over=not former.writes)
-    if not view.fresh:  # else the step is that of the run folder, and what this process did of it may not count
-        board.follow(former, step)
+    if not former.writes:
+        _log_again(trainer, board)
     board.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
     log.info(
         "step %d: %d ranks go on, this is rank %d; %d joined%s",
@@ -237,7 +244,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                 values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm, trainer.comm.world)
                 if trainer.noise is not None:
                     values["noise_scale"] = trainer.noise.end_window()
-                board.scalars("train", progress.step, values)
+                trainer.logged = board.scalars("train", progress.step, values)
                 bar.set_postfix_str(
                     f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_min:.0f} min left"
                 )

@@ -22,6 +22,7 @@ from ds2.training.state import Progress
 
 _ALIGNMENT_ROW_PIXELS = 6
 _EMPTY: tuple[Any, ...] = ("", [], {})
+Logged = tuple[str, int, Mapping[str, float]]  # a group of numbers, their step, and the numbers by name
 _MEMORY = 0.9  # weight of a window in the running average
 
 
@@ -118,7 +119,6 @@ class RunLog:
         writer that is stopped just before it writes a line does not write into it when it goes on.
         """
         self.writes, self._superseded = writes, superseded
-        self._last: tuple[str, int, Mapping[str, float]] | None = None
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -148,19 +148,13 @@ class RunLog:
             error.filename = str(self._path)  # the message of a full disk names the file
             raise
 
-    def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers to both places."""
-        self._last = group, step, values
+    def scalars(self, group: str, step: int, values: Mapping[str, float]) -> Logged:
+        """Log numbers to both places; returns them."""
         self.event(group, step, values)
-        if not self.writes:
-            return
-        for name, value in values.items():
-            self._board.add_scalar(_tag(group, name), value, step)
-
-    def follow(self, former: RunLog, step: int) -> None:
-        """Write the numbers of a step that another rank may not have written before it ended."""
-        if former._last is not None and former._last[1] == step and not former.writes:
-            self.scalars(*former._last)
+        if self.writes:
+            for name, value in values.items():
+                self._board.add_scalar(_tag(group, name), value, step)
+        return group, step, values
 
     def utterance(self, step: int, tag: str, shown: LoggedUtterance, sample_rate_hz: int) -> None:
         """Show an utterance: audio, spectrogram with low frequencies at the bottom, alignment, and both texts.

@@ -38,7 +38,7 @@ from ds2.training.crf import Crf
 from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import MemoryProbe, check_device, choose_batching, choose_tiles, out_of_memory
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
-from ds2.training.metrics import NoiseScale, RunLog, StepTimer
+from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, use_graphs
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
@@ -72,7 +72,10 @@ class Trainer:
         grad_norm: of the last step.
         extra_sums: the sums over ranks of the last step's extra counts.
         memory_probe: makes what measures the memory of a batch.
+        logged: the numbers of the last step that were logged, on all ranks; None where no step was taken or read.
     """
+
+    logged: Logged | None = None
 
     grad_norm = 0.0
     extra_sums: Sequence[float] = ()
@@ -199,7 +202,7 @@ class Trainer:
             except LeftBehindError as error:
                 log.warning("%s; it joins them again", error)
                 self.files.wait()  # what is not yet written is of steps that may not count: it is left out
-                self._commits = JOINER
+                self._commits, self.logged = JOINER, None
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)
         self.files.take_over()
@@ -219,9 +222,9 @@ class Trainer:
         parts, progress = state.tensors(), state.progress
         if view.fresh and self.comm.rank == 0 and state_file(self.run_dir).is_file():
             parts, progress = read_state(self.run_dir, config, state)
-        commits = self.comm.broadcast(self._commits)
+        commits, logged = self.comm.broadcast((self._commits, self.logged))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
-        self._commits = commits
+        self._commits, self.logged = commits, logged
         self._record()
 
     def describe(self) -> str:

@@ -26,7 +26,7 @@ from support.run_log import events
 from ds2.cli import main
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import ElasticCommunicator, View, why_not_elastic
+from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View, why_not_elastic
 from ds2.distributed.launcher import Launched
 from ds2.distributed.process_group import LostRankError
 from ds2.system.tensor_file import load
@@ -109,35 +109,29 @@ def test_before_the_first_step_there_is_a_state_to_go_on_from(
     assert main(["train", *tiny_overrides, "comm.max_ranks=2", f"run_dir={tmp_path / 'run'}"]) == 0
 
 
-@pytest.mark.parametrize(("fresh", "losses"), [(False, [2.0]), (True, [])])
-def test_a_step_that_did_not_count_is_not_logged_by_who_goes_on_from_the_run_folder(
-    tmp_path: Path, fresh: bool, losses: list[float]
-) -> None:
-    """A process that was left behind and is then alone reads the others' state of a step that it took too."""
-    former = RunLog(tmp_path, writes=False)
-    former.scalars("train", 55, {"loss": 2.0})
-    comm = SimpleNamespace(rank=0, world=1, superseded=lambda: False)
-    view = View(2, [], fresh=fresh)
-    trainer: Any = SimpleNamespace(
-        run_dir=tmp_path, comm=comm, progress=Progress(step=55), regroup=lambda interrupts: view
-    )
-    loop._regroup(trainer, former, Interrupts()).close()
-    assert [event["loss"] for event in events(tmp_path, "train")] == losses
-    assert [event["step"] for event in events(tmp_path, "ranks")] == [55]
+def test_a_process_that_was_left_behind_forgets_the_step_that_it_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is alone then, it reads the others' state of a step that it took too, and must not log its own loss."""
+    comm = Mock(spec=ElasticCommunicator, rank=0, world=1, elastic=True)
+    comm.regroup.side_effect = [LeftBehindError("the others went on"), View(1, [])]
+    comm.allgather = lambda number: [number]
+    for name in ("NormStatistics", "EpochBatches", "share_cores"):
+        monkeypatch.setattr(trainer, name, Mock())
+    rank = Mock(comm=comm, noise=None, logged=("train", 55, {"loss": 2.0}))
+    trainer.Trainer.regroup(rank, Interrupts())
+    assert rank.logged is None and rank._commits == JOINER
 
 
 def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_path: Path) -> None:
     """Three ranks take step 55; then rank 0 is lost, and the next one before another step."""
-    formers = [RunLog(tmp_path, writes=False) for _ in range(2)]
-    for former in formers:
-        window = LogWindow(Progress())
-        window.add(2.0)
-        former.scalars("train", 55, window.values({}, 0.1, 1.0, 3))
-    for world, former in zip((2, 1), formers, strict=True):
+    window = LogWindow(Progress())
+    window.add(2.0)
+    for world in (2, 1):
+        former = RunLog(tmp_path, writes=False)
         trainer: Any = SimpleNamespace(
             run_dir=tmp_path,
             comm=SimpleNamespace(rank=0, world=world, superseded=lambda: False),
             progress=Progress(step=55),
+            logged=former.scalars("train", 55, window.values({}, 0.1, 1.0, 3)),
             regroup=lambda interrupts: View(2, [], fresh=False),
         )
         loop._regroup(trainer, former, Interrupts()).close()

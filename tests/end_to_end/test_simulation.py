@@ -1,4 +1,4 @@
-"""The server in simulated time: its promises are kept, planted faults are found, and a seed replays a run."""
+"""The server, and ranks that come and go, in simulated time: promises are kept, and planted faults are detected."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import re
 import pytest
 from support.launch import tool
 
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="seeds run in forked processes")
 
-def simulate(*arguments: str, hash_seed: int = 0) -> str:
+
+def simulate(command: str, *arguments: str, hash_seed: int = 0) -> str:
     """Run the tool; return what it prints."""
-    done = tool("fuzz", "simulation", "--workers", "1", *arguments, hash_seed=str(hash_seed))
+    done = tool("fuzz", command, "--workers", "1", *arguments, hash_seed=str(hash_seed))
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -22,17 +24,21 @@ def digest(output: str) -> str:
     return match[1]
 
 
-def test_no_seed_breaks_a_promise_and_each_replays() -> None:
-    assert digest(simulate("--seeds", "60")) == digest(simulate("--seeds", "60", hash_seed=1))
+@pytest.mark.parametrize(("command", "seeds"), [("simulation", "60"), ("meetings", "10")])
+def test_no_seed_breaks_a_promise_and_each_replays(command: str, seeds: str) -> None:
+    first, again = (digest(simulate(command, "--seeds", seeds, hash_seed=hash_seed)) for hash_seed in (0, 1))
+    assert first == again
 
 
 @pytest.mark.slow
-def test_more_seeds() -> None:
-    simulate("--first", "1000", "--seeds", os.environ.get("DS2_SIMULATION_SEEDS", "2000"))
+@pytest.mark.parametrize(("command", "seeds"), [("simulation", "2000"), ("meetings", "300")])
+def test_more_seeds(command: str, seeds: str) -> None:
+    simulate(command, "--first", "1000", "--seeds", os.environ.get("DS2_SIMULATION_SEEDS", seeds))
 
 
 @pytest.mark.slow
-def test_planted_faults_are_found() -> None:
-    printed = simulate("--faults", "--seeds", "1000")
+@pytest.mark.parametrize(("command", "faults"), [("simulation", 10), ("meetings", 5)])
+def test_planted_faults_are_found(command: str, faults: int) -> None:
+    printed = simulate(command, "--faults", "--seeds", "1000")
     assert "not found" not in printed
-    assert printed.count(": seed ") >= 10, printed
+    assert printed.count(": seed ") >= faults, printed

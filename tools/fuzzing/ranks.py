@@ -161,7 +161,7 @@ def disturbed(folder: Path, settings: Sequence[str], draw: random.Random, count:
             continue
         events -= 1
         count.events[kind] += 1
-    regroupings = [line for line in _lines(folder / "broken") if line["event"] == "ranks"]
+    regroupings = [line for line in lines_of(folder / "broken") if line["event"] == "ranks"]
     for process, at in killed.items():
         count.recovered_s += [line["time"] - at for line in regroupings if f"(process {process}) " in str(line["left"])]
 
@@ -204,7 +204,7 @@ def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> No
 def ranks_of_steps(folder: Path) -> dict[int, int]:
     """How many ranks took each step of the curve; a step that is repeated counts as its last time."""
     ranks: dict[int, int] = {}
-    for line in _lines(folder):
+    for line in lines_of(folder):
         if line["event"] in ("start", "resume", "ranks"):
             ranks = {step: of for step, of in ranks.items() if step <= line["step"]}
         elif line["event"] == "train":
@@ -219,7 +219,8 @@ def changes(ranks: dict[int, int]) -> dict[int, int]:
     return {step: world for step, world in ranks.items() if ranks.get(step - 1) != world}
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of the log of a run in `folder`."""
     lines = []
     for text in (folder / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):  # torn by a kill

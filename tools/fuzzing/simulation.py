@@ -19,19 +19,15 @@ After every run:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import hashlib
 import itertools
 import json
 import logging
-import multiprocessing
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,7 +35,17 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from fuzzing.virtual import Connection, LoopSocket, PeerSocket, StuckError, VirtualLoop
+from fuzzing.virtual import (
+    Connection,
+    LoopSocket,
+    PeerSocket,
+    PlantedFault,
+    Result,
+    Simulation,
+    StuckError,
+    VirtualLoop,
+    simulate,
+)
 from numpy.typing import NDArray
 
 from ds2.audio.features import Features
@@ -634,14 +640,6 @@ class _Errors(logging.Handler):
             self.errors.append(f"{record.getMessage()}: {error!r}")
 
 
-@dataclass(frozen=True)
-class Result:
-    """Result of one seed: what was wrong, or ''; and a digest of what the clients received."""
-
-    wrong: str
-    digest: str = ""
-
-
 def run_seed(seed: int, **options: bool) -> Result:
     """Run one seed; options as `SimulatedRunner` has them."""
     draw = random.Random(seed)
@@ -689,7 +687,7 @@ async def _send_for_ever(client: Any, socket: Any, message: Any) -> None:
     await socket.send_text(json.dumps(message))
 
 
-FAULTS: dict[str, Callable[[], Any] | dict[str, bool]] = {
+FAULTS: dict[str, PlantedFault] = {
     "numbers of clients have no bounds": lambda: patch.object(vosk, "check_number", lambda value, *_: value),
     "one failure in a batch fails all": lambda: patch.object(sessions, "run_contained", _fail_all),
     "a stream starts with the state of another": {"forgets": False},
@@ -710,48 +708,6 @@ FAULTS: dict[str, Callable[[], Any] | dict[str, bool]] = {
 }  # each must be found
 
 
-def find_fault(name: str, seeds: Sequence[int]) -> tuple[int, str] | None:
-    """Plant a fault; return the first seed that finds it, and how; or None."""
-    fault = FAULTS[name]
-    options = fault if isinstance(fault, dict) else {}
-    with nullcontext() if isinstance(fault, dict) else fault():
-        for seed in seeds:
-            if wrong := run_seed(seed, **options).wrong:
-                return seed, wrong
-    return None
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run seeds, or look for the planted faults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
-    parser.add_argument("--seeds", type=int, default=1000, help="runs; with --faults the most for each")
-    parser.add_argument("--faults", action="store_true", help="plant each fault and print the first seed that finds it")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    options = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    seeds = range(options.first, options.first + options.seeds)
-    return _print_faults(seeds) if options.faults else _print_runs(seeds, options.workers)
-
-
-def _print_faults(seeds: range) -> int:
-    missed = 0
-    for name in FAULTS:
-        first = find_fault(name, seeds)
-        missed += first is None
-        print(f"{name}: " + (f"seed {first[0]}: {first[1][:200]}" if first else f"not found in {len(seeds)} seeds"))
-    return 1 if missed else 0
-
-
-def _print_runs(seeds: range, workers: int) -> int:
-    began_s, digest, failed = time.monotonic(), hashlib.sha256(), 0
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        for seed, result in zip(seeds, pool.imap(run_seed, seeds, chunksize=16), strict=True):
-            digest.update(result.digest.encode())
-            failed += bool(result.wrong)
-            if result.wrong:
-                print(f"seed {seed}: {result.wrong}\n  again: python tools/fuzz.py simulation --first {seed} --seeds 1")
-    rate = len(seeds) / (time.monotonic() - began_s)
-    print(f"{len(seeds)} seeds, {failed} failed, {rate:.0f} a second; digest {digest.hexdigest()[:16]}")
-    return 1 if failed else 0
+    return simulate(Simulation("simulation", __doc__, run_seed, FAULTS), arguments)

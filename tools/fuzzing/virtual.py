@@ -1,16 +1,29 @@
 """An event loop whose clock jumps to the next event, and connections in memory: the same seed gives the same run.
 
 Nothing waits in real time, so hours of idle connections pass in milliseconds, and a task that waits for an event that
-never comes is an error instead of a hang. Work for threads runs in the loop itself, after a random delay.
+never comes is an error instead of a hang. Work for threads runs in the loop itself, after a random delay. `simulate` is
+the command line of a simulation.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import hashlib
+import logging
+import multiprocessing
+import os
 import random
 import selectors
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+PlantedFault = Callable[[], Any] | dict[str, bool]  # makes a context manager that plants it, or options of a run
 
 
 class StuckError(AssertionError):
@@ -224,3 +237,72 @@ class Connection:
         self.gone = True
         self.reads.set()
         self.to_server.put_nowait({"type": "websocket.disconnect", "code": 1006})
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one seed: what was wrong, or ''; and a digest of what happened."""
+
+    wrong: str
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulation: its command, what it prints as help, how it runs a seed, and faults that it must detect."""
+
+    command: str
+    description: str | None
+    run: Callable[..., Result]
+    faults: Mapping[str, PlantedFault]
+
+
+def simulate(simulation: Simulation, arguments: Sequence[str] | None) -> int:
+    """Run seeds, or look for the planted faults; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=simulation.description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--seeds", type=int, default=1000, help="runs; with --faults the most for each")
+    parser.add_argument("--faults", action="store_true", help="plant each fault and print the first seed that finds it")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    seeds = range(options.first, options.first + options.seeds)
+    if options.faults:
+        return _print_faults(simulation, seeds)
+    return _print_runs(simulation, seeds, options.workers)
+
+
+def _find_fault(simulation: Simulation, fault: PlantedFault, seeds: Sequence[int]) -> tuple[int, str] | None:
+    """Plant a fault; return the first seed that finds it, and how; or None."""
+    options = fault if isinstance(fault, dict) else {}
+    with nullcontext() if isinstance(fault, dict) else fault():
+        for seed in seeds:
+            if wrong := simulation.run(seed, **options).wrong:
+                return seed, wrong
+    return None
+
+
+def _print_faults(simulation: Simulation, seeds: range) -> int:
+    missed = 0
+    for name, fault in simulation.faults.items():
+        first = _find_fault(simulation, fault, seeds)
+        missed += first is None
+        print(f"{name}: " + (f"seed {first[0]}: {first[1][:200]}" if first else f"not found in {len(seeds)} seeds"))
+    return 1 if missed else 0
+
+
+def _print_runs(simulation: Simulation, seeds: range, workers: int) -> int:
+    began_s, digest, failed = time.monotonic(), hashlib.sha256(), 0
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        for seed, result in zip(seeds, pool.imap(simulation.run, seeds, chunksize=16), strict=True):
+            digest.update(result.digest.encode())
+            failed += bool(result.wrong)
+            if result.wrong:
+                again = f"python tools/fuzz.py {simulation.command} --first {seed} --seeds 1"
+                print(f"seed {seed}: {result.wrong}\n  again: {again}")
+    rate = len(seeds) / (time.monotonic() - began_s)
+    print(f"{len(seeds)} seeds, {failed} failed, {rate:.1f} a second; digest {digest.hexdigest()[:16]}")
+    return 1 if failed else 0

@@ -1,0 +1,699 @@
+"""Ranks that come and go in one process under a virtual clock: a seed replays any failure.
+
+    python tools/fuzz.py meetings --seeds 1000             from seed 0 on, on all cores
+    python tools/fuzz.py meetings --first 421 --seeds 1    one of them again
+    python tools/fuzz.py meetings --faults                 how soon each planted fault is detected
+
+What runs is the training loop with its views, commits, states and log (`ds2.training`, `ds2.distributed.elastic`).
+Simulated are the clock, threads, processes with their locks and signals, and what their connections carry. Processes
+are started, asked to leave, stopped and killed at random moments, also between two calls that read and write a file. A
+step of so many ranks changes the one weight in its own way, so that a step that was taken by other ranks than the log
+says changes all losses after it.
+
+After every run: each step is in the log once, each loss and the last state are those of the ranks that the log names,
+no process ended with an error, and none waited for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import hashlib
+import os
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from fuzzing.ranks import Fault, changes, lines_of, ranks_of_steps
+from fuzzing.virtual import PlantedFault, Result, Simulation, StuckError, VirtualLoop, simulate
+from torch import Tensor, nn
+
+from ds2.config.schema import Config
+from ds2.data.manifest import Utterance
+from ds2.distributed import elastic
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.elastic import ElasticCommunicator, Members, View
+from ds2.distributed.process_group import LostRankError
+from ds2.distributed.tcp import STREAMS, TcpGroup
+from ds2.system import files as file_system
+from ds2.system import tensor_file
+from ds2.system.signals import Stopped
+from ds2.training import loop as training
+from ds2.training import run_folder
+from ds2.training import trainer as trainers
+from ds2.training.inputs import EpochBatches, PreparedBatches
+from ds2.training.metrics import RunLog
+from ds2.training.run_folder import RunFiles
+from ds2.training.state import TrainState, state_file
+from ds2.training.stopping import Interrupts
+from ds2.training.trainer import Committed, Trainer
+
+RANKS, BATCHES, EPOCHS = 4, 5, 4
+SILENT_S = 4.0
+STEP_S = 0.3
+POLL_S = 0.1
+LIMIT_S = 1800.0  # virtual time after which a run is stuck
+SLOW = 0.02  # of what is sent
+AT_A_CALL = 0.004  # how often a signal comes just between two calls that need each other
+PRIME = 65521
+
+
+class Ended(BaseException):
+    """The run is over: a thread of a killed process unwinds."""
+
+
+class Process:
+    """A simulated process: its threads run only while it is neither stopped nor dead."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.dead = self.stopped = False
+        self.stopped_s = 0.0
+        self.waiting: list[Thread] = []  # whose time has come while it was stopped
+        self.threads: list[Thread] = []
+        self.interrupts = Interrupts()
+        self.signals: list[int] = []
+        self.status: int | None = None
+
+    def spawn(self, target: Callable[[], object]) -> None:
+        """Start a thread."""
+        thread = Thread(self, target)
+        self.threads.append(thread)
+        self.world.loop.call_later(0.0, thread.resume)
+
+    def kill(self) -> None:
+        """Let it run no more."""
+        self.dead = True
+
+    def stop(self, seconds: float) -> None:
+        """Let it rest for a while."""
+        if not (self.stopped or self.dead):
+            self.stopped, self.stopped_s = True, self.world.loop.time()
+            self.world.loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self.stopped = False
+        due, self.waiting = self.waiting, []
+        for thread in due:
+            self.world.loop.call_soon(thread.resume)
+
+
+class Thread:
+    """A thread of a simulated process. Of all of them one runs at a time, until it waits."""
+
+    def __init__(self, process: Process, target: Callable[[], object]) -> None:
+        self.process, self._target = process, target
+        self._turn = threading.Semaphore(0)
+        self._real = threading.Thread(target=self._run, daemon=True)
+        self._real.start()
+        self.is_main = not process.threads
+
+    def resume(self) -> None:
+        """Run it until it waits; called by the loop."""
+        world, process = self.process.world, self.process
+        if process.dead and not world.over:
+            return
+        if process.stopped and not world.over:
+            process.waiting.append(self)
+            return
+        world.running = self
+        self._turn.release()
+        world.turn.acquire()
+        world.running = None
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; called in the thread itself."""
+        world, process = self.process.world, self.process
+        if world.over:
+            raise Ended
+        world.loop.call_later(seconds, self.resume)
+        self._give_up()
+        if self.is_main:
+            while process.signals:
+                process.interrupts._handle(process.signals.pop(0), None)
+
+    def _give_up(self) -> None:
+        self.process.world.turn.release()
+        self._turn.acquire()
+        if self.process.world.over:
+            raise Ended
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self.process.world.over:
+                self._target()
+        except BaseException as error:
+            if not (self.process.world.over or isinstance(error, Ended)):
+                where = traceback.extract_tb(error.__traceback__)[-3:]
+                places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(where))
+                self.process.world.faults.append(f"process {self.process.number}: {error!r} at {places}")
+        finally:
+            self.process.world.turn.release()
+
+    def end(self) -> None:
+        """Unwind it."""
+        while self._real.is_alive():
+            self._turn.release()
+            self._real.join(0.01)
+
+
+class Lock:
+    """Stands for the functions of `fcntl`; a lock belongs to a process, as those of POSIX."""
+
+    LOCK_EX, LOCK_SH, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
+
+    def __init__(self, world: World) -> None:
+        self._world, self._owners = world, dict[int, Process]()
+
+    def lockf(self, file: Any, how: int) -> None:
+        """See fcntl."""
+        node, own = os.fstat(file.fileno()).st_ino, self._world.process
+        owner = self._owners.get(node)
+        if owner is not None and owner is not own and not owner.dead:
+            raise OSError(errno.EAGAIN, "locked")
+        if how & self.LOCK_EX:
+            self._owners[node] = own
+
+
+class Event:
+    """Stands for `threading.Event`."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._set = world, False
+
+    def set(self) -> None:
+        """See threading."""
+        self._set = True
+
+    def wait(self, timeout: float) -> bool:
+        """See threading."""
+        if not self._set:
+            self._world.sleep(timeout)
+        return self._set
+
+
+class Writer:
+    """Stands for the `ThreadPoolExecutor` of a writer."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._work = world, list[tuple[Future[None], Callable[[], None]]]()
+        self._started = False
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """See concurrent.futures."""
+        future: Future[None] = Future()
+        self._work.append((future, work))
+        if not self._started:
+            self._started = True
+            self._world.process.spawn(self._run)
+        return future
+
+    def _run(self) -> None:
+        while self._work:
+            future, work = self._work.pop(0)
+            self._world.sleep(self._world.draw.expovariate(20))
+            try:
+                work()
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
+        self._started = False
+
+
+class Stream:
+    """Stands for `ds2.distributed.tcp._Stream`: what ranks send each other arrives in order, some time later."""
+
+    def __init__(self, group: Group, number: int, members: Sequence[str]) -> None:
+        self._group, self._world = group, group.world
+        self.links = {rank: SimpleNamespace() for rank in range(len(members)) if rank != group.rank}
+        self._from = {r: self._world.link(number, members[r], members[group.rank]) for r in self.links}
+        self._to = {r: self._world.link(number, members[group.rank], members[r]) for r in self.links}
+        self._processes = {rank: self._world.by_member[members[rank]] for rank in self.links}
+
+    def finish(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """See `_Stream`."""
+        world, group = self._world, self._group
+        for rank in self.links:
+            self._check(rank)
+            if rank in sent:
+                slow_s = world.draw.uniform(0, 2) if world.draw.random() < SLOW else 0.0
+                at_s = world.loop.time() + slow_s + world.draw.expovariate(200)
+                self._to[rank].append((at_s, sent[rank].detach().clone().view(-1).view(torch.uint8)))
+                world.pause()
+        open_ = {rank: tensor for rank, tensor in received.items() if rank in self.links}
+        while open_:
+            for rank in list(open_):
+                queue = self._from[rank]
+                if queue and queue[0][0] <= world.loop.time() and queue[0][1] is not None:
+                    open_.pop(rank).view(-1).view(torch.uint8).copy_(queue.pop(0)[1])
+            for rank in self.links if open_ else ():
+                self._check(rank)
+            if open_:
+                world.sleep(world.draw.expovariate(100))
+        if group.lost:
+            raise LostRankError(group.reason)
+
+    def _check(self, rank: int) -> None:
+        """Raise LostRankError as the watchdog does: rank 0 hears all, the others hear rank 0."""
+        process, world, group = self._processes[rank], self._world, self._group
+        if process.dead or any(item is None for _, item in self._from[rank]):
+            if world.draw.random() < 0.5:  # what has arrived is read before the end is seen, or not
+                group.lose(rank, "closed its connection")
+        elif process.stopped and 0 in (rank, group.rank) and world.loop.time() - process.stopped_s > SILENT_S:
+            group.lose(rank, f"has been silent for {SILENT_S:.0f} s")
+        if group.lost:
+            raise LostRankError(group.reason)
+
+    def close(self) -> None:
+        """Tell the others."""
+        for queue in self._to.values():
+            queue.append((self._world.loop.time(), None))
+
+
+class Group(TcpGroup):
+    """A `TcpGroup` over a `Stream`."""
+
+    def __init__(self, world: World, number: int, rank: int, members: Sequence[str]) -> None:
+        super().__init__(rank, ["host"] * len(members), [{} for _ in range(STREAMS)])
+        self.world = world
+        self._blocking = cast(Any, Stream(self, number, members))
+
+    def close(self) -> None:
+        """See `TcpGroup`."""
+        cast(Any, self._blocking).close()
+
+
+class SimulatedMembers(Members):
+    """Members without sockets."""
+
+    world: World
+
+    def connect(self, view: View) -> TcpGroup:
+        """See `Members`: a process waits for the calls of higher ranks; lower ones need only listen."""
+        own, ids = view.rank(self.me.id), [member.id for member in view.members]
+        assert own is not None
+        self.world.calls.add((view.number, self.me.id))
+        began_s = time.monotonic()
+        if any(self.world.by_member[member].dead for member in ids[:own]):
+            raise LostRankError("a rank of the new group cannot be reached")
+        while not all((view.number, member) in self.world.calls for member in ids[own:]):
+            self._check_view(view, own, [], time.monotonic() - began_s)
+            time.sleep(POLL_S)
+        return Group(self.world, view.number, own, ids)
+
+
+class SimulatedCommunicator(ElasticCommunicator):
+    """An `ElasticCommunicator` whose watchdog is in `Stream`."""
+
+    world_of: World
+
+    def __init__(self, *args: Any) -> None:
+        with patch.object(elastic, "Members", SimulatedMembers):
+            super().__init__(*args)
+        self.world_of.by_member[self.members.me.id] = self.world_of.process
+
+    def _use(self, group: Any, on_hang: object = None) -> None:
+        self.rank, self.world, self.group = group.rank, group.size, group
+        idle = SimpleNamespace(stop=lambda: None, drop=lambda: None)
+        self.watchdog, self._progress = cast(Any, idle), cast(Any, idle)
+
+    def superseded(self) -> bool:
+        """See `Communicator`; then a signal may come."""
+        superseded = super().superseded()
+        self.world_of.pause()
+        return superseded
+
+
+class Weight(nn.Module):
+    """A model of one weight, and a buffer that a step changes before it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+
+def after_step(weight: int, step: int, ranks: int) -> int:
+    """The weight after a step that so many ranks took."""
+    return (31 * weight + 7 * step + ranks) % PRIME
+
+
+def loss_of(weight: int, ranks: int) -> float:
+    """The loss of a step."""
+    return float((weight * 17 + ranks) % PRIME)
+
+
+class SimulatedTrainer(Trainer):
+    """A trainer whose steps are sums over ranks, and hashes."""
+
+    def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
+        assert comm is not None
+        self.config, self.run_dir, self.comm = config, run_dir, comm
+        model, features = Weight(), nn.Module()
+        self.state = TrainState(cast(Any, model), cast(Any, features), torch.optim.SGD(model.parameters(), lr=0.1))
+        for group in self.state.optimizer.param_groups:
+            group["rate_factor"] = 1.0
+        if state_file(run_dir).is_file():
+            parts, progress = trainers.read_state(run_dir, config, self.state)
+            self.state.load(parts, progress, 0.0)
+        self.dev, self.dev_data, self.noise = cast(Any, SimpleNamespace(utterances=[])), None, None
+        self.files = RunFiles(run_dir, config, self.state, cast(Any, None), "fp32", None, comm)
+        self.statistics = cast(Any, SimpleNamespace(release=lambda: None))
+        self.utterances = [Utterance(Path(f"{number}.wav"), 1.0, "a") for number in range(BATCHES)]
+        self.loader = cast(Any, None)
+        self.timer = cast(Any, SimpleNamespace(means=lambda steps: {}))
+        self._plan = cast(Any, lambda epoch: [[number] for number in range(BATCHES)])
+        self._batches = EpochBatches(self.loader, self._plan, EPOCHS, comm)
+        self._commits, self._committed = elastic.JOINER, Committed()
+
+    def describe(self) -> str:
+        """See `Trainer`."""
+        return "a simulated run"
+
+    def epoch(self, plan: Sequence[Sequence[int]]) -> PreparedBatches:
+        """See `Trainer`."""
+        return PreparedBatches(iter(()), cast(Any, None))
+
+    def step(
+        self,
+        batches: PreparedBatches,
+        group: Sequence[Sequence[int]],
+        extra_counts: Callable[[], Sequence[float]] = list,
+    ) -> float | None:
+        """See `Trainer`."""
+        time.sleep(STEP_S * random.Random(f"{self.progress.step} {self.comm.rank}").uniform(0.5, 1.5))
+        model = cast(Any, self.model)
+        model.seen += 1
+        self.comm.allgather(0)  # gradients
+        sums = self.comm.allgather([float(self.comm.world), *extra_counts()])
+        ranks, *self.extra_sums = (sum(column) for column in zip(*sums, strict=True))
+        ranks = round(ranks / self.comm.world)
+        loss = loss_of(int(model.weight), ranks)
+        model.weight.data.fill_(after_step(int(model.weight), self.progress.step + 1, ranks))
+        self.progress.step += 1
+        self.progress.batch += len(group)
+        return loss
+
+
+class World:
+    """One run: processes, their clock and what they share."""
+
+    def __init__(self, loop: VirtualLoop, folder: Path) -> None:
+        self.loop, self.draw, self.run_dir = loop, loop.draw, folder / "run"
+        self.turn, self.running = threading.Semaphore(0), cast("Thread | None", None)
+        self.over = False
+        self.faults: list[str] = []
+        self.processes: list[Process] = []
+        self.by_member: dict[str, Process] = {}
+        self.calls: set[tuple[int, str]] = set()
+        self._links: dict[tuple[int, str, str], list[tuple[float, Any]]] = {}
+        self.events = self.draw.randint(3, 12)
+        self.config = Config()
+        self.config.comm.max_ranks, self.config.comm.timeout_s = RANKS, 60.0
+        self.config.train.epochs, self.config.train.log_every_steps = EPOCHS, 1
+        self.config.checkpoint.every_steps, self.config.optim.warmup_steps = 2, 0
+        self.config.optim.name, self.config.optim.momentum = "sgd", 0.0
+
+    @property
+    def process(self) -> Process:
+        """The one that runs."""
+        assert self.running is not None
+        return self.running.process
+
+    def link(self, number: int, sender: str, receiver: str) -> list[tuple[float, Any]]:
+        """What travels between two processes in a view."""
+        return self._links.setdefault((number, sender, receiver), [])
+
+    def sleep(self, seconds: float) -> None:
+        """See time."""
+        if self.over:
+            raise Ended
+        if self.running is not None:
+            self.running.sleep(seconds)
+
+    def pause(self) -> None:
+        """Let a signal come now and then."""
+        if self.running is None or not self.events or self.draw.random() >= AT_A_CALL:
+            return
+        self.events -= 1
+        if self.draw.random() < 0.5:
+            self.process.kill()
+        else:
+            self.process.stop(self.draw.uniform(0.1, 3 * SILENT_S))
+        self.running.sleep(0.0)
+
+    def start(self) -> None:
+        """Start a process that trains."""
+        process = Process(self, len(self.processes) + 1)
+        self.processes.append(process)
+        process.spawn(partial(self._train, process))
+
+    def _train(self, process: Process) -> None:
+        comm = SimulatedCommunicator(self.config.comm, torch.device("cpu"), self.run_dir)
+        try:
+            process.status = training._train(self.config, self.run_dir, comm, process.interrupts)
+            comm.close()
+        except Stopped as stopped:
+            process.status = stopped.status
+            comm.leave()
+        except Exception:
+            comm.leave()
+            raise
+        finally:
+            process.dead = True
+
+    async def main(self) -> None:
+        """Disturb the run until it is done, then check it."""
+        self.run_dir.mkdir()
+        for _ in range(self.draw.randint(1, RANKS)):
+            self.start()
+        while self.loop.time() < LIMIT_S:
+            await asyncio.sleep(self.draw.expovariate(1.0))
+            living = [process for process in self.processes if not process.dead]
+            if self.faults:
+                break
+            if not living:
+                if any(process.status == 0 for process in self.processes):
+                    break
+                self.start()
+            elif self.events:
+                self.disturb(living)
+        else:
+            states = [(p.number, p.stopped, p.status) for p in self.processes if not p.dead]
+            self.faults.append(f"not done after {LIMIT_S:.0f} s: {states}")
+
+    def disturb(self, living: Sequence[Process]) -> None:
+        """Do something to the processes."""
+        self.events -= 1
+        process = self.draw.choice(living)
+        kind = self.draw.choice(("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join"))
+        if kind == "kill":
+            process.kill()
+        elif kind == "kill all":
+            for each in living:
+                self.loop.call_later(self.draw.uniform(0, 1.5), each.kill)
+        elif kind == "stop":
+            process.stop(self.draw.uniform(0.1, 3 * SILENT_S))
+        elif kind == "leave":
+            process.signals.append(signal.SIGTERM)
+        elif len(living) < RANKS:
+            self.start()
+
+    def check(self) -> None:
+        """Raise Fault where the log and the weights do not belong together."""
+        if self.faults:
+            raise Fault("; ".join(self.faults))
+        ranks = ranks_of_steps(self.run_dir.parent)
+        if len(ranks) != EPOCHS * BATCHES:
+            raise Fault(f"{len(ranks)} steps were logged")
+        logged = {line["step"]: line["loss"] for line in lines_of(self.run_dir.parent) if line["event"] == "train"}
+        weight = 0
+        for step, of in ranks.items():
+            if logged[step] != loss_of(weight, of):
+                raise Fault(f"the loss of step {step} is not that of its ranks, {changes(ranks)}")
+            weight = after_step(weight, step, of)
+        state = tensor_file.load(state_file(self.run_dir))[0]
+        if (int(state["model.weight"]), int(state["model.seen"])) != (weight, len(ranks)):
+            raise Fault(f"the last state is not that of the log, {changes(ranks)}")
+
+    def digest(self) -> str:
+        """Of what was logged, and of the time that it took."""
+        text = f"{self.loop.time()} {[(line['step'], line.get('loss')) for line in lines_of(self.run_dir.parent)]}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def end(self) -> None:
+        """Unwind all threads."""
+        self.over = True
+        for process in self.processes:
+            for thread in process.threads:
+                thread.end()
+
+
+@contextmanager
+def _atomic_file(world: World, path: Path) -> Iterator[Path]:
+    world.pause()
+    with file_system.atomic_file(path) as partial_file:
+        world.pause()
+        yield partial_file
+        world.sleep(world.draw.expovariate(10))  # of a slow disk
+        world.pause()
+
+
+def _wait(world: World, futures: Sequence[Future[None]]) -> None:
+    while not all(future.done() for future in futures):
+        world.sleep(POLL_S)
+
+
+def share_cores(comm: Communicator) -> None:
+    """Stands for that of `ds2.distributed.launch`: the last call of a meeting."""
+    comm.allgather(0)
+
+
+def make_link(source: Path, target: Path) -> None:
+    """See os.link."""
+    os.link(source, target)
+
+
+def _link(world: World, source: Path, target: Path) -> None:
+    world.pause()
+    make_link(source, target)
+    world.pause()
+
+
+@contextmanager
+def simulated(world: World) -> Iterator[None]:
+    """Put the world's clock, threads, locks and signals under the modules."""
+    lock, draw = Lock(world), world.draw
+    system = SimpleNamespace(
+        **{name: getattr(os, name) for name in ("utime", "SEEK_SET")},
+        link=partial(_link, world),
+        fsync=lambda _: None,
+        getpid=lambda: world.process.number,
+    )
+    threads = SimpleNamespace(
+        Event=lambda: Event(world),
+        Thread=lambda target, **_: SimpleNamespace(start=lambda: world.process.spawn(target)),
+    )
+    server = SimpleNamespace(getsockname=lambda: ("", 1), close=lambda: None)
+    tensorboard = SimpleNamespace(add_custom_scalars=_nothing, add_scalar=_nothing, close=_nothing)
+    changed: list[tuple[Any, str, Any]] = [
+        (elastic, "os", system),
+        (elastic, "fcntl", lock),
+        (elastic, "threading", threads),
+        (elastic, "socket", SimpleNamespace(create_server=lambda *_, **__: server)),
+        (elastic, "secrets", SimpleNamespace(token_hex=lambda count: draw.randbytes(count).hex())),
+        (elastic, "_own_address", lambda: "127.0.0.1"),
+        (elastic, "SILENT_S", SILENT_S),
+        (elastic, "_POLL_S", POLL_S),
+        (SimulatedMembers, "world", world),
+        (SimulatedCommunicator, "world_of", world),
+        (file_system, "_is_dead", lambda _, writer: world.processes[int(writer["process"]) - 1].dead),
+        (os, "getpid", lambda: world.process.number if world.running else 0),
+        (os, "fsync", _nothing),
+        (run_folder, "ThreadPoolExecutor", lambda *_: Writer(world)),
+        (run_folder, "wait", partial(_wait, world)),
+        (RunFiles, "_save_model", _nothing),
+        (tensor_file, "atomic_file", partial(_atomic_file, world)),
+        (trainers, "share_cores", share_cores),
+        (training, "Trainer", SimulatedTrainer),
+        (training, "git_commit", lambda: ""),
+        (training, "describe_changes", lambda *_: ""),
+        (training, "save_config", _nothing),
+        (RunLog, "settings", _nothing),
+        (time, "monotonic", world.loop.time),
+        (time, "sleep", world.sleep),
+    ]
+    with ExitStack() as stack:
+        for target, name, value in changed:
+            stack.enter_context(patch.object(target, name, value, create=name in ("world", "world_of")))
+        stack.enter_context(patch("torch.utils.tensorboard.SummaryWriter", lambda *_, **__: tensorboard))
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for calls of no interest here."""
+
+
+def run_seed(seed: int) -> Result:
+    """Run one seed."""
+    draw = random.Random(seed)
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    folder = Path(tempfile.mkdtemp(prefix="ds2-meetings-", dir=memory))
+    world: World | None = None
+    try:
+        with asyncio.Runner(loop_factory=lambda: VirtualLoop(draw)) as runner:
+            world = World(cast(VirtualLoop, runner.get_loop()), folder)
+            with simulated(world):
+                runner.run(world.main())
+                world.end()
+        world.check()
+        return Result("", world.digest())
+    except (Fault, StuckError) as error:
+        return Result(str(error))
+    except Exception as error:
+        return Result(f"unexpected {error!r}")
+    finally:
+        if world is not None:
+            world.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_agreed(self: Interrupts, name: str, value: int) -> None:
+    if name != "agreed" or value:
+        object.__setattr__(self, name, value)
+
+
+def _keep_buffers(self: Weight, state: Mapping[str, Any], strict: bool = True) -> None:
+    if strict:
+        nn.Module.load_state_dict(self, state)
+
+
+def _log_as_the_last_group(trainer: Trainer, board: RunLog) -> None:
+    if board.writes and trainer.logged is not None and trainer.logged[1] == trainer.progress.step:
+        groups = [line["ranks"] for line in lines_of(trainer.run_dir.parent) if line["event"] != "train"]
+        board.scalars("train", trainer.progress.step, {**trainer.logged[2], "ranks": groups[-1]})
+
+
+def _share_cores_or_fail(comm: Communicator) -> None:
+    try:
+        comm.allgather(0)
+    except LostRankError as error:
+        raise RuntimeError("the meeting broke") from error
+
+
+_THIS = "fuzzing.meetings"
+FAULTS: dict[str, PlantedFault] = {
+    "a step that is logged again counts for the last group": lambda: patch.object(
+        training, "_log_again", _log_as_the_last_group
+    ),
+    "a step that is repeated begins with the buffers of its first try": lambda: patch.object(
+        Weight, "load_state_dict", _keep_buffers
+    ),
+    "a signal that ranks agreed on holds among other ranks": lambda: patch.object(
+        Interrupts, "__setattr__", _keep_agreed
+    ),
+    "a rank that is lost at the end of a meeting ends the others": lambda: patch(
+        f"{_THIS}.share_cores", _share_cores_or_fail
+    ),
+    "a line that is lost with its writer is not logged again": lambda: patch.object(training, "_log_again", _nothing),
+}  # each must be detected
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run seeds, or look for the planted faults."""
+    return simulate(Simulation("meetings", __doc__, run_seed, FAULTS), arguments)
