@@ -6,6 +6,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_where, manifests_of, real, whole
@@ -17,7 +18,15 @@ from ds2.data.splits import ScoredData, scored_utterances
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.evaluate import evaluate, robustness, robustness_table, worst_recordings
+from ds2.recognition.evaluate import (
+    Evaluation,
+    evaluate,
+    recognition_loader,
+    robustness,
+    robustness_table,
+    worst_recordings,
+)
+from ds2.recognition.latency import aligned_ends, measure_latency, read_ends
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
 from ds2.system.errors import UserError
@@ -42,12 +51,15 @@ def run(arguments: Sequence[str]) -> int:
         if comm.rank == 0:
             check_writable(reports / "report.json")
         recogniser = Recogniser.of(loaded, options, comm.device, args.precision)
+        if args.latency:
+            recogniser.session()  # raises where the model or the decoder does not stream
         if args.robustness is not None:
             return _robustness(recogniser, manifests, data, args, reports)
         trained_on = training_data(data) if comm.rank == 0 else []
         settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers, "comm": comm}
-        for evaluation in evaluate(recogniser, manifests, data, **settings):
+        for scored in evaluate(recogniser, manifests, data, **settings):
             if comm.rank == 0:
+                evaluation = _with_latency(recogniser, scored, data, args) if args.latency else scored
                 folder = reports / evaluation.manifest.stem
                 overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
                 if overlap:
@@ -57,8 +69,43 @@ def run(arguments: Sequence[str]) -> int:
                 print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
                 if evaluation.words_only is not None:
                     print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
+                if evaluation.latency is not None:
+                    print(f"{evaluation.latency}\n")
+                    log_latency(file, evaluation, int(loaded.metadata["metrics"].get("step", 0)))
                 print(f"report: {folder}")
     return 0
+
+
+def _with_latency(
+    recogniser: Recogniser, evaluation: Evaluation, data: DataConfig, args: argparse.Namespace
+) -> Evaluation:
+    """Stream the utterances of an evaluation and add when their words were shown."""
+    utterances = evaluation.utterances
+    if args.word_times is not None:
+        ends = read_ends(args.word_times, utterances)
+    else:
+        ends = aligned_ends(recogniser, recognition_loader(utterances, data, recogniser.device, args.workers))
+    references = [aligned.reference for aligned in evaluation.report.utterances]
+    return replace(evaluation, latency=measure_latency(recogniser, utterances, references, ends, data))
+
+
+def log_latency(file: Path, evaluation: Evaluation, step: int) -> None:
+    """Add the latency of an evaluation to the TensorBoard of the model's run, if it has one.
+
+    Args:
+        file: the model.
+        evaluation: with a latency.
+        step: of the training.
+    """
+    folder = file.parent / "tensorboard"
+    if evaluation.latency is None or not folder.is_dir():
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as board:
+        for name, value in evaluation.latency.facts().items():
+            if name.endswith("_s") and value is not None:
+                board.add_scalar(f"latency/{evaluation.manifest.stem}_{name.removeprefix('latency_')}", value, step)
 
 
 def training_data(data: DataConfig) -> list[Utterance]:
@@ -126,6 +173,18 @@ def make_parser() -> Parser:
         metavar="SNR_DB",
         help="instead: WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms, through codecs",
     )
+    parser.add_argument(
+        "--latency",
+        action="store_true",
+        help="stream the audio too: seconds from a word's end until it is first shown, and until it stays",
+    )
+    parser.add_argument(
+        "--word-times",
+        type=Path,
+        metavar="FILE",
+        help="with --latency: words' ends of `ds2 align --out`, one file for all models that are compared; default: "
+        "the model's own alignment, which is late where the model is",
+    )
     add_where(parser)
     parser.add_argument(
         "--batch-audio-s",
@@ -143,4 +202,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.robustness is not None and launched().world > 1:
         parser.error("--robustness runs in one process: start it without a launcher")
+    if args.latency and launched().world > 1:
+        parser.error("--latency runs in one process: start it without a launcher")
+    if args.latency and args.robustness is not None:
+        parser.error("--robustness has no latency: leave one of them out")
+    if args.word_times is not None and not args.latency:
+        parser.error("--word-times needs --latency")
     return args

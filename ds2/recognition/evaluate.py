@@ -25,6 +25,7 @@ from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import Hypothesis, word_record
 from ds2.decoding.methods import METHODS
 from ds2.distributed.communicator import Communicator
+from ds2.recognition.latency import Latency
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import kaldi_line, most_errors, write_report
 from ds2.scoring.wer import Report, corpus_report
@@ -52,6 +53,7 @@ class Evaluation:
     hypotheses: list[Hypothesis]
     report: Report
     words_only: Report | None = None  # without case and punctuation, if the network writes them
+    latency: Latency | None = None  # of the words as a stream shows them, if it was measured
 
     def write(
         self, folder: Path, model: Path, options: DecodeConfig, recordings: Mapping[int, bytes] | None = None
@@ -68,9 +70,16 @@ class Evaluation:
             for u, h, aligned in zip(self.utterances, self.hypotheses, self.report.utterances, strict=True)
         )
         write_text(folder / "hypotheses.jsonl", "".join(line + "\n" for line in lines))
-        facts = {"model": str(model), "manifest": str(self.manifest), "decoder": describe(options), "ds2": __version__}
+        facts: dict[str, Any] = {
+            "model": str(model),
+            "manifest": str(self.manifest),
+            "decoder": describe(options),
+            "ds2": __version__,
+        }
         if self.words_only is not None:
             facts["without case and punctuation"] = kaldi_line("WER", self.words_only.words)
+        if self.latency is not None:
+            facts |= self.latency.facts()
         write_report(self.report, folder, f"{self.manifest.stem} by {model}", facts, recordings)
 
 
