@@ -34,6 +34,7 @@ from ds2.training.trainer import Trainer
 def strike(fault: str, trainer: Trainer) -> None:
     """Do what the fault is called."""
     if fault == "kill":
+        time.sleep(2)  # the other rank has saved by then, and waits for this one
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "throw":
         raise RuntimeError("thrown on purpose")
