@@ -122,8 +122,8 @@ class _CtcLoss(torch.autograd.Function):
         lengths = frames.tolist(), label_lengths.tolist()
         if delay_penalty:
             bonus = _earliness(log_probs, targets, frames, label_lengths, delay_penalty)
-            emitted, states = _emissions(log_probs, targets)
-            losses, log_alpha = _log_alpha(emitted + bonus, states, frames, label_lengths)
+            states = _states(targets)
+            losses, log_alpha = _log_alpha(_emissions(log_probs, states) + bonus, states, frames, label_lengths)
         else:
             bonus = None
             losses, log_alpha = torch._ctc_loss(log_probs, targets, *lengths, BLANK)
@@ -146,8 +146,8 @@ class _CtcLoss(torch.autograd.Function):
             return values.gather(2, position[:, None, :].expand_as(values))
 
         mirrored_targets = targets.gather(1, _mirrored(lengths, targets.shape[1]))
-        emitted, states = _emissions(log_probs, targets)
-        emitted, states = emitted[:, :, : log_alpha.shape[2]], states[:, : log_alpha.shape[2]]
+        states = _states(targets)[:, : log_alpha.shape[2]]
+        emitted = _emissions(log_probs, states)
         if bonus is None:
             mirrored_probs = log_probs.gather(0, time.t()[:, :, None].expand_as(log_probs))
             _, mirrored_alpha = torch._ctc_loss(
@@ -155,7 +155,7 @@ class _CtcLoss(torch.autograd.Function):
             )
         else:
             emitted = emitted + bonus
-            mirrored = _emissions(log_probs, mirrored_targets)[1]
+            mirrored = _states(mirrored_targets)
             _, mirrored_alpha = _log_alpha(mirrored_states(emitted), mirrored, ctx.frames, ctx.label_lengths)
         log_beta = mirrored_states(mirrored_alpha)
         # alpha and beta both contain the emission of their frame: subtract one
@@ -169,12 +169,16 @@ class _CtcLoss(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None, None
 
 
-def _emissions(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probs (B, T, S) of the states of padded targets (B, L), and their labels (B, S), S = 2 L + 1."""
-    states = targets.new_full((len(targets), 2 * targets.shape[1] + 1), BLANK)  # a blank before, between and after
+def _states(targets: Tensor) -> Tensor:
+    """Return the labels (B, 2 L + 1) of the states of padded targets (B, L): a blank before, between and after them."""
+    states = targets.new_full((len(targets), 2 * targets.shape[1] + 1), BLANK)
     states[:, 1::2] = targets
-    by_utterance = log_probs.transpose(0, 1)
-    return by_utterance.gather(2, states[:, None, :].expand(-1, len(log_probs), -1)), states
+    return states
+
+
+def _emissions(log_probs: Tensor, states: Tensor) -> Tensor:
+    """Return the log-probs (B, T, S) of states (B, S)."""
+    return log_probs.transpose(0, 1).gather(2, states[:, None, :].expand(-1, len(log_probs), -1))
 
 
 def _earliness(
