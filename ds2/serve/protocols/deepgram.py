@@ -194,7 +194,6 @@ class Deepgram(Client):
                 f"encoding={', encoding='.join(_ENCODINGS)}; give one of them, and sample_rate=HZ"
             )
         self.sample_reader = _ENCODINGS[query["encoding"]]
-        self.close_session()  # none is open: audio is read so from now on
         self.rate_hz = int(check_number(_number(query.get("sample_rate")), "sample_rate", _RATE_HZ))
         self.interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
         pause = query.get("endpointing", "true")

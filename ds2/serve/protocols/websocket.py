@@ -54,7 +54,7 @@ class Client:
         self.engine, self.limits = engine, limits
         self.session: EngineSession | None = None
         self.sent_words = 0  # of the open utterance, by a protocol that sends words once and for all
-        self._samples = self.sample_reader()
+        self._samples: SampleReader | None = None  # made by `sample_reader` with the first audio of a session
 
     async def handle_messages(self, socket: WebSocket) -> None:
         """Answer messages until the end of the connection."""
@@ -105,6 +105,8 @@ class Client:
             UserError: as `EngineClient.open` and `EngineSession.accept_waveform`.
         """
         accepted_s = self.session.accepted_s if self.session is not None else 0.0
+        if self._samples is None:
+            self._samples = self.sample_reader()
         samples, final = self._samples.accept(data), list[Segment]()
         self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
@@ -125,7 +127,7 @@ class Client:
         """Close the session; the next audio opens another."""
         if self.session is not None:
             self.session.close()
-        self.session, self._samples = None, self.sample_reader()
+        self.session = self._samples = None
 
 
 class ProtocolRoute:
