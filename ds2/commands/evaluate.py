@@ -26,7 +26,7 @@ from ds2.recognition.evaluate import (
     robustness_table,
     worst_recordings,
 )
-from ds2.recognition.latency import aligned_ends, measure_latency, read_ends
+from ds2.recognition.latency import Latency, aligned_ends, measure_latency, read_ends
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
 from ds2.system.errors import UserError
@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
                     print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
                 if evaluation.latency is not None:
                     print(f"{evaluation.latency}\n")
-                    log_latency(file, evaluation, int(loaded.metadata["metrics"].get("step", 0)))
+                    _log_latency(file, evaluation, evaluation.latency, int(loaded.metadata["metrics"].get("step", 0)))
                 print(f"report: {folder}")
     return 0
 
@@ -89,21 +89,15 @@ def _with_latency(
     return replace(evaluation, latency=measure_latency(recogniser, utterances, references, ends, data))
 
 
-def log_latency(file: Path, evaluation: Evaluation, step: int) -> None:
-    """Add the latency of an evaluation to the TensorBoard of the model's run, if it has one.
-
-    Args:
-        file: the model.
-        evaluation: with a latency.
-        step: of the training.
-    """
+def _log_latency(file: Path, evaluation: Evaluation, latency: Latency, step: int) -> None:
+    """Add a latency to the TensorBoard of the run of a model file, if it has one, at a step of the training."""
     folder = file.parent / "tensorboard"
-    if evaluation.latency is None or not folder.is_dir():
+    if not folder.is_dir():
         return
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder)) as board:
-        for name, value in evaluation.latency.facts().items():
+        for name, value in latency.facts().items():
             if name.endswith("_s") and value is not None:
                 board.add_scalar(f"latency/{evaluation.manifest.stem}_{name.removeprefix('latency_')}", value, step)
 

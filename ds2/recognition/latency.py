@@ -15,7 +15,7 @@ from ds2.config.schema import ConfigError, DataConfig
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import BLOCK_S, Session, decode_sessions, final_results, results
+from ds2.recognition.session import BLOCK_S, decode_sessions, final_results, results
 from ds2.recognition.transcripts import align_batch
 from ds2.scoring.wer import CORRECT, DELETION, INSERTION, align
 
@@ -92,7 +92,7 @@ def _stream(
     recogniser: Recogniser, utterances: Sequence[Utterance], data: DataConfig
 ) -> list[list[tuple[float, list[str]]]]:
     """Return the words that each stream showed after each block, with the audio time in seconds; the last are final."""
-    sessions = [Session(recogniser) for _ in utterances]
+    sessions = [recogniser.session() for _ in utterances]
     for session, u in zip(sessions, utterances, strict=True):
         session.accept_waveform(
             read_audio(u.audio_filepath, data.sample_rate_hz, u.offset_s, u.duration_s, data.channel)
