@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ds2_ops.install import install_command
+from numpy.typing import NDArray
 
 from ds2.audio.read import read_audio
 from ds2.cli import main
@@ -106,6 +108,24 @@ def test_what_is_missing_is_named(
     assert "no microphone" in capsys.readouterr().err
 
 
+def times_of(word: str, recogniser: Recogniser, samples: NDArray[np.float32]) -> list[tuple[str, float]]:
+    """A word each time that a live session writes it, with its start in seconds; at least once."""
+    live = recogniser.live(sample_rate_hz=16000)
+    live.accept_waveform(samples)
+    live.flush()
+    times = [
+        (word, round(w.start_s, 3)) for segment in live.segments for w in segment.hypothesis.words if w.text == word
+    ]
+    assert times
+    return times
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, float]]:
+    """The words that `ds2 listen --format json` has printed, with their starts in seconds."""
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [(w["text"], w["start_s"]) for record in records for w in record["words"]]
+
+
 def test_keywords_are_printed_once_and_nothing_else_is(
     make_model: Callable[..., Path],
     recording: Path,
@@ -115,18 +135,11 @@ def test_keywords_are_printed_once_and_nothing_else_is(
     model, samples = make_model(), read_audio(recording)
     recogniser = Recogniser.load(model, device="cpu", decode=DecodeConfig())
     word = min(recogniser.transcribe(recording).text.split(), key=len)
-    live = recogniser.only_phrases([word, "[unk]"], 3.0).live(sample_rate_hz=16000)
-    live.accept_waveform(samples)
-    live.flush()
-    wanted = [w for segment in live.segments for w in segment.hypothesis.words if w.text == word]
-    assert wanted
     monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, (16000,)))
     end_before_all_is_decoded(monkeypatch, signal.SIGINT)
     command = ["listen", str(model), "--device", "cpu", "--format", "json"]
     assert main([*command, "--keywords", word, "--allowance", "3"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    printed = [w for record in records for w in record["words"]]
-    assert [(w["text"], w["start_s"]) for w in printed] == [(word, round(w.start_s, 3)) for w in wanted]
+    assert printed(capsys) == times_of(word, recogniser.only_phrases([word, "[unk]"], 3.0), samples)
     with pytest.raises(SystemExit):
         main([*command, "--allowance", "3"])
     assert "--allowance needs --phrases" in capsys.readouterr().err
@@ -143,18 +156,11 @@ def test_keywords_for_a_number_of_false_alarms_are_those_of_the_search(
     save_settings(measured, tuned_file(model))
     recogniser = Recogniser.load(model, device="cpu")
     word = min(recogniser.transcribe(recording).text.split(), key=len)
-    live = recogniser.only_keywords([word], 2.0).live(sample_rate_hz=16000)
-    live.accept_waveform(samples)
-    live.flush()
-    wanted = [w for segment in live.segments for w in segment.hypothesis.words if w.text == word]
-    assert wanted
     monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, (16000,)))
     end_before_all_is_decoded(monkeypatch, signal.SIGINT)
     command = ["listen", str(model), "--device", "cpu", "--format", "json"]
     assert main([*command, "--keywords", word, "--false-alarms", "2"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    printed = [w for record in records for w in record["words"]]
-    assert [(w["text"], w["start_s"]) for w in printed] == [(word, round(w.start_s, 3)) for w in wanted]
+    assert printed(capsys) == times_of(word, recogniser.only_keywords([word], 2.0), samples)
     assert main([*command, "--keywords", word, "--false-alarms", "0.01"]) == 2
     assert "allow 0.1 or more" in capsys.readouterr().err
     assert main([*command, "--keywords", word, "--false-alarms", "2", "decode=greedy"]) == 2
