@@ -76,7 +76,6 @@ class Trainer:
     """
 
     logged: Logged | None = None
-
     grad_norm = 0.0
     extra_sums: Sequence[float] = ()
     _step_s = _read_s = 0.0  # the time of the last step, and when its report was read
