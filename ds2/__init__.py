@@ -7,11 +7,13 @@ Nothing of torch is imported before the first call.
 """
 
 from collections.abc import Iterable
-from importlib import import_module  # by name: everything below imports this package for its version
+from importlib import import_module  # by name: commands import this package
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.1.0"
+from ds2.system.machine import VERSION
+
+__version__ = VERSION
 __all__ = ["__version__", "load", "save_dataset", "train"]
 
 

@@ -10,9 +10,9 @@ import ds2_ops
 import torch
 from torch import nn
 
-import ds2
 from ds2.config.convert import config_to_dict, flat
 from ds2.config.schema import Config
+from ds2.system.machine import VERSION
 
 _HOST_SETTINGS = {
     "run_dir", "device", "data.train", "data.dev", "data.test", "data.corpus", "data.work_dir", "data.workers",
@@ -26,14 +26,14 @@ def program() -> dict[str, object]:
     digest = hashlib.sha256()
     for name, file in sources():
         digest.update(name.encode() + b"\0" + file.read_bytes())
-    return {"ds2": f"{ds2.__version__} ({digest.hexdigest()[:12]})", "torch": torch.__version__}
+    return {"ds2": f"{VERSION} ({digest.hexdigest()[:12]})", "torch": torch.__version__}
 
 
 def sources() -> list[tuple[str, Path]]:
     """Return all source files of ds2 and ds2_ops with their paths in the package."""
     return [
         (file.relative_to(package).as_posix(), file)
-        for package in (Path(str(module.__file__)).parent for module in (ds2, ds2_ops))
+        for package in (Path(__file__).parents[1], Path(str(ds2_ops.__file__)).parent)
         for file in sorted(package.rglob("*"))
         if file.suffix in (".py", ".cuh", ".h", ".json")
     ]

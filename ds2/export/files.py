@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2 import __version__
 from ds2.export import sherpa
 from ds2.export.model import STATES, Exported, ExportError, TorchModel
 from ds2.model.checkpoint import LoadedModel
 from ds2.system.files import atomic_file, write_text
+from ds2.system.machine import VERSION
 
 DESCRIPTION = "ds2"  # the entry of a file's metadata that holds the description, JSON
 TOKENS = "tokens.txt"
@@ -103,7 +103,7 @@ def _describe(loaded: LoadedModel, exported: Exported, delay: int) -> dict[str, 
     """Describe what a client must know: how long a chunk is, what frames and labels mean, how late words come."""
     per_s = loaded.features.sample_rate_hz if exported.from_samples else 1 / loaded.features.step_s
     described: dict[str, Any] = {
-        "ds2": __version__,
+        "ds2": VERSION,
         "signal": "samples" if exported.from_samples else "log energies",
         "sample_rate_hz": loaded.features.sample_rate_hz,
         "chunk": exported.chunk,

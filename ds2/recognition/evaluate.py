@@ -15,7 +15,6 @@ import soundfile
 import torch
 from torch import Tensor
 
-from ds2 import __version__
 from ds2.audio.effects import encode
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import CODECS, AugmentConfig, ConfigError, DataConfig, DecodeConfig
@@ -30,6 +29,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import kaldi_line, most_errors, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
+from ds2.system.machine import VERSION
 from ds2.system.terminal import Progress
 from ds2.text.alphabet import Alphabet, fold
 
@@ -74,7 +74,7 @@ class Evaluation:
             "model": str(model),
             "manifest": str(self.manifest),
             "decoder": describe(options),
-            "ds2": __version__,
+            "ds2": VERSION,
         }
         if self.words_only is not None:
             facts["without case and punctuation"] = kaldi_line("WER", self.words_only.words)

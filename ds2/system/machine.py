@@ -1,4 +1,4 @@
-"""Facts about the machine and the source tree: cores, memory, open files, git commit."""
+"""Facts about the machine and this copy of ds2: cores, memory, open files, version, git commit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 import os
 import subprocess
 from pathlib import Path
+
+VERSION = "0.1.0"  # as in pyproject.toml
 
 
 def usable_cores() -> int:
