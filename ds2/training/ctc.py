@@ -49,8 +49,8 @@ def ctc_losses(
     label's first frame: alignments that begin their labels late count less (Yao et al. 2023, "Delay-penalized CTC
     implemented based on finite state transducer"). The loss is then no longer a log-likelihood and may be below 0.
 
-    The gradient has the same bits on every run: on a GPU it comes from `ds2_ops`, or where those kernels cannot run,
-    or with a delay penalty, which they do not know, from `reproducible_ctc`, since torch's adds with atomics.
+    The gradient has the same bits on every run: on a GPU it comes from `ds2_ops`, or where those kernels cannot run
+    from `reproducible_ctc`, since torch's adds with atomics.
 
     Args:
         logits: (T, B, V) of any float dtype; the log-softmax and the sums run in fp32.
@@ -60,7 +60,7 @@ def ctc_losses(
         feasible: (B,) bool, see `feasible_rows`.
         delay_penalty: p, natural log a label and output frame.
 
-    All tensors are on the device of the logits, and on a GPU never read back without a delay penalty.
+    All tensors are on the device of the logits, and on a GPU never read back where its kernels run.
 
     Returns:
         losses (B,) fp32 in nats, 0 and without gradient where no alignment exists.
@@ -70,8 +70,8 @@ def ctc_losses(
     if not logits.is_cuda and delay_penalty == 0:
         log_probs = F.log_softmax(logits.float(), dim=-1)
         losses = F.ctc_loss(log_probs, labels, frames, possible, blank=BLANK, reduction="none")
-    elif delay_penalty == 0 and loss.why_not(labels.shape[1], logits.shape[2], logits.device) is None:
-        losses = loss.ctc_loss(logits, frames, labels, possible)
+    elif logits.is_cuda and loss.why_not(labels.shape[1], logits.shape[2], logits.device) is None:
+        losses = loss.ctc_loss(logits, frames, labels, possible, delay_penalty=delay_penalty)
     else:
         losses = reproducible_ctc(logits, labels, frames.cpu(), possible.cpu(), delay_penalty)
     return torch.where(feasible, losses, 0.0)

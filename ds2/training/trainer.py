@@ -504,8 +504,6 @@ def graphs_possible(
     samples = int(longest_s * config.data.sample_rate_hz)
     most_frames = output_frames(features, model, samples) + FRAMES_MULTIPLE
     no_loss = why_no_loss(most_frames, len(alphabet), comm.device)
-    if config.train.delay_penalty:
-        no_loss = no_loss or "train.delay_penalty sums alignments frame by frame and reads lengths back"
     if crf is not None:
         no_loss = no_loss or crf.denominator.why_not(comm.device)
     return use_graphs(config, comm, no_loss, model.why_torch(precision))

@@ -19,8 +19,11 @@ def why_not(longest: int, vocabulary: int, device: torch.device) -> str | None:
     return why_no_plan(device, lambda smem_bytes: plan(longest, vocabulary, smem_bytes))
 
 
-def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> Tensor:
+def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor, *, delay_penalty: float = 0.0) -> Tensor:
     """Negative log-likelihood of each target, summed over all alignments (Graves et al. 2006, equation 8).
+
+    With a delay penalty p an alignment counts exp(p d) times, d the sum over labels of (frames - 1) / 2 less the
+    label's first frame (Yao et al. 2023, "Delay-penalized CTC implemented based on finite state transducer").
 
     On torch's current stream, without host synchronisation; can be captured in a CUDA graph. Differentiable in
     ``logits``. Every run gives the same bits.
@@ -30,6 +33,7 @@ def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> T
         frames: (B,) int64 on the GPU, 0 to T. Values on the GPU are not checked.
         labels: (B, L) int64 on the GPU, 1 to V - 1 in the first ``sizes`` columns.
         sizes: (B,) int64 on the GPU, labels of each target, 0 to L.
+        delay_penalty: p, natural log a label and frame.
 
     Returns:
         (B,) float32 in nats; infinite where no alignment exists; the gradient is then not defined.
@@ -38,13 +42,15 @@ def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> T
         ValueError: as ``plan``.
         RuntimeError: the driver's or compiler's error, with shape and GPU.
     """
-    losses: Tensor = _CtcLoss.apply(logits, frames, labels, sizes)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CtcLoss.apply(logits, frames, labels, sizes, delay_penalty)  # type: ignore[no-untyped-call]
     return losses
 
 
 class _CtcLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor, delay_penalty: float
+    ) -> Tensor:
         log_probs = logits.detach().float().log_softmax(-1).contiguous()
         targets = [t.contiguous() for t in (frames, labels, sizes)]
         length, batch, vocabulary = log_probs.shape
@@ -52,9 +58,9 @@ class _CtcLoss(torch.autograd.Function):
         alpha, beta = torch.empty(2, batch, length, 2 * longest + 1, device=device)
         losses = torch.empty(batch, device=device)
         launch = plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)), batch)
-        _run(launch, [log_probs, *targets, alpha, beta, losses], log_probs, longest)
+        _run(launch, [log_probs, *targets, alpha, beta, losses], log_probs, longest, delay_penalty)
         ctx.save_for_backward(log_probs, *targets, alpha, beta, losses)
-        ctx.dtype = logits.dtype
+        ctx.dtype, ctx.delay_penalty = logits.dtype, delay_penalty
         return losses
 
     @staticmethod
@@ -63,13 +69,14 @@ class _CtcLoss(torch.autograd.Function):
         grad = torch.empty_like(log_probs)
         length, utterances, _ = log_probs.shape
         launch = slopes(length, utterances, longest)
-        _run(launch, [*ctx.saved_tensors, grad_losses.float().contiguous(), grad], log_probs, longest)
-        return grad.to(ctx.dtype), None, None, None
+        tensors = [*ctx.saved_tensors, grad_losses.float().contiguous(), grad]
+        _run(launch, tensors, log_probs, longest, ctx.delay_penalty)
+        return grad.to(ctx.dtype), None, None, None, None
 
 
-def _run(launch: Launch, tensors: list[Tensor], log_probs: Tensor, longest: int) -> None:
+def _run(launch: Launch, tensors: list[Tensor], log_probs: Tensor, longest: int, delay_penalty: float) -> None:
     def what() -> str:
         return f"CTC loss, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels"
 
     if launch.grid > 0:
-        run(launch, [*tensors, *log_probs.shape, longest], what, log_probs.device)
+        run(launch, [*tensors, *log_probs.shape, longest, delay_penalty], what, log_probs.device)

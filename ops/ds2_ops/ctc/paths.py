@@ -7,7 +7,7 @@ from ds2_ops.jit.launch import Launch, Parameters, Source, names, parameters, tr
 
 THREADS = 256
 _TARGETS = "const float* log_probs, const long long* frames, const long long* labels, const long long* sizes"
-_SHAPE = "int length, int batch, int vocabulary, int longest"
+_SHAPE = "int length, int batch, int vocabulary, int longest, float delay_penalty"
 # structs Paths and Slopes of csrc/ctc/loss.cuh
 _PATHS_OF = parameters(f"{_TARGETS}, float* alpha, float* beta, float* losses, {_SHAPE}")
 _SLOPES_OF = parameters(

@@ -115,6 +115,7 @@ class Ctc(ContiguousOp):
             "batch": self.batch,
             "vocabulary": self.labels,
             "longest": self.longest,
+            "delay_penalty": 0.0,
         }
         return sizes | {"alpha": workspace, "beta": workspace + self.workspace_bytes // 2}
 

@@ -18,8 +18,15 @@ def scored(logits: torch.Tensor, frames: torch.Tensor, labels: torch.Tensor, len
     return ctc_losses(logits, *(t.to(logits.device) for t in given))
 
 
-def by_kernel(logits: torch.Tensor, labels: torch.Tensor, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    return ctc_loss(logits, *(t.to(logits.device) for t in (frames, labels, lengths)))
+def by_kernel(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    frames: torch.Tensor,
+    lengths: torch.Tensor,
+    delay_penalty: float = 0.0,
+) -> torch.Tensor:
+    on_device = (t.to(logits.device) for t in (frames, labels, lengths))
+    return ctc_loss(logits, *on_device, delay_penalty=delay_penalty)
 
 
 Loss = Callable[..., torch.Tensor]
@@ -184,9 +191,12 @@ def first_frames(path: tuple[int, ...]) -> list[int]:
     return [t for t, label in enumerate(path) if label != 0 and (t == 0 or path[t - 1] != label)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("implementation", "device"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("penalty", [0.02, 0.7])
-def test_a_delay_penalty_weighs_each_alignment_by_the_first_frames_of_its_labels(penalty: float, device: str) -> None:
+def test_a_delay_penalty_weighs_each_alignment_by_the_first_frames_of_its_labels(
+    penalty: float, implementation: Loss, device: str
+) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(6, 5, 3, generator=generator)
     labels = torch.tensor([[1, 2, 1], [1, 1, 0], [2, 0, 0], [1, 2, 2], [0, 0, 0]])
@@ -206,22 +216,23 @@ def test_a_delay_penalty_weighs_each_alignment_by_the_first_frames_of_its_labels
     losses = torch.stack(expected)
     (losses * weights).sum().backward()
     values = logits.to(device).requires_grad_()
-    ours = reproducible_ctc(values, labels, frames, lengths, penalty)
+    ours = implementation(values, labels, frames, lengths, penalty)
     (ours * weights.to(device)).sum().backward()
     assert values.grad is not None and exact.grad is not None
     torch.testing.assert_close(ours.detach().cpu().double(), losses.detach(), rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(values.grad.cpu().double(), exact.grad, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_delay_penalty_ignores_padding_and_infeasible_rows(device: str) -> None:
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("implementation", "device"), IMPLEMENTATIONS)
+def test_a_delay_penalty_ignores_padding_and_infeasible_rows(implementation: Loss, device: str) -> None:
     logits = torch.randn(9, 3, 4, generator=torch.Generator().manual_seed(9)).to(device)
     frames, labels, lengths = torch.tensor([9, 5, 0]), torch.tensor([[1, 2], [3, 0], [1, 1]]), torch.tensor([2, 1, 0])
     clean, dirty = logits.clone().requires_grad_(), logits.clone()
     dirty[5:, 1] = float("nan")
     dirty.requires_grad_()
     for values in (clean, dirty):
-        losses = reproducible_ctc(values, labels, frames, lengths, 0.3)
+        losses = implementation(values, labels, frames, lengths, 0.3)
         assert losses.isfinite().all() and losses[2] == 0
         losses.sum().backward()
     assert clean.grad is not None and dirty.grad is not None

@@ -3,6 +3,9 @@
 //
 // State 2 i + 1 is label i of the target, the even ones are blanks between. A path stays, goes to the next state, or leaves
 // out a blank between two labels that differ. Lengths are read on the GPU; what lies past them is never looked at.
+//
+// With a delay penalty p a path counts exp(p d) times, d the sum over labels of (frames - 1) / 2 less the label's first
+// frame (Yao et al. 2023, "Delay-penalized CTC implemented based on finite state transducer"): see `earliness`.
 // Shape letters: T frames, B utterances, V labels (0 is the blank), L labels of the longest target, S = 2 L + 1 states.
 #pragma once
 
@@ -19,6 +22,7 @@ struct Paths {
     float* beta;                // (B, T, S) log-prob of all ways from a state to the end, likewise
     float* losses;              // (B) nats; infinite: fewer frames than the labels need
     int length, batch, vocabulary, longest;
+    float delay_penalty;        // natural log a label and frame; 0: plain CTC
 };
 
 struct Slopes {
@@ -32,12 +36,19 @@ struct Slopes {
     const float* grad_losses;   // (B)
     float* grad_logits;         // (T, B, V)
     int length, batch, vocabulary, longest;
+    float delay_penalty;        // natural log a label and frame; 0: plain CTC
 };
 
 __device__ inline float log_sum(float a, float b, float c) {
     const float most = fmaxf(a, fmaxf(b, c));
     if (!(most > -__int_as_float(0x7f800000))) return a + b + c;  // nothing but -inf, and NaN where there is one
     return most + logf(expf(a - most) + expf(b - most) + expf(c - most));
+}
+
+// What a state adds to a path's log-prob in a frame. It counts the labels that have started, less a share that grows evenly
+// from frame to frame and keeps the sums small. Along a path it adds up to delay_penalty d.
+__device__ inline float earliness(float delay_penalty, int state, int size, int frame, int frames) {
+    return delay_penalty * (float((state + 1) / 2) - float(size) * float(frame + 1) / float(frames));
 }
 
 // Blocks 2 b and 2 b + 1 run utterance b from its start and, frames and states mirrored, from its end. `memory` is shared:
@@ -81,8 +92,9 @@ __device__ inline void sum_paths(const Paths& p, float* memory) {
                 const bool skips = code < 0;
                 sum = log_sum(before[s], s > 0 ? before[s - 1] : none, skips ? before[s - 2] : none);
             }
-            now[s] = sum + row[label];
-            result[size_t(frame) * stride + (mirrored ? states - 1 - s : s)] = now[s];
+            const int state = mirrored ? states - 1 - s : s;
+            now[s] = sum + row[label] + earliness(p.delay_penalty, state, size, frame, frames);
+            result[size_t(frame) * stride + state] = now[s];
         }
         if (mine) next_row[threadIdx.x] = coming;
         coming = after_it;
@@ -101,11 +113,11 @@ __device__ inline void sum_paths(const Paths& p, float* memory) {
 // Block t B + b. `memory` is shared: the share of each state in frame t (S), and the labels (L).
 __device__ inline void slope_of_frame(const Slopes& p, float* memory) {
     const int frame = blockIdx.x / p.batch, utterance = blockIdx.x % p.batch, stride = 2 * p.longest + 1;
-    const int size = int(p.sizes[utterance]), states = 2 * size + 1;
+    const int frames = int(p.frames[utterance]), size = int(p.sizes[utterance]), states = 2 * size + 1;
     const size_t at = (size_t(frame) * p.batch + utterance) * p.vocabulary;
     const float* row = p.log_probs + at;
     float* grad = p.grad_logits + at;
-    if (frame >= p.frames[utterance]) {
+    if (frame >= frames) {
         for (int v = threadIdx.x; v < p.vocabulary; v += LOSS_THREADS) grad[v] = 0.0f;
         return;
     }
@@ -115,8 +127,9 @@ __device__ inline void slope_of_frame(const Slopes& p, float* memory) {
     const float loss = p.losses[utterance], weight = p.grad_losses[utterance];
     for (int s = threadIdx.x; s < states; s += LOSS_THREADS) {
         const int label = s % 2 ? int(p.labels[size_t(utterance) * p.longest + s / 2]) : 0;
-        // alpha and beta both hold the emission of their frame: one of them goes
-        const float log_share = p.alpha[first + s] + p.beta[first + s] - row[label] + loss;
+        // alpha and beta both hold what a state adds in their frame: one of them goes
+        const float emitted = row[label] + earliness(p.delay_penalty, s, size, frame, frames);
+        const float log_share = p.alpha[first + s] + p.beta[first + s] - emitted + loss;
         shares[s] = log_share < __int_as_float(0x7f800000) ? expf(log_share) : 0.0f;
         if (s % 2) labels[s / 2] = label;
     }
