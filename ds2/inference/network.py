@@ -18,14 +18,12 @@ from dataclasses import dataclass
 import torch
 from ds2_ops import gru
 from ds2_ops.classifier import classify
-from ds2_ops.convolution import streams
-from ds2_ops.convolution.op import CHANNELS
-from ds2_ops.convolution.streams import ConvInput, StreamConvolution, flatten, join
+from ds2_ops.convolution import CHANNELS, ConvInput, StreamConvolution, flatten, join, why_not_on_streams
 from ds2_ops.jit.launch import device_index
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.layer import lstm_layer, project, recurrent_layer, why_not_concurrent
-from ds2_ops.row_convolution.op import lookahead_chain
+from ds2_ops.row_convolution import lookahead_chain
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
@@ -281,7 +279,7 @@ class LibraryConv:
             self.all_bias = self.bias.repeat_interleave(self.bins)
 
     def step(self, x: ConvInput, tail: Tensor, slots: Tensor, needed: int) -> Tensor:
-        """Run on the next block of streams: see `ds2_ops.convolution.streams.join`."""
+        """Run on the next block of streams: see `ds2_ops.convolution.join`."""
         return self(join(x.first(self.channels), tail, slots, needed))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -319,7 +317,7 @@ class KernelConv:
         """Say why the kernel does not take this layer; None if it does."""
         if max(layer.weight.shape[:2]) > CHANNELS:
             return f"it has more than {CHANNELS} channels"
-        return streams.why_not(_padded_channels(layer.weight, channels).to(dtype), layer.stride)
+        return why_not_on_streams(_padded_channels(layer.weight, channels).to(dtype), layer.stride)
 
     def step(self, x: ConvInput, tail: Tensor, slots: Tensor, needed: int) -> Tensor:
         """As `LibraryConv.step`, of 32 channels; bias and clip are left to the reader."""

@@ -2,7 +2,7 @@
 
 import torch
 from ds2_ops import lookahead
-from ds2_ops.convolution.op import convolve, why_not
+from ds2_ops.convolution import convolve, why_not
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds2_ops.recurrent.modules import GRU, LSTM, RNN, Recurrence
     from ds2_ops.recurrent.op import bidirectional, gru, lstm, recurrence
-    from ds2_ops.row_convolution.op import lookahead
+    from ds2_ops.row_convolution import lookahead
 
 __all__ = [
     "GRU",
@@ -38,7 +38,7 @@ __all__ = [
 
 _MODULES = dict.fromkeys(("GRU", "LSTM", "RNN", "Recurrence"), "recurrent.modules")
 _MODULES |= dict.fromkeys(("bidirectional", "gru", "lstm", "recurrence"), "recurrent.op")
-_MODULES["lookahead"] = "row_convolution.op"
+_MODULES["lookahead"] = "row_convolution"
 
 
 def __getattr__(name: str) -> Any:

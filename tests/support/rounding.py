@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from ds2_ops.checks import valid_frames
 from ds2_ops.recurrent.backends.reference import recurrence_reference
-from ds2_ops.row_convolution.op import lookahead_reference
+from ds2_ops.row_convolution import lookahead_reference
 from torch import Tensor
 
 from support.op_cases import outputs_and_gradients, relative_error

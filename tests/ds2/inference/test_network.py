@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops.convolution import streams
-from ds2_ops.convolution.streams import ConvInput, join
+from ds2_ops.convolution import ConvInput, join
 from ds2_ops.jit import runtime
 from torch import Tensor
 from torch.nn import functional
@@ -147,7 +146,7 @@ def test_convolutions_of_few_channels_are_given_more(
         good = weight.shape[0] == 32 and weight.shape[1] in (1, 32) and weight.shape[3] in kernels
         return None if good else "refused"
 
-    monkeypatch.setattr(streams, "why_not", why_not)
+    monkeypatch.setattr(network, "why_not_on_streams", why_not)
     monkeypatch.setattr(network, "StreamConvolution", Plain)
     test_streams_that_come_and_go_get_the_logits_of_their_whole(convs, {}, 12, None)
     levels = BlockNetwork(make(convs), 12, torch.float64).convs

@@ -10,11 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ds2_ops.convolution as op
 import pytest
 import torch
-from ds2_ops.convolution import op, streams
-from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, frames_of_group, pack, why_not
-from ds2_ops.convolution.streams import ConvInput, StreamConvolution
+from ds2_ops.convolution import (
+    ConvInput,
+    StreamConvolution,
+    _weight_gradient,
+    convolve,
+    correlate,
+    frames_of_group,
+    pack,
+    why_not,
+)
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Launch, Source
 from support.kernel_on_cpu import SUPPORT, compile_kernel, host_arguments
@@ -51,8 +59,7 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         assert not error, error.decode()
 
     monkeypatch.setattr(op, "run", run)
-    for module in (op, streams):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -155,7 +162,7 @@ def test_streams_share_a_batch_without_a_change(
     expected = functional.conv2d(images.double().cpu(), weight.double().cpu(), None, stride, (taps[0] // 2, 0))
     check(output.permute(0, 3, 1, 2), expected, channels * taps[0] * taps[1])
     for group in (16, 32, 64, 112, 176) if device == "cuda" else (16,):
-        monkeypatch.setattr(streams, "_group", lambda *_, group=group: group)
+        monkeypatch.setattr(op, "_group", lambda *_, group=group: group)
         assert torch.equal(convolve_stream(conv, x), output)
     for row in range(batch):
         assert torch.equal(convolve_stream(conv, x[row : row + 1])[0], output[row])
@@ -165,7 +172,7 @@ def test_streams_share_a_batch_without_a_change(
 
 @pytest.mark.parametrize(("pairs", "frames", "group"), [(21, 20, 16), (21, 1280, 112), (41, 640, 112), (21, 5000, 176)])
 def test_blocks_of_streams_run_at_once(pairs: int, frames: int, group: int) -> None:
-    assert streams._group(pairs, frames, 132) == group
+    assert op._group(pairs, frames, 132) == group
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ds2_ops.convolution import streams
-from ds2_ops.convolution.streams import ConvInput, flatten, join, join_windows, why_not_block
+from ds2_ops import convolution
+from ds2_ops.convolution import ConvInput, flatten, join, join_windows, why_not_block
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA
 from torch import Tensor
@@ -73,10 +73,10 @@ def check(case: Case, device: torch.device, plain: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernels_on_a_cpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_run(monkeypatch, streams)
+    patch_run(monkeypatch, convolution)
     with monkeypatch.context() as patched:
         for name in ("why_not_block", "why_not_features"):
-            patched.setattr(streams, name, lambda block: None)
+            patched.setattr(convolution, name, lambda block: None)
         check(case, torch.device("cpu"), patched.undo)
 
 
@@ -85,7 +85,7 @@ def test_the_kernels_on_a_cpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_kernels_on_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     conv_input, _, _ = block(case, 32, CUDA)
     assert why_not_block(conv_input) is None
-    check(case, CUDA, lambda: monkeypatch.setattr(streams, "_why_no_gpu", lambda block: "the reference"))
+    check(case, CUDA, lambda: monkeypatch.setattr(convolution, "_why_no_gpu", lambda block: "the reference"))
 
 
 def test_the_last_frames_are_cached() -> None:

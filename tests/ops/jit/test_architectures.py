@@ -4,7 +4,7 @@ import pytest
 from ds2_ops import peers
 from ds2_ops.batch_norm.rows import NUMBERS, Rows
 from ds2_ops.classifier import classify_launch
-from ds2_ops.convolution.streams import block_launch
+from ds2_ops.convolution import block_launch
 from ds2_ops.ctc import align, beam, denominator, paths
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Source
@@ -12,7 +12,7 @@ from ds2_ops.optimizer import ADAMW, NESTEROV, SQUARES
 from ds2_ops.recurrent.backends.persistent import transposition
 from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.primitives import _move_launch
-from ds2_ops.row_convolution.op import chain_launch
+from ds2_ops.row_convolution import chain_launch
 from ds2_ops.spectrum import log_power_launch
 
 CAPABILITIES = sorted({device.capability for device in DEVICES.values()})

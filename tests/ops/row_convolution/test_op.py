@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import ds2_ops.row_convolution as op
 import pytest
 import torch
 from ds2_ops import lookahead
-from ds2_ops.row_convolution import op
-from ds2_ops.row_convolution.op import _backward, _forward, lookahead_reference
+from ds2_ops.row_convolution import _backward, _forward, lookahead_reference
 from support.op_cases import (
     CPU,
     CUDA,

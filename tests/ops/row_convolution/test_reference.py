@@ -1,7 +1,7 @@
 """The reference of the row convolution: its numbers by hand, its gradients by finite differences."""
 
 import torch
-from ds2_ops.row_convolution.op import lookahead_reference
+from ds2_ops.row_convolution import lookahead_reference
 
 
 def test_lookahead_by_hand() -> None:

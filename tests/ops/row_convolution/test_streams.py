@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ds2_ops.row_convolution as op
 import pytest
 import torch
 from ds2_ops import lookahead
-from ds2_ops.row_convolution import op
-from ds2_ops.row_convolution.op import lookahead_chain
+from ds2_ops.row_convolution import lookahead_chain
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA, relative_error
 from torch import Tensor
