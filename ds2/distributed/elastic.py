@@ -140,6 +140,7 @@ class Members:
                 "give a run_dir on a file system that has them"
             ) from error
         self.view: View | None = None
+        self._read: View | None = None  # the newest one, as far as this process knows
         self._left_behind = False
         self._beats: dict[str, tuple[int, float]] = {}  # by process: its last sign of life, and when this one saw it
         self._looked_s = time.monotonic()
@@ -384,17 +385,20 @@ class Members:
 
     def _newest(self) -> View | None:
         while True:
-            paths = sorted(self._folder.glob("view-*.json"))
-            if not paths:
+            names = [name for name in os.listdir(self._folder) if name.startswith("view-")]
+            if not names:
                 return None
+            newest = max(names)
+            if self._read is not None and newest == f"view-{self._read.number:06d}.json":
+                return self._read
             with suppress(OSError):  # removed by the process that made the next one
-                return from_plain(View, parse_json(paths[-1].read_bytes()), paths[-1].name)
+                self._read = from_plain(View, parse_json((self._folder / newest).read_bytes()), newest)
 
     def _requests(self) -> Iterator[_Request]:
-        for path in sorted(self._folder.glob("*.json")):
-            if not path.name.startswith("view-"):
+        for name in sorted(os.listdir(self._folder)):
+            if name.endswith(".json") and not name.startswith("view-"):
                 with suppress(OSError):
-                    yield from_plain(_Request, parse_json(path.read_bytes()), path.name)
+                    yield from_plain(_Request, parse_json((self._folder / name).read_bytes()), name)
 
     def alive(self, member: str) -> bool:
         """Whether a process runs or is stopped, rather than has ended: whether its file is locked."""

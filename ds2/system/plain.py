@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -52,17 +53,15 @@ def from_plain(kind: type[T], value: object, field: str) -> T:
 
 
 def _build(kind: Any, value: object, field: str) -> object:
-    if kind is Any:
+    if kind in _NAMES:
+        if kind is float and type(value) is int and abs(value) < 2**53:
+            return float(value)
+        if type(value) is not kind or (kind is int and not -(2**63) <= cast(int, value) < 2**63):
+            raise _wrong(field, value, _NAMES[kind])
         return value
     if dataclasses.is_dataclass(kind):
         return _dataclass(cast(type, kind), value, field)
-    if get_origin(kind) is not None:
-        return _container(kind, value, field)
-    if kind is float and type(value) is int and abs(value) < 2**53:
-        return float(value)
-    if type(value) is not kind or (kind is int and not -(2**63) <= cast(int, value) < 2**63):
-        raise _wrong(field, value, _NAMES[kind])
-    return value
+    return value if kind is Any else _container(kind, value, field)
 
 
 def _container(kind: Any, value: object, field: str) -> object:
@@ -77,19 +76,28 @@ def _container(kind: Any, value: object, field: str) -> object:
 
 
 def _dataclass(kind: type, value: object, field: str) -> object:
-    values, hints = _mapping(value, field), typing.get_type_hints(kind)
-    entries = [entry for entry in dataclasses.fields(kind) if entry.init]
+    values, kinds = _mapping(value, field), _fields(kind)
     for key in values:
-        if key not in {entry.name for entry in entries}:
+        if key not in kinds:
             raise UnknownField(f"{field}.{key}", "no such field")
     arguments = {}
-    for entry in entries:
-        place = f"{field}.{entry.name}"
-        if entry.name in values:
-            arguments[entry.name] = _build(hints[entry.name], values[entry.name], place)
-        elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
-            raise FieldError(place, "is missing")
+    for name, (inner, required) in kinds.items():
+        if name in values:
+            arguments[name] = _build(inner, values[name], f"{field}.{name}")
+        elif required:
+            raise FieldError(f"{field}.{name}", "is missing")
     return kind(**arguments)
+
+
+@functools.cache  # hints are texts, which are slow to evaluate
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Return the type of each field of a dataclass by name, and whether it has no default."""
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    return {
+        entry.name: (hints[entry.name], entry.default is missing and entry.default_factory is missing)
+        for entry in dataclasses.fields(kind)
+        if entry.init
+    }
 
 
 def _mapping(value: object, field: str) -> dict[str, object]:

@@ -73,7 +73,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         if comm.rank == 0:
             save_config(config, run_dir / "config.yaml")
             log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
-        board = _board(trainer, takes_over=comm.elastic)
+        board = _board(trainer)
         _log_again(trainer, board)
         _log_start(trainer, board)
         while True:
@@ -86,10 +86,10 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             board = _regroup(trainer, board, interrupts)
 
 
-def _board(trainer: Trainer, *, takes_over: bool) -> RunLog:
+def _board(trainer: Trainer) -> RunLog:
     comm, step = trainer.comm, trainer.progress.step
     writes, superseded = comm.rank == 0, comm.superseded
-    return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=takes_over)
+    return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=comm.elastic)
 
 
 def _log_again(trainer: Trainer, board: RunLog) -> None:
@@ -107,7 +107,7 @@ def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog
     view, comm = trainer.regroup(interrupts), trainer.comm
     step = trainer.progress.step
     former.close()
-    board = _board(trainer, takes_over=not former.writes)
+    board = _board(trainer)
     if not former.writes:
         _log_again(trainer, board)
     board.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})

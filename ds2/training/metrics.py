@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -118,15 +119,12 @@ class RunLog:
         `superseded` returns that another process writes. `takes_over` replaces the file by a copy, so that a former
         writer that is stopped just before it writes a line does not write into it when it goes on.
         """
-        self.writes, self._superseded = writes, superseded
-        if not writes:
+        self._path, self._superseded = run_dir / "log.jsonl", superseded
+        self.writes = writes and not (takes_over and self._path.is_file() and not self._replace_by_copy())
+        if not self.writes:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path = run_dir / "log.jsonl"
-        if takes_over and self._path.is_file():
-            with atomic_file(self._path) as copy:
-                shutil.copyfile(self._path, copy)
         torn = self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n")
         self._jsonl = self._path.open("a", encoding="utf-8")
         if torn:  # a killed process left part of a line: the next event starts a new one
@@ -134,6 +132,22 @@ class RunLog:
         purge = resume_step + 1 if resume_step else None
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
         self._board.add_custom_scalars({"loss": {"train and dev": ["Multiline", ["loss/train", "loss/dev"]]}})
+
+    def _replace_by_copy(self) -> bool:
+        """Replace the file by a copy; returns whether it did, rather than another process that writes by now.
+
+        A process that is stopped in it would replace the lines of the others, whose next writer removes its copy.
+        """
+        try:
+            with atomic_file(self._path) as copy:
+                shutil.copyfile(self._path, copy)
+                if self._superseded():
+                    raise InterruptedError(errno.EINTR, "another process writes", str(copy))
+        except OSError:
+            if not self._superseded():
+                raise
+            return False
+        return True
 
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one JSON line `{"event": kind, "step": step, "time": ..., **values}`."""

@@ -16,21 +16,22 @@ no process ended with an error, and none waited for ever.
 
 from __future__ import annotations
 
-import asyncio
+import _thread
 import errno
 import fcntl
 import hashlib
+import heapq
+import itertools
 import os
 import random
 import shutil
 import signal
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,7 @@ from unittest.mock import patch
 
 import torch
 from fuzzing.ranks import Fault, changes, lines_of, ranks_of_steps
-from fuzzing.virtual import PlantedFault, Result, Simulation, StuckError, VirtualLoop, simulate
+from fuzzing.virtual import PlantedFault, Result, Simulation, simulate
 from torch import Tensor, nn
 
 from ds2.config.schema import Config
@@ -51,9 +52,11 @@ from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import STREAMS, TcpGroup
 from ds2.system import files as file_system
 from ds2.system import tensor_file
+from ds2.system.messages import decode, encode
 from ds2.system.signals import Stopped
 from ds2.training import loop as training
 from ds2.training import run_folder
+from ds2.training import state as states
 from ds2.training import trainer as trainers
 from ds2.training.inputs import EpochBatches, PreparedBatches
 from ds2.training.metrics import RunLog
@@ -70,6 +73,7 @@ LIMIT_S = 1800.0  # virtual time after which a run is stuck
 SLOW = 0.02  # of what is sent
 AT_A_CALL = 0.004  # how often a signal comes just between two calls that need each other
 PRIME = 65521
+SETTINGS = {"optim": {"name": "sgd", "momentum": 0.0}}  # that a state names: all others would be read each time
 
 
 class Ended(BaseException):
@@ -83,7 +87,7 @@ class Process:
         self.world, self.number = world, number
         self.dead = self.stopped = False
         self.stopped_s = 0.0
-        self.waiting: list[Thread] = []  # whose time has come while it was stopped
+        self.waiting: list[tuple[Thread, int]] = []  # whose time has come while it was stopped
         self.threads: list[Thread] = []
         self.interrupts = Interrupts()
         self.signals: list[int] = []
@@ -93,7 +97,7 @@ class Process:
         """Start a thread."""
         thread = Thread(self, target)
         self.threads.append(thread)
-        self.world.loop.call_later(0.0, thread.resume)
+        self.world.call_later(0.0, thread)
 
     def kill(self) -> None:
         """Let it run no more."""
@@ -102,14 +106,14 @@ class Process:
     def stop(self, seconds: float) -> None:
         """Let it rest for a while."""
         if not (self.stopped or self.dead):
-            self.stopped, self.stopped_s = True, self.world.loop.time()
-            self.world.loop.call_later(seconds, self._go_on)
+            self.stopped, self.stopped_s = True, self.world.now_s
+            self.world.call_later(seconds, self._go_on)
 
     def _go_on(self) -> None:
         self.stopped = False
         due, self.waiting = self.waiting, []
-        for thread in due:
-            self.world.loop.call_soon(thread.resume)
+        for thread, wait in due:
+            self.world.call_later(0.0, thread, wait)
 
 
 class Thread:
@@ -117,59 +121,77 @@ class Thread:
 
     def __init__(self, process: Process, target: Callable[[], object]) -> None:
         self.process, self._target = process, target
-        self._turn = threading.Semaphore(0)
-        self._real = threading.Thread(target=self._run, daemon=True)
-        self._real.start()
+        self.waits = 0  # the number of its present wait: an event that would end a former one does nothing
+        self.turn = _thread.allocate_lock()
+        self.turn.acquire()
         self.is_main = not process.threads
-
-    def resume(self) -> None:
-        """Run it until it waits; called by the loop."""
-        world, process = self.process.world, self.process
-        if process.dead and not world.over:
-            return
-        if process.stopped and not world.over:
-            process.waiting.append(self)
-            return
-        world.running = self
-        self._turn.release()
-        world.turn.acquire()
-        world.running = None
+        self.ended = _start(self._run)
 
     def sleep(self, seconds: float) -> None:
         """Wait; called in the thread itself."""
         world, process = self.process.world, self.process
         if world.over:
             raise Ended
-        world.loop.call_later(seconds, self.resume)
-        self._give_up()
+        self.waits += 1
+        world.call_later(seconds, self)
+        world.run_events(self)
+        if world.over:
+            raise Ended
         if self.is_main:
             while process.signals:
                 process.interrupts._handle(process.signals.pop(0), None)
 
-    def _give_up(self) -> None:
-        self.process.world.turn.release()
-        self._turn.acquire()
-        if self.process.world.over:
-            raise Ended
+    def wake(self, at_s: float) -> None:
+        """Let its wait end by a time."""
+        world = self.process.world
+        world.call_later(at_s - world.now_s, self)
 
     def _run(self) -> None:
-        self._turn.acquire()
+        self.turn.acquire()
+        world = self.process.world
         try:
-            if not self.process.world.over:
+            if not world.over:
                 self._target()
         except BaseException as error:
-            if not (self.process.world.over or isinstance(error, Ended)):
+            if not (world.over or isinstance(error, Ended)):
                 where = traceback.extract_tb(error.__traceback__)[-3:]
                 places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(where))
-                self.process.world.faults.append(f"process {self.process.number}: {error!r} at {places}")
-        finally:
-            self.process.world.turn.release()
+                world.faults.append(f"process {self.process.number}: {error!r} at {places}")
+        self.waits += 1
+        if not world.over:
+            world.run_events(None)
 
     def end(self) -> None:
         """Unwind it."""
-        while self._real.is_alive():
-            self._turn.release()
-            self._real.join(0.01)
+        self.turn.release()
+        self.ended.acquire()
+
+
+_IDLE: list[tuple[Any, list[Any]]] = []  # threads of the system that wait for work: to start one takes longer
+
+
+def _start(target: Callable[[], None]) -> Any:
+    """Run a function in a thread of the system; returns a lock that is free once it has ended."""
+    ended = _thread.allocate_lock()
+    ended.acquire()
+    if _IDLE:
+        begin, work = _IDLE.pop()
+        work[:] = target, ended
+        begin.release()
+    else:
+        begin, work = _thread.allocate_lock(), [target, ended]
+        _thread.start_new_thread(_work, (begin, work))
+    return ended
+
+
+def _work(begin: Any, work: list[Any]) -> None:
+    begin.acquire(blocking=False)
+    while True:
+        target, ended = work
+        target()
+        _IDLE.append((begin, work))
+        ended.release()
+        begin.acquire()
 
 
 class Lock:
@@ -235,6 +257,20 @@ class Writer:
         self._started = False
 
 
+class Link:
+    """What travels from one process to another in a view: when it arrives, and the bytes; None at its end."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[float, bytes | None]] = []
+        self.reader: Thread | None = None
+
+    def append(self, at_s: float, data: bytes | None) -> None:
+        """Send; who waits for it wakes up when it arrives."""
+        self.items.append((at_s, data))
+        if self.reader is not None:
+            self.reader.wake(at_s)
+
+
 class Stream:
     """Stands for `ds2.distributed.tcp._Stream`: what ranks send each other arrives in order, some time later."""
 
@@ -247,42 +283,58 @@ class Stream:
 
     def finish(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """See `_Stream`."""
-        world, group = self._world, self._group
+        data = {rank: tensor.detach().view(-1).view(torch.uint8).numpy().tobytes() for rank, tensor in sent.items()}
+        for rank, octets in self.exchange(data, received).items():
+            received[rank].view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(octets), dtype=torch.uint8))
+
+    def exchange(self, sent: Mapping[int, bytes], received: Iterable[int]) -> dict[int, bytes]:
+        """Send to some ranks and wait for what others have sent."""
+        world, group, arrived = self._world, self._group, dict[int, bytes]()
         for rank in self.links:
             self._check(rank)
             if rank in sent:
                 slow_s = world.draw.uniform(0, 2) if world.draw.random() < SLOW else 0.0
-                at_s = world.loop.time() + slow_s + world.draw.expovariate(200)
-                self._to[rank].append((at_s, sent[rank].detach().clone().view(-1).view(torch.uint8)))
+                self._to[rank].append(world.now_s + slow_s + world.draw.expovariate(200), sent[rank])
                 world.pause()
-        open_ = {rank: tensor for rank, tensor in received.items() if rank in self.links}
+        open_ = [rank for rank in received if rank in self.links]
         while open_:
+            next_s = world.now_s + world.draw.expovariate(1 / POLL_S)
             for rank in list(open_):
-                queue = self._from[rank]
-                if queue and queue[0][0] <= world.loop.time() and queue[0][1] is not None:
-                    open_.pop(rank).view(-1).view(torch.uint8).copy_(queue.pop(0)[1])
+                items = self._from[rank].items
+                if items and items[0][0] > world.now_s:
+                    next_s = min(next_s, items[0][0])
+                elif items and (data := items[0][1]) is not None:
+                    items.pop(0)
+                    arrived[rank] = data
+                    open_.remove(rank)
             for rank in self.links if open_ else ():
                 self._check(rank)
             if open_:
-                world.sleep(world.draw.expovariate(100))
+                for rank in open_:
+                    self._from[rank].reader = world.running
+                world.sleep(next_s - world.now_s)
+                for rank in open_:
+                    self._from[rank].reader = None
         if group.lost:
             raise LostRankError(group.reason)
+        return arrived
 
     def _check(self, rank: int) -> None:
         """Raise LostRankError as the watchdog does: rank 0 hears all, the others hear rank 0."""
         process, world, group = self._processes[rank], self._world, self._group
-        if process.dead or any(item is None for _, item in self._from[rank]):
+        items = self._from[rank].items
+        if process.dead or (items and items[-1][1] is None):
             if world.draw.random() < 0.5:  # what has arrived is read before the end is seen, or not
                 group.lose(rank, "closed its connection")
-        elif process.stopped and 0 in (rank, group.rank) and world.loop.time() - process.stopped_s > SILENT_S:
+        elif process.stopped and 0 in (rank, group.rank) and world.now_s - process.stopped_s > SILENT_S:
             group.lose(rank, f"has been silent for {SILENT_S:.0f} s")
         if group.lost:
             raise LostRankError(group.reason)
 
     def close(self) -> None:
         """Tell the others."""
-        for queue in self._to.values():
-            queue.append((self._world.loop.time(), None))
+        for link in self._to.values():
+            link.append(self._world.now_s, None)
 
 
 class Group(TcpGroup):
@@ -291,11 +343,25 @@ class Group(TcpGroup):
     def __init__(self, world: World, number: int, rank: int, members: Sequence[str]) -> None:
         super().__init__(rank, ["host"] * len(members), [{} for _ in range(STREAMS)])
         self.world = world
-        self._blocking = cast(Any, Stream(self, number, members))
+        self._stream = Stream(self, number, members)
+        self._blocking = cast(Any, self._stream)
+
+    def allgather(self, value: Any, classes: Iterable[type] = ()) -> list[Any]:
+        """See `ProcessGroup`: a message and its length are one here."""
+        own = encode(value)
+        parts = {self.rank: own, **self._stream.exchange(dict.fromkeys(self._stream.links, own), self._stream.links)}
+        return [decode(memoryview(parts[rank]), classes) for rank in range(self.size)]
+
+    def broadcast(self, value: Any, classes: Iterable[type] = ()) -> Any:
+        """See `ProcessGroup`."""
+        own = encode(value)
+        if self.rank == 0:
+            self._stream.exchange(dict.fromkeys(self._stream.links, own), ())
+        return decode(memoryview(own if self.rank == 0 else self._stream.exchange({}, (0,))[0]), classes)
 
     def close(self) -> None:
         """See `TcpGroup`."""
-        cast(Any, self._blocking).close()
+        self._stream.close()
 
 
 class SimulatedMembers(Members):
@@ -413,15 +479,18 @@ class SimulatedTrainer(Trainer):
 class World:
     """One run: processes, their clock and what they share."""
 
-    def __init__(self, loop: VirtualLoop, folder: Path) -> None:
-        self.loop, self.draw, self.run_dir = loop, loop.draw, folder / "run"
-        self.turn, self.running = threading.Semaphore(0), cast("Thread | None", None)
-        self.over = False
+    def __init__(self, draw: random.Random, folder: Path) -> None:
+        self.draw, self.run_dir = draw, folder / "run"
+        self.now_s, self.running, self.over = 0.0, cast("Thread | None", None), False
+        self._events: list[tuple[float, int, Thread | Callable[[], None], int]] = []
+        self._numbers = itertools.count()
+        self._done = _thread.allocate_lock()
+        self._done.acquire()
         self.faults: list[str] = []
         self.processes: list[Process] = []
         self.by_member: dict[str, Process] = {}
         self.calls: set[tuple[int, str]] = set()
-        self._links: dict[tuple[int, str, str], list[tuple[float, Any]]] = {}
+        self._links: dict[tuple[int, str, str], Link] = {}
         self.events = self.draw.randint(3, 12)
         self.config = Config()
         self.config.comm.max_ranks, self.config.comm.timeout_s = RANKS, 60.0
@@ -435,9 +504,50 @@ class World:
         assert self.running is not None
         return self.running.process
 
-    def link(self, number: int, sender: str, receiver: str) -> list[tuple[float, Any]]:
+    def link(self, number: int, sender: str, receiver: str) -> Link:
         """What travels between two processes in a view."""
-        return self._links.setdefault((number, sender, receiver), [])
+        return self._links.setdefault((number, sender, receiver), Link())
+
+    def call_later(self, seconds: float, what: Thread | Callable[[], None], wait: int | None = None) -> None:
+        """Call a function, or end the wait of a thread, some time later."""
+        wait = wait if wait is not None else what.waits if isinstance(what, Thread) else 0
+        heapq.heappush(self._events, (self.now_s + max(0.0, seconds), next(self._numbers), what, wait))
+
+    def run_events(self, own: Thread | None) -> None:
+        """Let happen what is next, until it is the turn of the thread that calls this, or the run is over.
+
+        The thread of the next event is woken by the one that waits: no other thread stands between the two.
+        """
+        self.running = None
+        while self._events and not self.over:
+            self.now_s, _, what, wait = heapq.heappop(self._events)
+            if not isinstance(what, Thread):
+                what()
+            elif what.process.stopped and not what.process.dead:
+                what.process.waiting.append((what, wait))
+            elif wait == what.waits and not what.process.dead:
+                self.running = what
+                if what is not own:
+                    what.turn.release()
+                    break
+                return
+        else:
+            self.over = True
+            self._done.release()
+        if own is not None:
+            own.turn.acquire()
+
+    def run(self) -> None:
+        """Disturb the run until it is done."""
+        self.run_dir.mkdir()
+        for _ in range(self.draw.randint(1, RANKS)):
+            self.start()
+        self.call_later(self.draw.expovariate(1.0), self._go_on)
+        self.run_events(None)
+        self._done.acquire()
+        for process in self.processes:
+            for thread in process.threads:
+                thread.end()
 
     def sleep(self, seconds: float) -> None:
         """See time."""
@@ -477,25 +587,20 @@ class World:
         finally:
             process.dead = True
 
-    async def main(self) -> None:
-        """Disturb the run until it is done, then check it."""
-        self.run_dir.mkdir()
-        for _ in range(self.draw.randint(1, RANKS)):
-            self.start()
-        while self.loop.time() < LIMIT_S:
-            await asyncio.sleep(self.draw.expovariate(1.0))
-            living = [process for process in self.processes if not process.dead]
-            if self.faults:
-                break
-            if not living:
-                if any(process.status == 0 for process in self.processes):
-                    break
-                self.start()
-            elif self.events:
-                self.disturb(living)
-        else:
-            states = [(p.number, p.stopped, p.status) for p in self.processes if not p.dead]
+    def _go_on(self) -> None:
+        living = [process for process in self.processes if not process.dead]
+        done = not living and any(process.status == 0 for process in self.processes)
+        if self.now_s > LIMIT_S:
+            states = [(p.number, p.stopped, p.status) for p in living]
             self.faults.append(f"not done after {LIMIT_S:.0f} s: {states}")
+        if self.faults or done:
+            self._events.clear()
+            return
+        if not living:
+            self.start()
+        elif self.events:
+            self.disturb(living)
+        self.call_later(self.draw.expovariate(1.0), self._go_on)
 
     def disturb(self, living: Sequence[Process]) -> None:
         """Do something to the processes."""
@@ -506,7 +611,7 @@ class World:
             process.kill()
         elif kind == "kill all":
             for each in living:
-                self.loop.call_later(self.draw.uniform(0, 1.5), each.kill)
+                self.call_later(self.draw.uniform(0, 1.5), each.kill)
         elif kind == "stop":
             process.stop(self.draw.uniform(0.1, 3 * SILENT_S))
         elif kind == "leave":
@@ -533,15 +638,8 @@ class World:
 
     def digest(self) -> str:
         """Of what was logged, and of the time that it took."""
-        text = f"{self.loop.time()} {[(line['step'], line.get('loss')) for line in lines_of(self.run_dir.parent)]}"
+        text = f"{self.now_s} {[(line['step'], line.get('loss')) for line in lines_of(self.run_dir.parent)]}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def end(self) -> None:
-        """Unwind all threads."""
-        self.over = True
-        for process in self.processes:
-            for thread in process.threads:
-                thread.end()
 
 
 @contextmanager
@@ -580,7 +678,7 @@ def simulated(world: World) -> Iterator[None]:
     """Put the world's clock, threads, locks and signals under the modules."""
     lock, draw = Lock(world), world.draw
     system = SimpleNamespace(
-        **{name: getattr(os, name) for name in ("utime", "SEEK_SET")},
+        **{name: getattr(os, name) for name in ("utime", "SEEK_SET", "listdir")},
         link=partial(_link, world),
         fsync=lambda _: None,
         getpid=lambda: world.process.number,
@@ -605,6 +703,9 @@ def simulated(world: World) -> Iterator[None]:
         (file_system, "_is_dead", lambda _, writer: world.processes[int(writer["process"]) - 1].dead),
         (os, "getpid", lambda: world.process.number if world.running else 0),
         (os, "fsync", _nothing),
+        (tensor_file, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map))),
+        (states, "config_to_dict", lambda _: SETTINGS),
+        (training, "not_default", lambda _: {}),
         (run_folder, "ThreadPoolExecutor", lambda *_: Writer(world)),
         (run_folder, "wait", partial(_wait, world)),
         (RunFiles, "_save_model", _nothing),
@@ -615,7 +716,7 @@ def simulated(world: World) -> Iterator[None]:
         (training, "describe_changes", lambda *_: ""),
         (training, "save_config", _nothing),
         (RunLog, "settings", _nothing),
-        (time, "monotonic", world.loop.time),
+        (time, "monotonic", lambda: world.now_s),
         (time, "sleep", world.sleep),
     ]
     with ExitStack() as stack:
@@ -634,22 +735,17 @@ def run_seed(seed: int) -> Result:
     draw = random.Random(seed)
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     folder = Path(tempfile.mkdtemp(prefix="ds2-meetings-", dir=memory))
-    world: World | None = None
     try:
-        with asyncio.Runner(loop_factory=lambda: VirtualLoop(draw)) as runner:
-            world = World(cast(VirtualLoop, runner.get_loop()), folder)
-            with simulated(world):
-                runner.run(world.main())
-                world.end()
+        world = World(draw, folder)
+        with simulated(world):
+            world.run()
         world.check()
         return Result("", world.digest())
-    except (Fault, StuckError) as error:
+    except Fault as error:
         return Result(str(error))
     except Exception as error:
         return Result(f"unexpected {error!r}")
     finally:
-        if world is not None:
-            world.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 

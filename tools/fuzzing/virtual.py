@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import logging
 import multiprocessing
@@ -269,6 +270,7 @@ def simulate(simulation: Simulation, arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    gc.freeze()  # modules are not looked through again in each run
     seeds = range(options.first, options.first + options.seeds)
     if options.faults:
         return _print_faults(simulation, seeds)

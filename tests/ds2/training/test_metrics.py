@@ -53,6 +53,27 @@ def test_a_writer_that_is_stopped_before_it_writes_a_line_does_not_write_it_afte
     assert steps == [0, 6, 7] and [path.name for path in tmp_path.glob(".*")] == []
 
 
+def test_a_process_that_is_stopped_while_it_takes_over_replaces_no_lines_of_who_took_over_after_it(
+    tmp_path: Path,
+) -> None:
+    others: list[RunLog] = []
+
+    def stopped_here() -> bool:
+        """Once the copy is there: others write lines, and the process goes on."""
+        if not others:
+            others.append(RunLog(tmp_path, resume_step=5, takes_over=True))
+            others[0].event("train", 6, {"loss": 2.0})
+        return True
+
+    RunLog(tmp_path).event("start", 0, {})
+    late = RunLog(tmp_path, superseded=stopped_here, takes_over=True)
+    late.event("train", 5, {"loss": 1.0})
+    late.close()
+    others[0].event("train", 7, {"loss": 3.0})
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [0, 6, 7] and not late.writes
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     board = RunLog(tmp_path)
     board._jsonl.close()
