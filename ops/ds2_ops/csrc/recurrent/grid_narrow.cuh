@@ -16,6 +16,11 @@
 // A cell with gates: a block owns all gates' rows of its words of h, gate after gate. Backward the state is the gradients of all
 // gates, plane after plane, each as long as h: one thread finishes a word of all of them.
 //
+// A GRU that resets before its last gate's product takes two states a step (GRNN, Holmes et al. 2019, section 5.1: two
+// synchronisations), numbered like all others. Forward the first is h and gives the sums of r and z; the second, r h, gives that of
+// n. Backward the first is the gradients of r and z, with n's plane 0; the second that of n, with zeros for r and z. Every product
+// is with all rows, whose other sums nobody takes: a step waits for messages, not for products.
+//
 // The portable design is this one without clusters: it has no instruction that compute capability 8.0 lacks. Where CLUSTER is 1,
 // a block reads the whole state; nobody sends sums, as a finishing thread adds up its word's 8 partial sums itself. Else CLUSTER
 // blocks are a team, which divides K as a cluster does, and sums go through L2 (teams.cuh). Registers stay where they are at
@@ -287,6 +292,9 @@ struct GridFinisher {
     }
     using Floats = float[Shape::PER_WORD];
     __device__ unsigned carry_at(int g) const { return own + Shape::CARRY_AT + g * Shape::CARRIED * Shape::FINISHERS * 4; }
+    __device__ unsigned kept_at(int g, int word) const {
+        return own + Shape::KEPT_AT + (g * Shape::KEPT + word) * Shape::FINISHERS * 4;
+    }
     __device__ unsigned length_at(int group) const { return own + Shape::LENGTHS_AT + group * Shape::FINISHERS * 4; }
     __device__ unsigned input_at(int turn, int array) const {
         return own + Shape::INPUTS_AT + (turn % Shape::AHEAD * Shape::INPUTS + array) * Shape::FINISHERS * 4;
@@ -309,7 +317,8 @@ struct GridFinisher {
                     block_wait(Shape::read(sums_turn), Shape::SUM_THREADS);
                     block_wait(Shape::written(sums_turn), Shape::SUM_THREADS);
                 }
-                finish(tile, at, Shape::BACKWARD ? tile.steps - 1 - iteration : iteration, i, sums_turn,
+                const int step = iteration / Shape::PHASES;
+                finish(tile, at, iteration % Shape::PHASES, Shape::BACKWARD ? tile.steps - 1 - step : step, i, sums_turn,
                        iteration + 1 < iterations, sums);
                 if (Shape::CLUSTER == 1 && !DEBUG_WAITS) block_arrive(Shape::read(sums_turn), Shape::SUM_THREADS);
                 fetch(tile, fetching, i + Shape::AHEAD);
@@ -318,8 +327,17 @@ struct GridFinisher {
             epoch += iterations;
             for (int g = 0; g < tile.groups; g++)
                 for (int t = tile.steps; t < pass.frames && owns(tile, g); t++)  // padding
-                    frame(tile, g, t).store_padding(valid, pass.whole_words);
+                    store_padding(tile, g, t);
             block_wait(Shape::TILE_DONE, Shape::FINISHERS);  // a warp without words in the next tile has seen all phases
+        }
+    }
+
+    __device__ void store_padding(const GridTile<Shape>& tile, int group, int t) const {
+        if constexpr (Shape::BACKWARD || Shape::PHASES == 1) {
+            frame(tile, group, t).store_padding(valid, pass.whole_words);
+        } else {  // who forms r h from what was saved does so of padding too
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) frame(tile, group, t).store_output(a, 0, valid, pass.whole_words);
         }
     }
 
@@ -347,7 +365,7 @@ struct GridFinisher {
     // Asks for what turn number `turn` of the tile consumes, iteration at.epoch of it. Each thread reads only what itself
     // has fetched.
     __device__ void fetch(const GridTile<Shape>& tile, Turn at, int turn) const {
-        const int t = Shape::BACKWARD ? tile.steps - 1 - at.epoch : at.epoch;
+        const int step = at.epoch / Shape::PHASES, t = Shape::BACKWARD ? tile.steps - 1 - step : step;
         const bool wanted = t >= 0 && t < int(load_shared_4(length_at(at.group))) && valid > 0;
         const size_t plain = wanted ? frame(tile, at.group, t).element() : 0;  // of arrays (T, B, H)
 #pragma unroll
@@ -362,9 +380,9 @@ struct GridFinisher {
         copies_commit();  // one a turn: copies_wait counts them
     }
 
-    // The pointwise end of one turn at frame t; t = -1 is the gradient of the first state. What can be done before the sums
+    // The pointwise end of one turn, a phase of frame t; t = -1 is the gradient of the first state. What can be done before the sums
     // are there, is.
-    __device__ void finish(const GridTile<Shape>& tile, Turn at, int t, int turn, int sums_turn, bool more,
+    __device__ void finish(const GridTile<Shape>& tile, Turn at, int phase, int t, int turn, int sums_turn, bool more,
                            const TeamSums<Shape>& team_sums) const {
         const bool owner = owns(tile, at.group);
         const unsigned from = pinned(Shape::CLUSTER == 1 ? received + sums_turn % 2 * Shape::PARTIAL_BYTES
@@ -416,7 +434,11 @@ struct GridFinisher {
                 store_state(tile, at.group, length == 0 ? load_state(tile, at.group) : Number::pack(value[0]));
                 return;
             }
-            if constexpr (Shape::GATED) {
+            if constexpr (Shape::PHASES == 2) {
+                finish_phase(tile, at, phase, t, length, more, value, ready, carry);
+                if (more) empty_slot(tile, at.group, at.epoch + 1);
+                return;
+            } else if constexpr (Shape::GATED) {
                 apply_gates<Shape>(value, ready, carry, out);
                 if (t < length) keep_carry<Shape>(carry_at(at.group), carry);
             } else {
@@ -439,6 +461,67 @@ struct GridFinisher {
             }
         }
         if (more) empty_slot(tile, at.group, at.epoch + 1);
+    }
+
+    // Of a cell with two phases, from a phase's sums on: publishes the next state and stores what the phase has made.
+    __device__ void finish_phase(const GridTile<Shape>& tile, Turn at, int phase, int t, int length, bool more,
+                                 float (&value)[Shape::SUMS][Shape::PER_WORD],
+                                 const float (&ready)[Shape::READY][Shape::PER_WORD], Floats& carry) const {
+        using Cell = typename Shape::Cell;
+        const bool exists = t < length;
+        const auto here = frame(tile, at.group, t);
+        unsigned out[Shape::OUTPUTS] = {}, sent[Shape::SENT] = {};
+        if constexpr (Shape::BACKWARD) {
+            if (phase == 0) {
+                apply_gates<Shape>(value, ready, carry, out);
+                if (!exists) out[1] = out[2] = 0;
+                store_shared_4(kept_at(at.group, 0), out[1]);
+                sent[2] = out[2];
+                here.store_output(1, out[1], valid, pass.whole_words);
+                here.store_output(2, out[2], valid, pass.whole_words);
+            } else {
+                Floats grad;
+#pragma unroll
+                for (int e = 0; e < Shape::PER_WORD; e++) {
+                    float slope[Cell::SLOPES];
+#pragma unroll
+                    for (int a = 0; a < Cell::SLOPES; a++) slope[a] = ready[1 + a][e];
+                    Cell::backward_reset(value[0][e], slope, carry[e], grad[e]);
+                }
+                sent[0] = exists ? Number::pack(grad) : 0;
+                sent[1] = load_shared_4(kept_at(at.group, 0));
+                here.store_output(0, sent[0], valid, pass.whole_words);
+            }
+            if (exists) keep_carry<Shape>(carry_at(at.group), carry);
+        } else if (phase == 0) {
+            Floats reset;
+#pragma unroll
+            for (int e = 0; e < Shape::PER_WORD; e++) {
+                reset[e] = Cell::template reset<Number>(value[0][e], ready[1][e], carry[e]);
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+                    store_shared_4(kept_at(at.group, k * Shape::PER_WORD + e), __float_as_uint(value[k][e]));
+            }
+            sent[0] = exists ? Number::pack(reset) : 0;
+        } else {
+#pragma unroll
+            for (int e = 0; e < Shape::PER_WORD; e++)
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+                    value[k][e] = __uint_as_float(load_shared_4(kept_at(at.group, k * Shape::PER_WORD + e)));
+            apply_gates<Shape>(value, ready, carry, out);
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) out[a] = exists ? out[a] : 0;
+            if (exists) keep_carry<Shape>(carry_at(at.group), carry);
+            sent[0] = out[0];
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) here.store_output(a, out[a], valid, pass.whole_words);
+            if (t == length - 1) store_state(tile, at.group, out[0]);
+        }
+        if (!more) return;
+        unsigned* const to = slot(at.group, at.epoch + 1);
+#pragma unroll
+        for (int v = 0; v < Shape::SENT; v++) store_relaxed(to + v * plane_words, publishable(Number::operand(sent[v])));
     }
 
     // After publishing state `epoch` of a group: empties what this thread stored for the state two before.

@@ -50,10 +50,13 @@ struct GridShape : Slots<(Cell_::GATES > 1 && !PORTABLE_ ? 64 : 16), (Cell_::GAT
     static constexpr int READY = pass_ready<Cell, BACKWARD>();
     static constexpr int LAST_SENT = BACKWARD && OUTPUTS > SENT ? SENT : SENT - 1;  // the last plane, among the outputs
     static constexpr int CARRIED = GATED ? PER_WORD : 0;                            // of each group
+    // And of the first phase of a step for the second: forward the sums of r and z, backward the gradient of z.
+    static constexpr int PHASES = cell_phases<Cell>(), KEPT = PHASES == 1 ? 0 : BACKWARD ? 1 : 2 * PER_WORD;
     static constexpr int AHEAD = 8;
     static constexpr int LENGTHS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
     static constexpr int CARRY_AT = LENGTHS_AT + GROUPS * FINISHERS * 4;
-    static constexpr int INPUTS_AT = CARRY_AT + GROUPS * CARRIED * FINISHERS * 4;
+    static constexpr int KEPT_AT = CARRY_AT + GROUPS * CARRIED * FINISHERS * 4;
+    static constexpr int INPUTS_AT = KEPT_AT + GROUPS * KEPT * FINISHERS * 4;
     static constexpr int BARRIERS_AT = INPUTS_AT + AHEAD * INPUTS * FINISHERS * 4;  // of received sums
     static constexpr int WEIGHTS_AT = BARRIERS_AT + (PORTABLE ? 0 : 2 * GROUPS * 8);
     static constexpr int SMEM_BYTES = WEIGHTS_AT + THREADS * K_PAIRS_SMEM * M_TILES * 32;

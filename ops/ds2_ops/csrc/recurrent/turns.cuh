@@ -5,6 +5,7 @@
 #pragma once
 
 #include "recurrent/exchange.cuh"
+#include "recurrent/pointwise.cuh"
 
 namespace ds2 {
 
@@ -43,7 +44,11 @@ struct GridTile {
         return (all + tiles - 1) / tiles * samples;
     }
     __device__ int live_of(int group) const { return min(pass.samples, live - group * pass.samples); }  // <= 0: none
-    __device__ int iterations() const { return Shape::BACKWARD && steps > 0 ? steps + 1 : steps; }
+    // States that are read: one of each phase of a step, and backward one more for the gradient of the first state.
+    __device__ int iterations() const {
+        const int phases = cell_phases<typename Shape::Cell>() * steps;
+        return Shape::BACKWARD && steps > 0 ? phases + 1 : phases;
+    }
     __device__ int turns() const { return iterations() * groups; }
 };
 

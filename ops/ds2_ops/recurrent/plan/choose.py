@@ -57,7 +57,8 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
         device = replace(device, active_clusters={})
     choices = units_choices(problem, device, sms)
     if problem.cell.phases == 1:
-        choices += cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
+        choices += cluster_choices(problem, device, sms)
+    choices += grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
     return choices if hopper(device) else [replace(choice, processor=device.processor) for choice in choices]
@@ -79,11 +80,11 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
     if problem.cell.phases > 1 and problem.directions == 1:
-        even, odd = largest_units_hidden(problem, device, sms)
+        largest = max(largest_grid, *largest_units_hidden(problem, device, sms))
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be "
-            f"used on {device.name}, {problem.nonlinearity} has kernels for at most {even}, or {odd} if it is odd; use "
-            "reset_after=True, a smaller size, or backend='gemm'"
+            f"used on {device.name}, {problem.nonlinearity} has kernels for at most {largest}; use reset_after=True, a "
+            "smaller size, or backend='gemm'"
         )
     gates = problem.cell.gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)
@@ -123,7 +124,11 @@ def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
         return []
     if not hopper(device):
         return portable_choices(problem, device, sms)
-    return narrow_choices(problem, device, sms) + wide_choices(problem, device, sms)
+    choices = narrow_choices(problem, device, sms)
+    if problem.cell.phases == 1:
+        return choices + wide_choices(problem, device, sms)
+    # Between the units design's sizes and those that clusters divide, no other design exchanges twice a step.
+    return choices + portable_choices(problem, device, sms)
 
 
 def largest_grid_hidden(problem: Problem, device: DeviceFacts, sms: int) -> int:

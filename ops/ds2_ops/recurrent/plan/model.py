@@ -73,7 +73,7 @@ class Processor:
 def kind(work: Work) -> str:
     """Return the name of the constants for this work."""
     variant = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
-    variant += " phases" if work.phases > 1 else ""
+    variant += " phases" if work.phases > 1 and work.layout.startswith("units") else ""
     gates = work.sums * work.sent > 1
     layout = work.layout.rstrip("0123456789") if gates and work.layout.startswith(WHOLE_CHIP) else work.layout
     return f"{layout}{variant}{' gates' if gates else ''}"
@@ -104,7 +104,9 @@ def step_us(work: Work, constants: Constants | None = None, processor: Processor
     values = (constants or fitted())[kind(work)]
     chain = sum(values.get(term, 0.0) * count for term, count in terms(work).items())
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
-    return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
+    # The units design has constants of its own for two phases; elsewhere a phase costs what a step of other cells does.
+    phases = 1 if work.layout.startswith("units") else work.phases
+    return phases * work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
 
 
 @functools.cache

@@ -115,7 +115,8 @@ def _choice(
     if portable:
         registers = device.registers // all_threads // 8 * 8
         registers -= BLACKWELL_REGISTERS if device.capability >= (10, 0) else 0
-        registers -= 16 if cluster > 1 and cell.gates > 1 and per_word == 1 else 0  # for sums of a team, and addresses
+        # For the sums of a team, and addresses; and for what a second phase does.
+        registers -= 16 if cluster > 1 and cell.gates > 1 and (per_word == 1 or cell.phases > 1) else 0
     else:
         registers = REGISTERS * device.registers // DeviceFacts.registers
         registers -= 0 if cell.gates == 1 else 16 if per_word > 1 else 20  # for the finishing warps, and addresses
@@ -166,6 +167,7 @@ def _choice(
             smem_k_tiles=2 * smem_pairs,
             sums=sums,
             sent=sent,
+            phases=cell.phases,
         ),
     )
 
@@ -178,7 +180,7 @@ def _pairs(samples: int) -> int:
 def _smem_bytes(
     problem: Problem, cluster: int, block_words: int, m_tiles: int, smem_pairs: int, max_groups: int
 ) -> int:
-    """Sum two buffers of partial sums, two of received sums for each group, lengths, inputs, mbarriers, weights.
+    """Sum two buffers of partial sums, two of received sums for each group, lengths, what is carried, inputs, weights.
 
     As in grid_narrow.cuh.
     """
@@ -189,6 +191,8 @@ def _smem_bytes(
     inputs, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:
         inputs, states = 1 + cell.saved if problem.backward else cell.gates, per_word
+    if cell.phases > 1:  # what the first phase of a step keeps for the second
+        states += 1 if problem.backward else 2 * per_word
     own_bytes = (max_groups * (1 + states) + INPUTS_AHEAD * inputs) * FINISHERS * 4
     weight_bytes = THREADS * smem_pairs * m_tiles * 32
     return 2 * partial_bytes + buffers + own_bytes + weight_bytes

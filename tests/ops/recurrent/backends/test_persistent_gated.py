@@ -20,9 +20,9 @@ SMALL += [((5, 20, 250), torch.bfloat16), ((6, 3, 65), torch.float16), ((5, 9, 9
 LARGE = [((6, 64, 1024), torch.bfloat16), ((20, 63, 1000), torch.bfloat16), ((19, 35, 1001), torch.float16)]
 LARGE += [((5, 9, 777), torch.float16), ((21, 70, 640), torch.bfloat16), ((70, 9, 640), torch.bfloat16)]
 LARGE += [((1, 1, 640), torch.bfloat16), ((3, 33, 1056), torch.bfloat16)]
-OF_WHOLE_CHIP = [cell for cell, row in GATED.items() if row.phases == 1]
 CASES = [(cell, *case, False) for cell in GATED for case in SMALL]
-CASES += [(cell, *case, True) for cell in OF_WHOLE_CHIP for case in LARGE]
+CASES += [(cell, *case, True) for cell in GATED for case in LARGE]
+CASES += [("gru_before", (7, 5, 600), torch.float32, True)]
 
 
 def tiles(problem: Problem, whole_chip: bool) -> list[Choice]:
@@ -41,7 +41,7 @@ def test_every_tile_is_as_good_as_stock(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", OF_WHOLE_CHIP)
+@pytest.mark.parametrize("cell", GATED)
 def test_split_in_time_and_off_16_bytes_the_same_bits(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (20, 40, 640)
     (x, weight_hh, bias, h0, c0), _ = problem(cell, shape, CUDA, torch.bfloat16)

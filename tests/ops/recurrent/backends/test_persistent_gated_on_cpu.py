@@ -86,6 +86,12 @@ CASES = [
     pytest.param("gru_before", ("units", 1, 2, 1), (4, 3, 65), id="reset before, one multiprocessor, two tiles"),
     pytest.param("gru_before", ("units", 2, 3, 1), (5, 3, 60), id="reset before, cluster, a lane a gate"),
     slow("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster"),
+    slow("gru_before", ("narrow", 2, 16, 1), (5, 3, 500), id="reset before, whole chip"),
+    slow("gru_before", ("narrow", 2, 12, 2), (4, 11, 511), id="reset before, whole chip, odd rows, two groups"),
+    slow("gru_before", ("narrow", 2, 8, 1), (36, 1, 500), id="reset before, the exchange comes round"),
+    pytest.param("gru_before", ("portable", 1, 7, 1), (11, 3, 100), id="reset before, portable, many frames"),
+    slow("gru_before", ("portable", 1, 7, 5), (3, 66, 60), id="reset before, portable, two tiles"),
+    slow("gru_before", ("portable", 2, 16, 2), (5, 11, 501), id="reset before, teams of two, odd rows"),
     slow("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip"),
     slow("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip"),
     slow("gru_after", ("narrow", 2, 8, 1), (66, 1, 500), id="gru, the exchange comes round"),
@@ -154,6 +160,7 @@ FEW_ROWS = "lstm", ("cluster", 8, 1, 1), (3, 2, 40)
 BLOCK, PAIR = (("gru_before", ("units", cluster, 1, 1), (5, 2, 40)) for cluster in (1, 2))
 OF_WIDE = "lstm", ("wide", 3, 6, 1), (3, 9, 168)
 PORTABLE, TEAM = ("lstm", ("portable", 1, 7, 1), (19, 3, 100)), ("lstm", ("portable", 2, 16, 1), (8, 3, 500))
+PHASES = "gru_before", ("portable", 1, 7, 1), (5, 3, 100)
 FAULTS = [  # where, whether in the forward pass, the fault
     slow(*MANY_ROWS, True, (MULTIPLY, "await(PORTION);", ""), id="no wait for the peers"),
     slow(*MANY_ROWS, True, (MULTIPLY, "block_wait(Shape::FIRST_STATE, THREADS);", ";"), id="no wait for the first"),
@@ -185,6 +192,9 @@ FAULTS = [  # where, whether in the forward pass, the fault
     slow(*TEAM, True, (NARROW, "waits |= missing(sums.v[s][k], use);", ";"), id="no wait for the team"),
     slow(*TEAM, True, (NARROW, "return turn.epoch / 2 % 2;", "return 0;"), id="sums of two states before"),
     slow(*TEAM, True, (NARROW, "return end - (buffer_of(turn) + 1)", "return end - 1"), id="one buffer"),
+    slow(*PHASES, False, (NARROW, "sent[1] = load_shared_4(kept_at(at.group, 0));", ""), id="no gradient of z"),
+    slow(*PHASES, True, (NARROW, "at.epoch / Shape::PHASES", "at.epoch"), id="inputs of another frame"),
+    slow(*PHASES, False, (NARROW, "? Number::pack(grad) : 0", "? out[0] : 0"), id="no gradient of r"),
     slow(*BLOCK, True, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), id="units, no barrier of the block"),
     slow(
         *PAIR,

@@ -73,7 +73,7 @@ def test_against_float64(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", [cell for cell, row in GATED.items() if row.phases == 1])
+@pytest.mark.parametrize("cell", GATED)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -96,8 +96,6 @@ def test_gates_against_float64(
 def test_the_tests_of_the_operator_pass_on_it(name: str) -> None:
     file = f"tests/ops/recurrent/{name}.py"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
-    # Its reset-before GRU has 256 units, for which only the Hopper design has a kernel.
-    command += ["--deselect", f"{file}::test_a_cuda_graph_replays_the_same_bits[gru_before]"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | EARLIER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
 

@@ -41,7 +41,7 @@ def test_the_sweep_is_wide_enough_to_be_wrong_in(name: str) -> None:
     for cell in {problem.nonlinearity for problem in problems}:
         for backward in (False, True):
             of_it = [p for p in problems if (p.nonlinearity, p.backward) == (cell, backward)]
-            assert len({p.hidden for p in of_it}) >= (5 if cell == "gru_before" else 14)  # which fits up to 256
+            assert len({p.hidden for p in of_it}) >= (5 if cell == "gru_before" else 14)  # swept up to 256
             assert len({p.batch for p in of_it}) >= 8
     for measured in record(name).problems:
         assert len(measured.times) >= (4 if name == "relu" else 2), measured.problem

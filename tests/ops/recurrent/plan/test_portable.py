@@ -90,6 +90,7 @@ PROBLEMS = [
     Problem(4, 1152, "bfloat16", "relu", False),
     *(Problem(16, 1024, "bfloat16", "lstm", backward) for backward in (False, True)),
     *(Problem(8, 512, "bfloat16", "gru_after", backward) for backward in (False, True)),
+    *(Problem(20, 1024, "bfloat16", "gru_before", backward) for backward in (False, True)),
     *(Problem(8, 640, "float32", "lstm", backward) for backward in (False, True)),
     *(Problem(8, 513, "float16", "gru_after", backward) for backward in (False, True)),
     *(Problem(4, 2560, "bfloat16", "tanh", backward) for backward in (False, True)),

@@ -49,8 +49,10 @@ def test_the_largest_on_one_multiprocessor_and_one_past_it(cell: str, hidden: in
 
 
 def test_a_cell_with_two_phases_that_does_not_fit_names_the_way_out() -> None:
-    with pytest.raises(DoesNotFit, match=r"hidden size 257 in bfloat16 does not fit.* at most 256.* reset_after=True"):
-        choose(Problem(4, 257, "bfloat16", "gru_before", True), H200)
+    with pytest.raises(
+        DoesNotFit, match=r"hidden size 2113 in bfloat16 does not fit.* at most 2112.* reset_after=True"
+    ):
+        choose(Problem(4, 2113, "bfloat16", "gru_before", True), H200)
 
 
 @pytest.mark.parametrize(
