@@ -115,6 +115,7 @@ def page() -> Any:
         f"style-src {_hashes(html, 'style')}",
         "connect-src 'self'",
         "img-src data:",
+        "media-src blob:",  # a file that was chosen is played
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",

@@ -103,7 +103,7 @@ class Transcriptions:
         session = await self.engine.open(self.engine.sample_rate_hz, endpoints, hot_words, only)
         segments = self._segments(session, upload)
         if stream:
-            return await _events(segments, request)
+            return await _events(segments, session, request, with_words="word" in granularities)
         all_segments = await _unless_disconnected(request, _all(segments))
         return _response(response_format, all_segments, session.accepted_s, language, granularities)
 
@@ -208,8 +208,13 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) 
             task.cancel()
 
 
-async def _events(segments: AsyncGenerator[Segment], request: Request) -> Response:
-    """Server-sent events: the text of each segment as it becomes final, then the whole text."""
+async def _events(
+    segments: AsyncGenerator[Segment], session: EngineSession, request: Request, *, with_words: bool
+) -> Response:
+    """Server-sent events: the text of each segment as it becomes final, then the whole text.
+
+    Our extensions: with `timestamp_granularities[]=word` a text's words, and the duration at the end.
+    """
     first = await _unless_disconnected(
         request, anext(segments, None)
     )  # before the response starts: an unreadable file gets an error status
@@ -221,14 +226,15 @@ async def _events(segments: AsyncGenerator[Segment], request: Request) -> Respon
             while segment is not None:
                 delta = (" " if texts else "") + segment.hypothesis.text
                 texts.append(segment.hypothesis.text)
-                yield _event({"type": "transcript.text.delta", "delta": delta})
+                words = {"words": [_word(word) for word in segment.hypothesis.words]} if with_words else {}
+                yield _event({"type": "transcript.text.delta", "delta": delta, **words})
                 segment = await anext(segments, None)
         except UserError as error:
             yield _event({"type": "error", "error": {"message": str(error), "type": "invalid_request_error"}})
             return
         finally:  # the client may have left
             await segments.aclose()
-        yield _event({"type": "transcript.text.done", "text": " ".join(texts)})
+        yield _event({"type": "transcript.text.done", "text": " ".join(texts), "duration": session.accepted_s})
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -259,7 +265,7 @@ def _response(
         content["words"] = [_word(word) for word in words]
     if "segment" in granularities or not granularities:
         content["segments"] = [
-            {"id": number, "start": cue.start_s, "end": cue.end_s, "text": cue.text}
+            {"id": number, "start": round(cue.start_s, 3), "end": round(cue.end_s, 3), "text": cue.text}
             for number, cue in enumerate(cues(words))
         ]
     return JSONResponse(content)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +18,13 @@ import pytest
 import soundfile
 from support.serving import RATE_HZ, WAIT_S, Running, samples_of, speech, until
 
+from ds2.decoding.hypothesis import Word
+from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import Endpoints
 from ds2.serve.protocols.vosk import Vosk
 from ds2.serve.tls import self_signed
 
+SPOKEN_S = 2.0
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
 
@@ -36,15 +41,15 @@ def test_the_page_asks_no_other_host(serve: Callable[..., Running]) -> None:
 
 
 @contextmanager
-def chromium_page(tmp_path: Path, *arguments: str, **options: Any) -> Iterator[Any]:
+def chromium_page(tmp_path: Path, *arguments: str, once: bool = False, **options: Any) -> Iterator[Any]:
     """A page of a browser whose microphone plays `spoken.wav`, which this writes; errors of its scripts fail."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     if not CHROMIUM:
         pytest.skip("needs chromium")
-    samples = np.concatenate([samples_of(speech(2, 2.0)), np.zeros(2 * RATE_HZ, np.float32)])
+    samples = np.concatenate([samples_of(speech(2, SPOKEN_S)), np.zeros(2 * RATE_HZ, np.float32)])
     soundfile.write(tmp_path / "spoken.wav", samples, RATE_HZ, subtype="PCM_16")
     fake = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream", *arguments]
-    fake.append(f"--use-file-for-fake-audio-capture={tmp_path / 'spoken.wav'}")
+    fake.append(f"--use-file-for-fake-audio-capture={tmp_path / 'spoken.wav'}{'%noloop' * once}")
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=fake, timeout=1000 * WAIT_S)
         page = browser.new_context(permissions=["microphone"], **options).new_page()
@@ -56,6 +61,13 @@ def chromium_page(tmp_path: Path, *arguments: str, **options: Any) -> Iterator[A
     assert errors == []
 
 
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several words of the untrained model, which finds no pauses in a file."""
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.serve.protocols.openai_rest.Endpoints", lambda: Endpoints(longest_s=0.5))
+
+
 @pytest.mark.slow
 def test_a_phone_over_http_shows_what_the_microphone_needs(serve: Callable[..., Running], tmp_path: Path) -> None:
     running = serve(allow_hosts=("ds2.test",))
@@ -65,9 +77,9 @@ def test_a_phone_over_http_shows_what_the_microphone_needs(serve: Callable[..., 
         assert "needs https" in page.inner_text("#state") and page.is_disabled("#microphone")
         page.set_input_files("#file", str(tmp_path / "spoken.wav"))
         until(lambda: page.inner_text("#state").startswith("Done: "))
-        assert page.inner_text("#final").strip() and page.is_disabled("#microphone")
+        assert page.inner_text(".words").strip() and page.is_disabled("#microphone")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        page.click("#copy")
+        page.get_by_role("button", name="Copy the text").click()
         until(lambda: "copy" in page.inner_text("#state"))
 
 
@@ -80,7 +92,7 @@ def test_a_microphone_over_https(serve: Callable[..., Running], tmp_path: Path) 
         page.locator("#partial", has_text=re.compile(r".{4}")).wait_for()
         page.click("#microphone")
         until(lambda: page.inner_text("#state") == "Done.")
-        assert page.inner_text("#final").strip()
+        assert page.inner_text(".words").strip()
 
 
 @pytest.mark.slow
@@ -93,11 +105,117 @@ def test_a_lost_server_is_shown_and_connected_to_again(serve: Callable[..., Runn
         running.end()
         page.locator("#state", has_text="The server was lost").wait_for()
         until(lambda: not is_listening(running.port))
+        before = page.inner_text(".words")
         serve(port=running.port)
         page.locator("#state", has_text="Listening again").wait_for()
         page.locator("#partial", has_text=re.compile(r".{4}")).wait_for()
         page.click("#microphone")
         until(lambda: page.inner_text("#state") == "Done.")
+        assert page.locator(".recording").count() == 1
+        words = json.loads(saved(page, "json"))["words"]
+        assert page.inner_text(".words").startswith(before) and len(words) > len(before.split()) - 1
+        assert [word["start"] for word in words] == sorted(word["start"] for word in words)
+
+
+@pytest.mark.slow
+def test_speech_while_the_server_is_lost_is_recognised(serve: Callable[..., Running], tmp_path: Path) -> None:
+    """The microphone plays once: its words come though the server was away for all of them."""
+    running = serve()
+    with chromium_page(tmp_path, once=True) as page:
+        page.goto(running.web)
+        page.click("#microphone")
+        page.locator("#partial", has_text=re.compile(r".{2}")).wait_for()
+        running.end()
+        page.locator("#state", has_text="The server was lost").wait_for()
+        until(lambda: not is_listening(running.port))
+        time.sleep(SPOKEN_S)
+        serve(port=running.port)
+        page.locator("#state", has_text="Listening again").wait_for()
+        page.click("#microphone")
+        until(lambda: page.inner_text("#state") == "Done.")
+        words = json.loads(saved(page, "json"))["words"]
+    assert words[0]["start"] < SPOKEN_S / 2 < words[-1]["end"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+def test_saved_files_hold_what_is_shown(serve: Callable[..., Running], tmp_path: Path) -> None:
+    running = serve()
+    with chromium_page(tmp_path) as page:
+        page.goto(running.web)
+        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
+        until(lambda: page.inner_text("#state").startswith("Done: "))
+        files = {name: saved(page, name) for name in ("txt", "srt", "vtt", "json")}
+    content = json.loads(files["json"])
+    words = [Word(word["word"], word["start"], word["end"], word["confidence"]) for word in content["words"]]
+    assert content["text"].split() == [word.text for word in words] and files["txt"].split() == content["text"].split()
+    assert len(words) > 1 and files["srt"] == srt(cues(words)) and files["vtt"] == vtt(cues(words))
+    assert [word.start_s for word in words] == sorted({word.start_s for word in words})
+
+
+@pytest.mark.slow
+def test_captions_are_those_of_ds2_transcribe(serve: Callable[..., Running], tmp_path: Path) -> None:
+    """Long words, pauses and signs."""
+    draw = np.random.default_rng(5)
+    texts = [*("<b>", "&", "x" * 50), *("a" * int(length) for length in draw.integers(1, 14, 200))]
+    gaps = draw.choice([0.0, 0.1, 0.999, 1.0, 3.0], len(texts), p=[0.5, 0.3, 0.05, 0.1, 0.05])
+    starts = [round(float(start), 3) for start in np.cumsum(gaps + 0.25)]
+    words = [Word(text, start, round(start + 0.25, 3), 1.0) for text, start in zip(texts, starts, strict=True)]
+    sent = [{"word": word.text, "start": word.start_s, "end": word.end_s, "confidence": 1} for word in words]
+    with chromium_page(tmp_path) as page:
+        page.goto(serve().web)
+        page.evaluate("words => new Recording('talk').add(words, 'text')", sent)
+        assert saved(page, "srt") == srt(cues(words)) and saved(page, "vtt") == vtt(cues(words))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+def test_words_are_reached_by_keys_and_touch(serve: Callable[..., Running], tmp_path: Path) -> None:
+    with chromium_page(tmp_path) as page:
+        page.goto(serve().web)
+        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
+        until(lambda: page.inner_text("#state").startswith("Done: "))
+        count = page.locator(".words span").count()
+        page.locator(".words").focus()
+        shown = [press(page, key) for key in ("ArrowRight", "End", "ArrowLeft", "Home", "Escape")]
+        assert shown[0] == shown[3] != "" == shown[4] and len(set(shown[:3])) == min(3, count)
+        assert re.search(r": \d+ % sure, \d+\.\d\d to \d+\.\d\d s", shown[1])
+        page.locator(".words span").last.click()
+        assert page.inner_text("#word") == shown[1]
+        assert page.evaluate("document.querySelector('audio').currentTime") > 0
+        assert not page.locator(".words small").first.is_visible()
+        page.click("#details")
+        assert page.locator(".words small").first.is_visible()
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click("#clear")
+        assert page.locator(".recording").count() == 0 and page.is_visible("#empty")
+
+
+@pytest.mark.slow
+def test_settings_that_the_server_refuses_are_shown(serve: Callable[..., Running], tmp_path: Path) -> None:
+    with chromium_page(tmp_path) as page:
+        page.goto(serve().web)
+        page.click("summary")
+        page.fill("#only", "(ab")
+        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
+        page.locator("#state.bad", has_text="(ab").wait_for()
+        page.click("#microphone")
+        page.locator("#state.bad", has_text="(ab").wait_for()
+        until(lambda: page.inner_text("#microphone") == "Start microphone")
+        assert page.locator(".recording").count() == 0
+
+
+def press(page: Any, key: str) -> str:
+    page.keyboard.press(key)
+    return str(page.inner_text("#word"))
+
+
+def saved(page: Any, name: str) -> str:
+    """The file that the page saves of its last recording."""
+    with page.expect_download() as download:
+        page.get_by_role("button", name=f"Save as {name}").last.click()
+    assert download.value.suggested_filename.endswith(f".{name}")
+    return Path(download.value.path()).read_text(encoding="utf-8")
 
 
 def is_listening(port: int) -> bool:
@@ -115,7 +233,7 @@ def test_a_microphone_in_chromium(
     if not CHROMIUM:
         pytest.skip("needs chromium")
     running = serve()
-    samples = np.concatenate([samples_of(speech(2, 2.0)), np.zeros(2 * RATE_HZ, np.float32)])
+    samples = np.concatenate([samples_of(speech(2, SPOKEN_S)), np.zeros(2 * RATE_HZ, np.float32)])
     soundfile.write(tmp_path / "spoken.wav", samples, RATE_HZ, subtype="PCM_16")
     fake = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
     fake.append(f"--use-file-for-fake-audio-capture={tmp_path / 'spoken.wav'}%noloop")
@@ -134,12 +252,12 @@ def test_a_microphone_in_chromium(
         until(lambda: re.fullmatch(r"\d\.\d s", page.inner_text("#delay")))
         page.click("#microphone")
         until(lambda: page.inner_text("#state") == "Done.")
-        words = page.inner_text("#final")
+        words = page.inner_text(".words")
         assert words.strip() and page.inner_text("#partial") == ""
-        assert "% sure" in page.get_attribute("#final span", "title")
+        assert "% sure" in page.get_attribute(".words span", "title")
         page.set_input_files("#file", str(tmp_path / "spoken.wav"))
         until(lambda: page.inner_text("#state").startswith("Done: "))
-        assert len(page.inner_text("#final")) > len(words)
+        assert page.locator(".words").nth(1).inner_text().strip()
         browser.close()
     assert wrong == []
     assert asked and all(url.startswith((running.web, "blob:")) for url in asked)

@@ -76,6 +76,9 @@ def test_openais_client_gets_every_format(serve: Callable[..., Running], method:
     events = list(create(model="ds2", file=flac(data), stream=True))
     assert [event.type for event in events[-2:]] == ["transcript.text.delta", "transcript.text.done"]
     assert "".join(event.delta for event in events[:-1]) == events[-1].text == wanted
+    assert events[-1].duration == pytest.approx(2.0) and not hasattr(events[0], "words")
+    events = create(model="ds2", file=flac(data), stream=True, timestamp_granularities=["word"])
+    assert [word["word"] for event in events for word in getattr(event, "words", [])] == wanted.split()
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
