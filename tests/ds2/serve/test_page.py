@@ -179,7 +179,7 @@ def test_words_are_reached_by_keys_and_touch(serve: Callable[..., Running], tmp_
         page.locator(".words").focus()
         shown = [press(page, key) for key in ("ArrowRight", "End", "ArrowLeft", "Home", "Escape")]
         assert shown[0] == shown[3] != "" == shown[4] and len(set(shown[:3])) == min(3, count)
-        assert re.search(r": \d+ % sure, \d+\.\d\d to \d+\.\d\d s", shown[1])
+        assert re.search(r": \d+ % sure, \d+\.\d\d s to \d+\.\d\d s", shown[1])
         page.locator(".words span").last.click()
         assert page.inner_text("#word") == shown[1]
         assert page.evaluate("document.querySelector('audio').currentTime") > 0
