@@ -38,6 +38,7 @@ def test_the_page_asks_no_other_host(serve: Callable[..., Running]) -> None:
     assert not re.search(r"\son[a-z]+=", html) and " style=" not in html  # the policy forbids them
     labels = re.findall(r"<(?:button|label|input|meter)[^>]*>", html)
     assert len(labels) >= 9 and 'lang="en"' in html and 'aria-live="polite"' in html
+    assert "<output" not in html  # a screen reader would read the level, five times a second
 
 
 @contextmanager
