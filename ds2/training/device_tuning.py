@@ -356,6 +356,9 @@ def choose_tiles(
                 progress.tiles |= calibrate([(problem, None)], comm.device.index or 0, most)
             except DoesNotFit:
                 continue  # runs as a loop of products
+            except RuntimeError as error:  # such as of a driver that is too old: the layers have another path
+                log.warning("train.calibrate: no tile of the recurrent kernels was timed: %s", error)
+                break
         log.info("recurrent kernels, fastest of %d: %s", most, progress.tiles or "none to choose")
     progress.tiles = comm.broadcast(progress.tiles)
     adopt(progress.tiles)

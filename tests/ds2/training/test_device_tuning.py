@@ -221,6 +221,18 @@ def test_rank_0_measures_and_all_use_the_same(measured: list[Problem]) -> None:
     assert len(measured) == 2
 
 
+def test_a_driver_that_refuses_the_kernels_stops_no_run(
+    measured: list[Problem], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> dict[str, str]:
+        raise RuntimeError("the driver cannot load a kernel built for sm_86: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+    monkeypatch.setattr(device_tuning, "calibrate", refuse)
+    assert choose(0, Progress(), 5) == choose(1, Progress(), 5) == {}
+    assert "no tile of the recurrent kernels was timed: the driver cannot load a kernel built for sm_86" in caplog.text
+    assert caplog.text.count("was timed") == 1
+
+
 def test_nothing_is_measured_unless_asked_for(measured: list[Problem]) -> None:
     assert choose(0, Progress(), 0) == {}
     assert not measured

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from ds2_ops import recurrence
 from ds2_ops.jit import runtime
 from ds2_ops.recurrent import calibrate
 from ds2_ops.recurrent.plan.choose import rank
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from support.op_cases import relative_error
 from support.persistent_cases import inputs
@@ -31,7 +33,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[l
     monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("DS2_OPS_CALIBRATE", raising=False)
     monkeypatch.setattr(calibrate, "measure", measure)
-    monkeypatch.setattr(calibrate, "device_facts", lambda index: DeviceFacts())
     monkeypatch.setattr(calibrate, "device_facts", lambda index: DeviceFacts())
     monkeypatch.setattr(runtime, "device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(runtime, "driver_version", lambda: "13.0")
@@ -102,6 +103,17 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
     calibrate.adopt({KEY: "of another version"})
     with pytest.warns(RuntimeWarning, match="'of another version' that was recorded .* model's choice runs instead"):
         assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[0]
+
+
+def test_two_different_gpus_in_one_job(measured: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [DeviceFacts(), DEVICES["A100"], replace(DEVICES["A100"], name="alike", sms=132)]
+    monkeypatch.setattr(calibrate, "device_facts", gpus.__getitem__)
+    own = [rank(PROBLEM, facts)[0].name for facts in gpus]
+    assert [calibrate.choose_tile(PROBLEM, index, None).name for index in range(3)] == own
+    calibrate.adopt({KEY: RANKED[4]})  # measured on the first one; the last one has as many multiprocessors
+    assert [calibrate.choose_tile(PROBLEM, index, None).name for index in range(2)] == [RANKED[4], own[1]]
+    with pytest.warns(RuntimeWarning, match=r"is not one of this version's: the model's choice runs instead"):
+        assert calibrate.choose_tile(PROBLEM, 2, None).name == own[2]
 
 
 def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from ds2_ops import lstm, recurrence
+from ds2_ops.recurrent import calibrate
+from ds2_ops.recurrent.backends import choose, persistent
 from ds2_ops.recurrent.backends.choose import why_not_unasked
+from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.problem import DeviceFacts
 from support.op_cases import CPU, CUDA, draw
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -88,3 +93,41 @@ def test_auto_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_auto_leaves_tf32_to_those_who_allow_it(dtype: torch.dtype, precision: str, leaves: bool) -> None:
     reason = why_not_unasked(dtype, precision)
     assert (reason is not None and "TF32" in reason) if leaves else reason is None
+
+
+POOR = {
+    "little shared memory": (replace(DEVICES["L4"], smem_bytes_per_block=4 << 10), "4 KiB of shared memory a block"),
+    "little L2": (replace(DEVICES["L4"], l2_bytes=1 << 10), "0 MiB of L2"),
+    "slice": (replace(DEVICES["A100"], name="A100 MIG 1g.5gb", sms=14), "A100 MIG 1g.5gb (14 in all)"),
+    "one before Ampere": (replace(DEVICES["A10"], name="T4", capability=(7, 5)), "T4 has compute capability 7.5"),
+    "old driver": (RuntimeError("the driver cannot load a kernel built for sm_86"), "the driver cannot load a kernel"),
+}
+
+
+@pytest.mark.parametrize("case", POOR)
+def test_a_gpu_that_cannot_run_a_kernel_multiplies_and_says_why(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu, reason = POOR[case]
+
+    def device_facts(index: int) -> DeviceFacts:
+        if isinstance(gpu, RuntimeError):
+            raise gpu
+        return gpu
+
+    monkeypatch.setattr(calibrate, "device_facts", device_facts)
+    clear_caches()
+    facts = ((5, 8, 4 * 1024), torch.bfloat16, torch.device("cuda", 0), "lstm", None, False, "")
+    with caplog.at_level(logging.INFO):
+        assert choose._resolve("auto", *facts) == "gemm"
+    assert "runs on backend 'gemm': " in caplog.text and reason in caplog.text
+    with pytest.raises(RuntimeError, match="backend 'persistent' cannot run this: ") as error:
+        choose._resolve("persistent", *facts)
+    assert reason in str(error.value)
+    clear_caches()
+
+
+def clear_caches() -> None:
+    """Forget what was answered for the GPU of another test."""
+    calibrate.choose_tile.cache_clear()
+    persistent.why_not.cache_clear()

@@ -66,6 +66,60 @@ def test_a_slice_of_a_gpu_holds_what_its_multiprocessors_do() -> None:
         choose(Problem(8, 1024, "bfloat16", "lstm", False), slice_of_gpu)
 
 
+@given(
+    capability=st.sampled_from(CAPABILITIES),
+    sms=st.integers(1, 20),
+    smem_kib=st.integers(0, 227),
+    l2_kib=st.integers(0, 6 << 10),
+    registers=st.sampled_from([32_768, 65_536]),
+    clusters=st.dictionaries(st.sampled_from([2, 4, 8, 16]), st.integers(0, 2)),
+    hidden=st.integers(1, 1500),
+    batch=st.integers(1, 100),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    cell=st.sampled_from(sorted(CELLS)),
+    backward=st.booleans(),
+)
+def test_a_gpu_with_too_little_of_anything_gets_tiles_that_fit_or_a_reason(
+    capability: tuple[int, int],
+    sms: int,
+    smem_kib: int,
+    l2_kib: int,
+    registers: int,
+    clusters: dict[int, int],
+    hidden: int,
+    batch: int,
+    dtype: str,
+    cell: str,
+    backward: bool,
+) -> None:
+    poor = DeviceFacts("poor", capability, sms, smem_kib << 10, clusters, registers=registers, l2_bytes=l2_kib << 10)
+    try:
+        choices = space(Problem(batch, hidden, dtype, cell, backward), poor)
+    except DoesNotFit as reason:
+        assert "backend='gemm'" in str(reason) and "on poor" in str(reason)
+        return
+    for choice in choices:
+        launch = choice.launch
+        assert launch.smem_bytes <= poor.smem_bytes_per_block
+        assert launch.threads * 32 <= poor.registers
+        assert launch.grid <= sms or not launch.cooperative
+        assert launch.cluster == 1 or clusters[launch.cluster] * launch.cluster >= launch.cluster
+        if choice.design is Design.PORTABLE:
+            assert 4 * choice.exchange_words <= poor.l2_bytes // 2
+
+
+def test_a_slice_of_a_hopper_gpu_has_fewer_clusters_or_none() -> None:
+    slice_of_gpu = replace(DEVICES["H100"], name="H100 MIG 1g.10gb", sms=16, l2_bytes=6 << 20, active_clusters={8: 1})
+    chosen = choose(Problem(8, 512, "bfloat16", "relu", True), slice_of_gpu)
+    assert chosen.launch.grid <= 16 and chosen.launch.cluster <= 8
+    without = replace(slice_of_gpu, active_clusters={})
+    assert all(c.launch.cluster == 1 for c in space(Problem(8, 96, "bfloat16", "relu", True), without))
+    with pytest.raises(DoesNotFit, match=r"needs a cluster of 8 or 16 .* on H100 MIG 1g.10gb: .*backend='gemm'"):
+        space(Problem(8, 512, "bfloat16", "relu", True), without)
+    with pytest.raises(DoesNotFit, match=r"16 multiprocessors that may be used on H100 MIG 1g.10gb .*backend='gemm'"):
+        choose(Problem(8, 1152, "bfloat16", "lstm", True), slice_of_gpu)
+
+
 def test_large_batches_leave_room_in_a_small_cache() -> None:
     small, large = (choose(Problem(64, 256, "float32", "lstm", True), DEVICES[name]) for name in ("RTX 3090", "L40S"))
     assert small.groups < large.groups
