@@ -31,6 +31,7 @@ from ds2_ops.recurrent.backends import gemm
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import CELLS, Options
 from ds2_ops.recurrent.plan.choose import rank
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem, array_bytes, pass_arguments
 from torch import Tensor
 
@@ -127,7 +128,7 @@ class Bench:
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """Return the problems to measure, shuffled so that a record that is cut short covers all sizes."""
+    """Return the problems to measure, shuffled so that a record that is cut short, or a part, covers all sizes."""
     result = [
         Problem(batch, hidden, options.dtype, cell, backward)
         for cell in options.cells
@@ -136,7 +137,8 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         for batch in options.batch
     ]
     random.Random(0).shuffle(result)
-    return result
+    part, parts = options.part
+    return result[part - 1 :: parts]
 
 
 def key_of(problem: Problem) -> Key:
@@ -170,11 +172,37 @@ def _build_one(text: str, arch: str) -> str:
     return f"{binary.local_bytes} B local, {binary.loss}" if binary.local_bytes or binary.loss else ""
 
 
+def read_journal(journal: Path) -> list[dict[str, Any]]:
+    """Return what was noted so far; a last line that a kill cut short is left out."""
+    entries = []
+    for line in journal.read_text().splitlines() if journal.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def finished_problems(entries: list[dict[str, Any]]) -> set[Key]:
+    """Return the problems of a journal that need no more measuring."""
+    return {tuple(entry["key"]) for entry in entries if "times" in entry or entry.get("hung") == "timing"}
+
+
+def estimate(options: argparse.Namespace) -> str:
+    """Return how much a sweep on a GPU of `DEVICES` has to do, its launches' time by the model; needs no GPU."""
+    facts, finished = DEVICES[options.estimate], finished_problems(read_journal(options.out.with_suffix(".journal")))
+    sets = [choices for p in problems(options) if key_of(p) not in finished and (choices := tiles(p, facts, options))]
+    every = [choice for choices in sets for choice in choices]
+    kernels = len({choice.launch.source.text for choice in every})
+    launches_s = (1 + LAUNCHES * ROUNDS) * FRAMES * sum(choice.step_us for choice in every) / 1e6
+    return f"{len(sets)} problems, {len(every)} tiles, {kernels} kernels to compile, {launches_s:.0f} s of launches"
+
+
 def measure_all(options: argparse.Namespace, journal: Path) -> None:
     """Check and time what the journal lacks, and add it to the journal."""
     facts = device_facts(0)
-    done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
-    finished = {tuple(entry["key"]) for entry in done if "times" in entry or entry.get("hung") == "timing"}
+    done = read_journal(journal)
+    finished = finished_problems(done)
     hung = {(*entry["key"], entry["hung"]) for entry in done if "hung" in entry}
     with journal.open("a") as file:
 
@@ -214,13 +242,14 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
     """Compile, then measure in a process that may hang."""
     deadline = time.monotonic() + options.budget_s
     facts, arch = _facts_of_gpu()
-    wanted = set()
+    journal = options.out.with_suffix(".journal")
+    wanted, finished = set(), finished_problems(read_journal(journal))
     for problem in problems(options):
-        wanted |= {choice.launch.source.text for choice in tiles(problem, facts, options)}
+        if key_of(problem) not in finished:
+            wanted |= {choice.launch.source.text for choice in tiles(problem, facts, options)}
     bad = build_all(wanted, arch, options.workers)
     for text, why in bad.items():
         print(f"COMPILED BADLY: {why}\n{text}", flush=True)
-    journal = options.out.with_suffix(".journal")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     tool = str(Path(__file__).parents[1] / "plans.py")
     command = [sys.executable, "-u", tool, "sweep", *arguments, "--measure"]
@@ -239,7 +268,7 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
         child.kill()
         child.wait()
         if time.monotonic() < deadline:
-            last = json.loads(journal.read_text().splitlines()[-1]) if journal.exists() else {}
+            last = (read_journal(journal) or [{}])[-1]
             if "key" not in last:
                 print("the measuring process fails at its start", flush=True)
                 return 1
@@ -253,7 +282,7 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> None:
     """Turn a journal into the record: names once, one problem a line."""
-    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    entries = read_journal(journal)
     numbers: dict[str, int] = {}
     lines = []
     for entry in entries:
@@ -310,8 +339,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--budget_s", type=float, default=1e9, help="after which the record is written as it is")
     parser.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
+    parser.add_argument("--part", type=int, nargs=2, default=(1, 1), metavar=("K", "N"), help="the K-th of N parts")
+    parser.add_argument("--estimate", choices=DEVICES, metavar="GPU", help="print what is to do there, and end")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parse(parser, arguments)
+    part, parts = options.part
+    if not 1 <= part <= parts:
+        parser.error(f"--part {part} {parts}: there are parts 1 to {parts}")
+    if options.estimate:
+        print(estimate(options))
+        return 0
     if not options.measure:
         return record(options, arguments)
     measure_all(options, options.out.with_suffix(".journal"))

@@ -1,6 +1,8 @@
 """The model's choices beside the recorded sweep of all tiles: GRNN's (2019) figures, on the half not fitted."""
 
 import functools
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from ds2_ops.recurrent.plan.model import Processor, fitted, kind, step_us, terms
 from ds2_ops.recurrent.plan.problem import DeviceFacts, Problem
 from support.paths import ROOT
 
-from tools.planning import fit
+from tools.planning import fit, sweep
 from tools.planning.fit import Measured, Record, halves, read
 
 RECORDS = {"relu": "plans_h200.json"} | {name: f"plans_h200_{name}.json" for name in ("gated", "small", "streams")}
@@ -75,6 +77,35 @@ def test_a_record_of_another_space_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(text.replace('"cluster8 w', '"cluster7 w'))
     with pytest.raises(ValueError, match=r"has no tile 'cluster7 w.* record the sweep anew"):
         read(tmp_path / "old.json")
+
+
+SWEEP = ["--cells", "lstm", "gru_before", "--hidden", "64", "512", "--batch", "1", "8", "--estimate", "H200"]
+
+
+def estimated(arguments: list[str], out: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    assert sweep.main([*SWEEP, *arguments, "--commit", "abc", "--out", str(out)]) == 0
+    return [int(number) for number in re.findall(r"\d+", capsys.readouterr().out)]
+
+
+def test_parts_of_a_sweep_are_together_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = estimated([], tmp_path / "a.json", capsys)
+    parts = [estimated(["--part", str(part), "3"], tmp_path / "a.json", capsys) for part in (1, 2, 3)]
+    problems, tiles = (sum(numbers) for numbers in list(zip(*parts, strict=True))[:2])
+    assert [problems, tiles] == whole[:2] and problems == 16 > max(part[0] for part in parts)
+    for wrong in (["0", "3"], ["4", "3"]):
+        with pytest.raises(SystemExit):
+            estimated(["--part", *wrong], tmp_path / "a.json", capsys)
+
+
+def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = estimated([], tmp_path / "a.json", capsys)
+    done = [("lstm", False, 64, 1), ("lstm", True, 512, 8)]
+    lines = [json.dumps({"key": done[0], "times": [["a", 1.0]]}), json.dumps({"key": done[1], "hung": "timing"})]
+    cut = json.dumps({"key": ("lstm", True, 64, 8), "times": []})[:-4]
+    (tmp_path / "a.journal").write_text("\n".join([*lines, cut]))
+    entries = sweep.read_journal(tmp_path / "a.journal")
+    assert sweep.finished_problems(entries) == set(done) and len(entries) == 2
+    assert estimated([], tmp_path / "a.json", capsys)[0] == whole[0] - 2
 
 
 def test_another_processor() -> None:
