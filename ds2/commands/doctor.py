@@ -66,7 +66,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def recurrence_facts(index: int) -> str:
-    """Return which persistent kernels run the recurrence on a GPU, and up to which size; or why torch's layers do.
+    """Return which persistent kernels run the recurrence on a GPU, up to which size, and how they are chosen.
+
+    Where none can, return why torch's layers run.
 
     Args:
         index: number of the CUDA device.
@@ -80,8 +82,16 @@ def recurrence_facts(index: int) -> str:
         )
     except (RuntimeError, ValueError) as error:
         return f"matrix products and cuDNN, as {error}"
-    design = "kernels of clusters" if hopper(facts) else "portable kernels"
-    return f"{design}, in bfloat16 up to {relu} hidden units, LSTM {lstm}, GRU {gru}; larger ones by matrix products"
+    design, times = "kernels of clusters", "measured on an H200"
+    if not hopper(facts):
+        design, times = (
+            "portable kernels",
+            f"measured on an H100, for this clock {1 / facts.processor.clock:.2f} x as long",
+        )
+    return (
+        f"{design}, in bfloat16 up to {relu} hidden units, LSTM {lstm}, GRU {gru}; larger ones by matrix products; "
+        f"chosen by times {times}"
+    )
 
 
 def mpirun_facts(user_id: int, environment: Mapping[str, str]) -> str:

@@ -52,6 +52,8 @@ def test_each_gpu_says_what_runs_the_recurrence_and_why(monkeypatch: pytest.Monk
 
     assert text_of(DEVICES["H200"]).startswith("kernels of clusters, in bfloat16 up to 4224 hidden units, LSTM 1584")
     assert text_of(DEVICES["A100"]).startswith("portable kernels, in bfloat16 up to 3")
+    assert text_of(DEVICES["H100"]).endswith("; chosen by times measured on an H200")
+    assert text_of(DEVICES["A100"]).endswith("; chosen by times measured on an H100, for this clock 1.40 x as long")
     turing = replace(DEVICES["A100"], name="T4", capability=(7, 5))
     assert text_of(turing) == (
         "matrix products and cuDNN, as T4 has compute capability 7.5; the persistent kernels need 8.0 or later: use "
