@@ -29,8 +29,7 @@ from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
 from ds2.commands.common import real, whole
 from ds2.config.allowed import COUNT, UNLIMITED
-from ds2.system.files import write_text
-from ds2.system.text_files import read_log
+from ds2.system.files import read_log, write_text
 
 _NARROWEST = 1152  # the width of the paper's layers: divided by more, none remains
 _FACTS = ("dev cost", "training cost", "parameters", "rate", "epochs", "steps", "noise scale", "minutes")

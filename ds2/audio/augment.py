@@ -1,23 +1,199 @@
 """Seeded augmentation of waveforms, in the loader: speed, tempo, reverberation, noise, codecs, gain.
 
-Every draw depends on the seed, the epoch, the utterance's index and the effect alone, never on worker, rank or batch.
-A resumed run, or a run on another number of ranks, sees the same audio as one without interruption.
+First the effects; random ones take a generator. Then who draws them: every draw depends on the seed, the epoch, the
+utterance's index and the effect alone, never on worker, rank or batch. A resumed run, or a run on another number of
+ranks, sees the same audio as one without interruption.
 """
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from ds2.audio.effects import apply_codec, change_tempo, convolve, room_response
-from ds2.config.schema import AugmentConfig
+from ds2.config.schema import CODECS, AugmentConfig
 
 Waveform = NDArray[np.float32]
+
+HOP_S, SEARCH_S = 0.02, 0.01  # of `change_tempo`: half a frame, and how far a frame may move, a period of 50 Hz
+_DECIMATION = 8  # samples per step of its first search
+_SILENCE = 1e-9  # energy that keeps a silent frame from being similar to anything
+_BLOCK = 1 << 15  # samples of overlap-add
+_FIRST_ECHO_S = 0.002
+_DIRECT_DB = (0.0, 15.0)  # energy of the direct sound over that of all echoes
+_TELEPHONE_HZ = 8000
+_FORMATS = {
+    "mulaw": ("WAV", "ULAW", _TELEPHONE_HZ),
+    "alaw": ("WAV", "ALAW", _TELEPHONE_HZ),
+    "gsm": ("WAV", "GSM610", _TELEPHONE_HZ),
+    "adpcm": ("WAV", "IMA_ADPCM", _TELEPHONE_HZ),
+    "mp3": ("MP3", "MPEG_LAYER_III", 0),
+}
+assert tuple(_FORMATS) == CODECS
+_MP3_RATES_HZ = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
+
+
+def change_tempo(waveform: Waveform, factor: float, sample_rate_hz: int) -> Waveform:
+    """Return the waveform `factor` times as fast at the same pitch, by waveform similarity overlap-add (WSOLA).
+
+    Output frames of 40 ms, 20 ms apart, are cross-faded. Each is read from the input near `factor` times its output
+    position, moved by at most 10 ms to where it is most similar to what followed the last frame in the input
+    (Verhelst and Roelands 1993).
+
+    Args:
+        waveform: (N,) float32; shorter than two frames, it is returned unchanged.
+        factor: positive; 1 changes nothing.
+        sample_rate_hz: of the waveform.
+    Returns:
+        (round(N / factor),) float32.
+    """
+    hop, search = round(HOP_S * sample_rate_hz), _DECIMATION * max(1, round(SEARCH_S * sample_rate_hz / _DECIMATION))
+    if factor == 1.0 or len(waveform) < 4 * hop:
+        return waveform
+    samples = round(len(waveform) / factor)
+    frames = -(-samples // hop) + 1
+    before, reach = hop + 2 * search, round(frames * hop * max(1.0, factor)) + 4 * (hop + search)
+    padded = np.pad(waveform, (before, max(0, reach - len(waveform)) + reach % _DECIMATION))
+    fine, coarse = (
+        _Similarity(padded),
+        _Similarity(padded[: len(padded) // _DECIMATION * _DECIMATION].reshape(-1, _DECIMATION).mean(1)),
+    )
+    fade = np.float32(0.5) - np.float32(0.5) * np.cos(np.pi * np.arange(2 * hop) / hop).astype(np.float32)
+    output = np.zeros((frames + 1) * hop, np.float32)
+    start = before - hop  # of the frame in `padded`; its middle is at a multiple of hop in the output
+    for frame in range(frames):
+        follows, nominal = start + hop, before - hop + round(frame * hop * factor)
+        if frame == 0:
+            start = nominal
+        else:
+            first = (nominal - search) // _DECIMATION
+            near = coarse.best(follows // _DECIMATION, first, 2 * search // _DECIMATION, 2 * hop // _DECIMATION)
+            start = fine.best(follows, (near - 1) * _DECIMATION, 2 * _DECIMATION, 2 * hop)
+        output[frame * hop : (frame + 2) * hop] += fade * padded[start : start + 2 * hop]
+    return output[hop : hop + samples]
+
+
+def room_response(rng: np.random.Generator, sample_rate_hz: int, rt60_s: tuple[float, float]) -> Waveform:
+    """Draw the impulse response of a room: the direct sound, then Gaussian echoes that decay by 60 dB in RT60.
+
+    Polack's model of late reverberation. The direct sound is at sample 0, so speech is not delayed. Echoes begin 2 ms
+    later; their energy is 0 to 15 dB below the direct sound's.
+
+    Args:
+        rng: the utterance's generator.
+        sample_rate_hz: of the response.
+        rt60_s: range of the reverberation time, drawn uniformly.
+
+    Returns:
+        (N,) float32 of energy 1, as long as the reverberation time.
+    """
+    duration_s, direct_db = rng.uniform(*rt60_s), rng.uniform(*_DIRECT_DB)
+    first = max(1, round(_FIRST_ECHO_S * sample_rate_hz))
+    samples = max(first + 1, round(duration_s * sample_rate_hz))
+    time = np.arange(samples - first, dtype=np.float32) / np.float32(duration_s * sample_rate_hz)
+    echoes = rng.standard_normal(samples - first, dtype=np.float32) * np.float32(10.0) ** (-3.0 * time)
+    response = np.zeros(samples, np.float32)
+    response[0] = 1.0
+    response[first:] = echoes * np.float32(10.0 ** (-direct_db / 20.0) / np.sqrt(np.square(echoes).sum()))
+    return response / np.float32(np.sqrt(np.square(response).sum()))
+
+
+def convolve(waveform: Waveform, response: Waveform) -> Waveform:
+    """Return the first N samples of the convolution of (N,) with (M,), by overlap-add."""
+    if len(waveform) == 0:
+        return waveform
+    size = max(_BLOCK, 1 << (2 * len(response) - 1).bit_length())
+    step = size - len(response) + 1
+    blocks = -(-len(waveform) // step)
+    padded = np.zeros((blocks, step), np.float32)
+    padded.reshape(-1)[: len(waveform)] = waveform
+    products = np.fft.irfft(np.fft.rfft(padded, size) * np.fft.rfft(response, size), size).astype(np.float32)
+    output = np.zeros(blocks * step + size, np.float32)
+    for index, product in enumerate(products):
+        output[index * step : index * step + size] += product
+    return output[: len(waveform)]
+
+
+def coloured_noise(rng: np.random.Generator, samples: int, exponent: float) -> Waveform:
+    """Draw Gaussian noise (samples,) float32 whose power falls as 1 / frequency^exponent: 0 white, 1 pink, 2 brown."""
+    length = 1 << max(samples - 1, 1).bit_length()  # a power of two, for a fast transform
+    bins = length // 2 + 1
+    spectrum = rng.standard_normal(2 * bins, dtype=np.float32).view(np.complex64)
+    spectrum[0] = 0.0
+    spectrum[1:] /= np.sqrt(np.arange(1, bins, dtype=np.float32)) ** exponent
+    return np.fft.irfft(spectrum, length)[:samples].astype(np.float32)
+
+
+def babble(voices: Sequence[Waveform], rng: np.random.Generator, samples: int, count: int) -> Waveform:
+    """Draw (samples,) float32 of several voices at once, each a random part of a random utterance, at equal power.
+
+    Args:
+        voices: waveforms of utterances; only those drawn are read.
+        rng: the utterance's generator.
+        samples: length; shorter utterances are repeated.
+        count: number of voices.
+    """
+    mixed = np.zeros(samples, np.float32)
+    for _ in range(count):
+        voice = voices[int(rng.integers(len(voices)))]
+        start = int(rng.integers(max(1, len(voice) - samples + 1)))
+        part = np.resize(voice[start : start + samples], samples) if len(voice) else np.zeros(samples, np.float32)
+        power = float(np.square(part).mean()) if samples else 0.0
+        if power > 0.0:
+            mixed += part / np.float32(np.sqrt(power))
+    return mixed
+
+
+def apply_codec(waveform: Waveform, codec: str, sample_rate_hz: int) -> Waveform:
+    """Return a waveform (N,) float32 after `encode` and decoding, in memory; arguments as of `encode`."""
+    if len(waveform) == 0:
+        return waveform
+    decoded, decoded_hz = soundfile.read(io.BytesIO(encode(waveform, codec, sample_rate_hz)), dtype="float32")
+    if decoded_hz != sample_rate_hz:
+        decoded = soxr.resample(decoded, decoded_hz, sample_rate_hz)
+    output = np.zeros_like(waveform)
+    output[: len(decoded)] = decoded[: len(waveform)]
+    return output
+
+
+def encode(waveform: Waveform, codec: str, sample_rate_hz: int) -> bytes:
+    """Return a waveform as an audio file, encoded by libsndfile.
+
+    Args:
+        waveform: (N,) float32; clipped to [-1, 1], as the input of a codec is.
+        codec: mulaw, alaw, gsm and adpcm at 8 kHz, as on telephones; mp3 at about 24 kbit/s.
+        sample_rate_hz: of the waveform; mp3 takes the nearest rate that it has.
+    """
+    container, subtype, rate_hz = _FORMATS[codec]
+    rate_hz = rate_hz or min(_MP3_RATES_HZ, key=lambda rate_hz: abs(rate_hz - sample_rate_hz))
+    narrow = waveform if rate_hz == sample_rate_hz else soxr.resample(waveform, sample_rate_hz, rate_hz)
+    file = io.BytesIO()
+    quality = {"bitrate_mode": "CONSTANT", "compression_level": 0.9} if codec == "mp3" else {}
+    soundfile.write(file, np.clip(narrow, -1.0, 1.0), rate_hz, subtype=subtype, format=container, **quality)
+    return file.getvalue()
+
+
+class _Similarity:
+    """Finds the part of a signal that is most similar to another part of it."""
+
+    def __init__(self, signal: Waveform) -> None:
+        self._signal = signal
+        self._energy = np.concatenate([[0.0], np.cumsum(np.square(signal, dtype=np.float64))])
+
+    def best(self, target: int, first: int, more: int, length: int) -> int:
+        """Return the start in [first, first + more] whose `length` samples are most similar to those at `target`."""
+        last = first + more + length
+        products = np.correlate(self._signal[first:last], self._signal[target : target + length], "valid")
+        energies = self._energy[first + length : last + 1] - self._energy[first : first + more + 1]
+        return first + int((products / np.sqrt(energies + _SILENCE)).argmax())
+
+
 NoiseSource = Callable[[np.random.Generator, int], Waveform]
 """(generator, number of samples) -> noise of any level."""
 EffectRng = Callable[[str], np.random.Generator]

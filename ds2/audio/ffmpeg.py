@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 FFMPEG_SUFFIXES = (
     ".m4a", ".mp4", ".webm", ".aac", ".wma", ".mkv", ".mka", ".mov", ".avi", ".m4b", ".3gp", ".amr", ".ac3",

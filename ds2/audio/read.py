@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ds2.audio.container import describe_damage
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, is_for_ffmpeg
 from ds2.audio.shard import ShardError, member_of, open_member
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 log = logging.getLogger(__name__)
 MAX_READ_S = 3 * 3600.0  # most that read_audio returns: 0.7 GB at 16 kHz

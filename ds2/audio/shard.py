@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.files import write_text
 
 _VERSION = 1

@@ -19,7 +19,7 @@ from ds2.config.schema import ConfigError
 from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.model.shipped import DEFAULT, default_model
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 

@@ -29,7 +29,7 @@ from ds2.recognition.evaluate import (
 from ds2.recognition.latency import Latency, aligned_ends, measure_latency, read_ends
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.files import check_writable, write_text
 
 log = logging.getLogger(__name__)

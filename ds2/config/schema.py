@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name, removed
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 CODECS = ("mulaw", "alaw", "gsm", "adpcm", "mp3")
 

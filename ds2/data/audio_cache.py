@@ -35,7 +35,7 @@ from ds2.audio.read import AudioError, read_audio, reads_cheaply
 from ds2.audio.shard import check_members, member_of
 from ds2.config.schema import DataConfig
 from ds2.data.manifest import Utterance
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import usable_cores
 

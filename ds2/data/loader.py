@@ -20,8 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ds2.audio.augment import NoiseSource, augment_waveform, of_epoch, recorded_noise, utterance_rng
-from ds2.audio.effects import babble, coloured_noise
+from ds2.audio.augment import (
+    NoiseSource,
+    augment_waveform,
+    babble,
+    coloured_noise,
+    of_epoch,
+    recorded_noise,
+    utterance_rng,
+)
 from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, BatchingConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ds2.system.errors import UserError
-from ds2.system.files import atomic_file
+from ds2.system import UserError
+from ds2.system.files import atomic_file, read_byte_lines
 from ds2.system.plain import parse_json, short_repr
-from ds2.system.text_files import read_byte_lines
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ds2.decoding.alignment import add_word_times
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords, LexiconError
-from ds2.decoding.rescore import SecondPass
+from ds2.decoding.postprocess import SecondPass
 from ds2.text.alphabet import BLANK, Alphabet
 
 Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs and lengths to the N best, without word times

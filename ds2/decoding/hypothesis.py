@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 

@@ -16,12 +16,11 @@ import torch
 from ds2.config.check import check_allowed
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BeamDecoder
-from ds2.decoding.confidence import IDENTITY, calibrated
 from ds2.decoding.decoder import ChangedDecoder, Decoder, SearchDecoder
 from ds2.decoding.external import CtcdecodeSearch, LexiconSearch, NativeSearch
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.rescore import SecondPass, first_pass_options, load_second_pass
+from ds2.decoding.postprocess import IDENTITY, SecondPass, calibrated, first_pass_options, load_second_pass
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet

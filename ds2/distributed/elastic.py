@@ -34,7 +34,7 @@ from ds2.distributed.launcher import Launched
 from ds2.distributed.process_group import LostRankError, ProcessGroup
 from ds2.distributed.tcp import STREAMS, TcpGroup, alone
 from ds2.distributed.watchdog import SILENT_S
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.plain import from_plain, parse_json
 
 log = logging.getLogger(__name__)

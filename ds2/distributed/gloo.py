@@ -18,7 +18,7 @@ from torch import Tensor
 from ds2.config.schema import ConfigError
 from ds2.distributed.process_group import IsDone, LostRankError, ProcessGroup, SumBuffers
 from ds2.distributed.watchdog import RankStatus, read_report, write_report
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -19,11 +19,10 @@ from ds2_ops.install import install_command
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
-from ds2.distributed.agreement import program
-from ds2.distributed.communicator import Communicator, OrderedCommunicator
+from ds2.distributed.communicator import Communicator, OrderedCommunicator, program
 from ds2.distributed.launcher import Launched, check_variables, launched, yield_to_rank_0
 from ds2.distributed.process_group import ProcessGroup
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.machine import usable_cores
 from ds2.system.signals import Stopped
 from ds2.system.terminal import visible

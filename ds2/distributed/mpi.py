@@ -13,7 +13,7 @@ from torch import Tensor
 from ds2.config.schema import ConfigError
 from ds2.distributed.process_group import IsDone, ProcessGroup, SumBuffers
 from ds2.distributed.watchdog import RankStatus, read_report, write_report
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 
 class MpiGroup(ProcessGroup):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds2.distributed.communicator import Communicator, GroupCommunicator, Moment, Pending
 from ds2.distributed.process_group import ProcessGroup
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 log = logging.getLogger(__name__)
 _UNIQUE_ID_BYTES = 128

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds2.distributed.watchdog import Channel
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.messages import MessageError, decode, encode
 
 T = TypeVar("T")

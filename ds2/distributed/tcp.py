@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds2.distributed.process_group import IsDone, LostRankError, ProcessGroup, SumBuffers
 from ds2.distributed.watchdog import RankStatus, read_report, write_report
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 STREAMS = 4  # connections of two ranks: blocking calls, scatter, gather, reports of the watchdog
 _WAIT_MS = 100  # after which a blocking call looks whether a rank was lost

@@ -1,10 +1,10 @@
-"""Writes a model as a file of another program, with a description of it inside."""
+"""Writes a model as a file of another program, with a description of it inside, and what sherpa-onnx needs."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2.export import sherpa
+from ds2.config.schema import Config
 from ds2.export.model import STATES, Exported, ExportError, TorchModel
 from ds2.model.checkpoint import LoadedModel
+from ds2.model.structure import time_stride
 from ds2.system.files import atomic_file, write_text
 from ds2.system.machine import VERSION
+from ds2.text.alphabet import BLANK, Alphabet
+
+SHERPA_VERSIONS = {"kaldi_fbank": "for sherpa-onnx up to 2.0.0", "nemo_fbank": "for sherpa-onnx from 2.0.1 on"}
+"""Which of them computes which features, by `features.kind`; nothing in a file can say what it wants."""
+STRIDE = 4  # feature frames of an output frame, which its times and endpoints take for granted
+_WAY_OUT = "or export for another runtime with --interface plain"
+
+
+def why_not_sherpa(config: Config) -> str | None:
+    """Say all that keeps sherpa-onnx from running a model of this configuration, and the way out; None if it can."""
+    model, features, obstacles = config.model, config.features, list[str]()
+    if model.bidirectional:
+        obstacles.append(
+            "it streams, and model.bidirectional=true needs the end of an utterance first: train with "
+            "model.bidirectional=false"
+        )
+    if features.kind not in SHERPA_VERSIONS:
+        obstacles.append(
+            f"it computes filter banks, and this model takes features.kind={features.kind}: train with "
+            f"features=nemo_fbank ({SHERPA_VERSIONS['nemo_fbank']}) or "
+            f"features=kaldi_fbank ({SHERPA_VERSIONS['kaldi_fbank']})"
+        )
+    elif (features.window_s, features.step_s) != (0.025, 0.01):
+        obstacles.append(
+            f"it takes windows of 25 ms every 10 ms, and this model has features.window_s={features.window_s} and "
+            f"features.step_s={features.step_s}: train with features={features.kind} as it is"
+        )
+    stride = time_stride(model)
+    if stride != STRIDE:
+        obstacles.append(
+            f"it takes an output frame for {STRIDE} feature frames of 10 ms, and this model gives one for {stride}, so "
+            f"that times and endpoints would be wrong: train with time strides of model.convs whose product is {STRIDE}"
+        )
+    if not obstacles:
+        return None
+    return f"sherpa-onnx cannot run this model: {'; '.join(obstacles)}; {_WAY_OUT}"
+
+
+def sherpa_metadata(loaded: LoadedModel, chunk_frames: int, states: Mapping[str, Tensor]) -> dict[str, str]:
+    """The keys that sherpa-onnx reads; a chunk is as long as it moves on, since the states hold what came before."""
+    sizes = {f"{name}_dim{axis}": states[name].shape[axis] for name in STATES[:2] for axis in (1, 2, 3)}
+    numbers = {
+        "window_size": chunk_frames,
+        "chunk_shift": chunk_frames,
+        "subsampling_factor": loaded.model.time_stride,
+        "vocab_size": len(loaded.alphabet) - 1,  # it counts the blank itself
+        **sizes,
+    }
+    return {key: str(number) for key, number in numbers.items()}
+
+
+def sherpa_tail_s(loaded: LoadedModel, chunk_frames: int, delay: int) -> float:
+    """Silence that a client sends after the last word: sherpa-onnx drops what does not fill a chunk and a frame.
+
+    Frames up to the last must come out `delay` output frames later, and a chunk runs when one frame more is ready.
+    """
+    return (delay * loaded.model.time_stride + chunk_frames + 1) * loaded.features.step_s
+
+
+def sherpa_tokens(alphabet: Alphabet) -> str:
+    """The lines of tokens.txt; a line with a number alone stands for the space."""
+    return "".join(
+        f"{'<blk>' if label == BLANK else symbol} {label}\n" for label, symbol in enumerate(alphabet.symbols)
+    )
+
 
 DESCRIPTION = "ds2"  # the entry of a file's metadata that holds the description, JSON
 TOKENS = "tokens.txt"
@@ -45,7 +111,7 @@ def export_onnx(
 
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic
-    if for_sherpa and (reason := sherpa.why_not(loaded.config)):
+    if for_sherpa and (reason := why_not_sherpa(loaded.config)):
         raise ExportError(reason)
     exported = Exported.of(loaded, from_samples=not for_sherpa, chunk_s=chunk_s)
     example, ops = exported.example(1), OnnxOperations()
@@ -53,7 +119,7 @@ def export_onnx(
     described = _describe(loaded, exported, delay) | {"opset": OPSET}
     metadata = {DESCRIPTION: json.dumps(described)}
     if for_sherpa:
-        metadata |= sherpa.metadata(loaded, exported.chunk, example)
+        metadata |= sherpa_metadata(loaded, exported.chunk, example)
     types = {name: (tensor.dtype.is_floating_point, _sizes(tensor, exported)) for name, tensor in example.items()}
     types |= {f"next_{name}": types[name] for name in STATES if name in types}
     types |= {"log_probs": (True, ["B", "T", len(loaded.alphabet)]), "frames": (False, ["B"])}
@@ -113,8 +179,8 @@ def _describe(loaded: LoadedModel, exported: Exported, delay: int) -> dict[str, 
         "symbols": ["<blk>", *loaded.alphabet.symbols[1:]],
     }
     if not exported.from_samples:
-        described["runs"] = sherpa.VERSIONS[loaded.features.kind]
-        described["tail_s"] = sherpa.tail_s(loaded, exported.chunk, delay)
+        described["runs"] = SHERPA_VERSIONS[loaded.features.kind]
+        described["tail_s"] = sherpa_tail_s(loaded, exported.chunk, delay)
     return described
 
 
@@ -127,7 +193,7 @@ def _sizes(tensor: Tensor, exported: Exported) -> list[int | str]:
 @contextmanager
 def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
     """Yield where to write the file, then write the tokens beside it."""
-    content, tokens_file = sherpa.tokens(loaded.alphabet), path.with_name(TOKENS)
+    content, tokens_file = sherpa_tokens(loaded.alphabet), path.with_name(TOKENS)
     try:
         if tokens_file.exists() and tokens_file.read_text(encoding="utf-8", errors="replace") != content:
             raise ExportError(f"{tokens_file} is of another model: choose another folder with --out, or remove it")

@@ -31,7 +31,7 @@ from ds2.model.folded import (
     RecurrentWeights,
     TimeWindow,
 )
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.text.alphabet import BLANK
 
 NEVER = -1e4

@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
 from ds2.inference.slots import UNBOUNDED, StreamState
-from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights
 from ds2.model.norm import divided_by_rms
 from ds2.model.structure import frames_after, operator_cell
-from ds2.model.wavefront import LAYER_SMS
+from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
 MOST_PARALLEL_STREAMS = 16  # that a cluster runs at once
 _HOLD = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
@@ -72,7 +71,7 @@ class BlockNetwork:
         self.bins, self.hidden, self.delay = weights.bins, weights.hidden, weights.delay
         self.runs_parallel = runs_parallel(model, dtype)
         self.parallel_layers = parallel_layers(self.device) if self.runs_parallel else 1
-        self._layer_streams = list[wavefront.LayerStreams]()
+        self._layer_streams = list[LayerStreams]()
         self.convs, self._channels = _conv_levels(weights, block_frames, dtype)
         self.modules = [BlockModule(module, dtype, backend) for module in weights.modules]
         starts = torch.arange(0, self.frames, self.piece, device=self.device)
@@ -165,25 +164,25 @@ class BlockNetwork:
             lengths = torch.minimum((ends - first).clamp_min(0), self._lengths).int()
         hidden, cells = (iter(table.index_select(1, slots)) for table in (state.hidden, state.cells))
         rows = iter(torch.split(state.rows, [module.cached for module in self.modules]))
-        stages, runs = list[wavefront.Stage](), list[ModuleRun]()
+        stages, runs = list[Stage](), list[ModuleRun]()
         for number, module in enumerate(self.modules):
             edge = None if begins is None or lengths is None else (begins[number], lengths[number])
             carries = [(next(hidden), *itertools.islice(cells, layer.cell == "lstm")) for layer in module.layers]
             runs.append(ModuleRun(module, carries, next(rows), slots, edge))
             stages += [functools.partial(runs[-1].layer, layer) for layer in range(len(module.layers))]
-        outputs = wavefront.run(stages, pieces, parallel)
+        outputs = run_stages(stages, pieces, parallel)
         carries = [carry for run in runs for carry in run.carries]
         for number, table in enumerate((state.hidden, state.cells)):
             if len(table):
                 table.index_copy_(1, slots, torch.stack([carry[number] for carry in carries]))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _streams_for(self, batch: int) -> list[wavefront.LayerStreams]:
+    def _streams_for(self, batch: int) -> list[LayerStreams]:
         """CUDA streams for a batch whose layers take so few multiprocessors that several fit side by side."""
         if not self.runs_parallel or batch > MOST_PARALLEL_STREAMS:
             return []
         while len(self._layer_streams) < self.parallel_layers:
-            self._layer_streams.append(wavefront.LayerStreams(self.device))
+            self._layer_streams.append(LayerStreams(self.device))
         return self._layer_streams[: self.parallel_layers]
 
 

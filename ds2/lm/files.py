@@ -37,10 +37,9 @@ from ds2.lm.ngram import (
     slices,
     to_levels,
 )
-from ds2.system.files import atomic_file, cache_dir, remove_stale, temporary_folder
+from ds2.system.files import atomic_file, cache_dir, read_lines, remove_stale, temporary_folder
 from ds2.system.plain import from_plain
 from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header
-from ds2.system.text_files import read_lines
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet, describe
 
 UNKNOWN, START, END = "<unk>", "<s>", "</s>"

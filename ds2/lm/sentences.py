@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ds2.lm.ngram import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError, NGram
-from ds2.system.text_files import read_lines
+from ds2.system.files import read_lines
 from ds2.text.alphabet import Alphabet, describe
 
 _BATCH_SENTENCES = 4096

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
-from ds2.model import pieces
 from ds2.model.convolution import MaskedConv
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights
-from ds2.model.norm import Count, Norm, RmsNorm, SequenceBatchNorm, folded_before, make_norm, rms_eps
+from ds2.model.norm import Count, Norm, Ragged, RmsNorm, SequenceBatchNorm, folded_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-from ds2.model.pieces import Wavefront
-from ds2.model.ragged import Ragged
 from ds2.model.recurrent import RecurrentLayer, RecurrentModule, why_torch
 from ds2.model.structure import (
     Frames,
@@ -29,6 +26,7 @@ from ds2.model.structure import (
     operator_cell,
     time_stride,
 )
+from ds2.model.wavefront import Wavefront, run_modules
 
 
 class Classifier(Protocol):
@@ -201,7 +199,7 @@ class AcousticModel(nn.Module):
         count = 1 if self.wavefront is None or not self.training else self.wavefront.pieces(len(x), x.shape[1])
         if count > 1:
             modules = cast(Sequence[RecurrentModule], self.recurrent_modules)
-            x = pieces.run(modules, x, ragged, context, cast(Wavefront, self.wavefront), count)
+            x = run_modules(modules, x, ragged, context, cast(Wavefront, self.wavefront), count)
         for number, module in enumerate(self.recurrent_modules if count == 1 else (), 1):
             x = module(x, ragged, context)
             if self.training and str(number) in self.heads:

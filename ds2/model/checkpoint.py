@@ -17,7 +17,7 @@ from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
 from ds2.model.shipped import folder_of, names
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, read_metadata, save, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.model.folded import ConvWeights, TimeWindow
-from ds2.model.norm import SequenceBatchNorm, folded_behind
+from ds2.model.norm import Ragged, SequenceBatchNorm, folded_behind
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-from ds2.model.ragged import Ragged
 from ds2.model.structure import frames_after
 
 

@@ -1,10 +1,12 @@
-"""Norms: sequence-wise batch norm, over the valid frames of batch and time, and RMS norm, of each frame by itself.
+"""Norms: sequence-wise batch norm, over the valid frames of batch and time, and RMS norm, of each frame by itself;
+and how far the utterances of a padded batch reach.
 
 Shape letters: T frames, B batch, C channels, F bins, H features; N positions, all axes but the channels taken together.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -332,3 +334,43 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, e
 def _wide_on_cpu(x: Tensor) -> Tensor:
     """bf16 as float32 on a CPU, whose kernels would round the statistics to bf16; the GPU's keep them in float32."""
     return x if x.is_cuda or x.dtype == torch.float64 else x.float()
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """How far each utterance of a padded batch reaches, on its device, made once a batch and never read back.
+
+    Attributes:
+        lengths: (B,) int32, valid frames.
+        count: valid positions among the B T of the batch.
+        valid: (B, T) bool, True where t < length.
+        keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
+        share: (B,) float64, how much of its rate dropout of inputs has; None: all of it.
+        first: frame of the utterances that is frame 0 here, of a piece of a batch.
+    """
+
+    lengths: Tensor
+    count: Count
+    valid: Tensor
+    keys: Tensor | None = None
+    share: Tensor | None = None
+    first: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Tensor,
+        frames: int,
+        device: torch.device,
+        keys: Tensor | None = None,
+        share: Tensor | None = None,
+    ) -> "Ragged":
+        """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
+        lengths = lengths.to(device, torch.int32, non_blocking=True)
+        valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
+        return cls(lengths, Count(lengths, lengths.numel() * frames), valid, keys, share)
+
+    @property
+    def frames(self) -> int:
+        """T, the padded number of frames."""
+        return self.valid.shape[1]

@@ -21,9 +21,8 @@ from ds2.config.schema import ModelConfig
 from ds2.model.convolution import RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.folded import DirectionWeights, ModuleWeights, RecurrentWeights
-from ds2.model.norm import RmsNorm, SequenceBatchNorm, folded_before, folded_behind, make_norm, rms_eps
+from ds2.model.norm import Ragged, RmsNorm, SequenceBatchNorm, folded_before, folded_behind, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
-from ds2.model.ragged import Ragged
 from ds2.model.structure import operator_cell
 
 _RECURRENT_GAIN = 0.5

@@ -3,15 +3,40 @@
 Appleyard et al. (2016), "Optimizing Performance of Recurrent Neural Networks on GPUs", section 3.3: the tasks (layer,
 piece) of a stack run along its anti-diagonals. A layer always runs on the same pair of CUDA streams. Its projection,
 which needs the layer before only, has a stream of its own and does not wait for the layer's piece before.
+
+In training, recurrent modules run so on pieces of a batch. A recurrence is bound by latency: at 4 utterances it
+occupies a part of a GPU, however fast the rest is. Where no layer needs a later frame of the layer below (RMS norm, or
+none), each layer runs a piece behind the layer below. Autograd runs the backward pass on the streams of the forward
+pass, so it is a wavefront too. Row convolutions look ahead. Behind them, pieces are late by their context: all modules
+have as many pieces, those of later modules begin and end at earlier frames, and the last one ends at the last frame of
+the batch.
+
+Shape letters: T frames, B batch, D width of a layer's input, H hidden, M modules, P pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from ds2_ops.jit.launch import device_index
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.calibrate import choose_tile, device_facts
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.deferred import Deferred, DeferredGradients, Factors, GradientSink, Prefetch, is_recording
 from torch import Tensor
+
+from ds2.config.schema import ModelConfig
+from ds2.model.convolution import RowConvolution
+from ds2.model.norm import Ragged
+from ds2.model.pass_context import PassContext
+from ds2.model.recurrent import Carry, GatedRecurrentLayer, RecurrentLayer, RecurrentModule, why_torch
+from ds2.model.structure import operator_cell
 
 LAYER_SMS = 16  # multiprocessors of a layer with others at its side: the largest cluster, as many fit as clusters do
 Stage = Callable[[int, Tensor, torch.cuda.Stream | None], Tensor]
@@ -46,7 +71,7 @@ def tasks(stages: int, pieces: int, streams: int) -> list[Task]:
     ]
 
 
-def run(
+def run_stages(
     stages: Sequence[Stage],
     pieces: Sequence[Tensor],
     streams: Sequence[LayerStreams],
@@ -86,3 +111,342 @@ def run(
     for pair in streams:
         current.wait_event(pair.recurrence.record_event())
     return values
+
+
+Span = tuple[int, int]  # first frame, and one past the last
+_GAIN = 0.85  # of the time of layers one after the other, at most
+# Time of a piece of a layer without the recurrence, forward and backward: a constant of norm and launches, and a part
+# that grows with the products, for a million multiplications. Side by side, products have the multiprocessors that
+# recurrences leave. Fitted to measured steps of 48 layers of 1152 units at 1, 4, 16 and 64 utterances.
+_OVERHEAD_US = (20.0, 30.0)
+_PARALLEL_US, _SERIAL_US = (0.046, 0.108), (0.0047, 0.0086)
+
+
+@dataclass
+class Wavefront:
+    """How the recurrent modules of a model run in training: in how many pieces, on which streams.
+
+    Args:
+        layers: in all.
+        weights: numbers of a layer's recurrent matrix.
+        lookahead: frames of all row convolutions together.
+        step_us: times of a frame of a layer, forward and backward, for a batch: on `LAYER_SMS`, and on the whole GPU.
+        streams: of the layers that run at the same time, while a CUDA graph is recorded; none: all on the current one.
+        max_sms: multiprocessors of a layer.
+        fixed: pieces of every batch, for tests; 0: the estimate decides.
+    """
+
+    layers: int
+    weights: int
+    lookahead: int
+    step_us: Callable[[int], tuple[tuple[float, float], tuple[float, float]]]
+    streams: Sequence[LayerStreams] = ()
+    max_sms: int | None = None
+    fixed: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Wavefront:
+        """The wavefront of a model on a GPU, whose products have a dtype; `why_not` of these is None."""
+        index, cell = device_index(device), operator_cell(config)
+
+        @functools.cache
+        def step_us(batch: int) -> tuple[tuple[float, float], tuple[float, float]]:
+            problems = [
+                persistent.problem_of(batch, config.hidden, dtype, cell, backward) for backward in (False, True)
+            ]
+            narrow, wide = (
+                tuple(choose_tile(problem, index, sms).step_us for problem in problems) for sms in (LAYER_SMS, None)
+            )
+            return narrow, wide  # type: ignore[return-value]
+
+        clusters = device_facts(index).active_clusters[LAYER_SMS]
+        # One more than fit: with as many as pieces, no layer waits for another one's turn on its stream.
+        streams = [LayerStreams(device) for _ in range(clusters + 1)]
+        weights = CELLS[cell].gates * config.hidden**2
+        return cls(config.depth, weights, config.row_convs * config.row_conv_context, step_us, streams, LAYER_SMS)
+
+    def pieces(self, frames: int, batch: int) -> int:
+        """Return the number of pieces in which a batch is fastest; 1: layers run one after the other."""
+        most = frames // (self.lookahead + 2)
+        if self.fixed:
+            return min(self.fixed, most)
+        if frames == 0 or batch == 0:
+            return 1
+        counts = range(2, min(most, len(self.streams)) + 1)
+        best = min(counts, key=lambda count: self.estimated_us(frames, batch, count), default=1)
+        gain = self.estimated_us(frames, batch, best) / self.estimated_us(frames, batch, 1)
+        return best if gain < _GAIN else 1
+
+    def estimated_us(self, frames: int, batch: int, pieces: int) -> float:
+        """The time of both passes of all layers in so many pieces."""
+        narrow, wide = self.step_us(batch)
+        total_us = 0.0
+        for way, overhead_us in enumerate(_OVERHEAD_US):
+            step_us, product_us = (narrow[way], _PARALLEL_US[way]) if pieces > 1 else (wide[way], _SERIAL_US[way])
+            products = 1e-6 * self.weights * batch * frames / pieces
+            total_us += (self.layers + pieces - 1) * (frames / pieces * step_us + overhead_us + products * product_us)
+        return total_us
+
+
+def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:  # noqa: PLR0911
+    """Say why the layers of a model cannot run piece by piece in training; None if they can.
+
+    Args:
+        config: of the model.
+        dtype: of its products.
+        device: where it is.
+    """
+    cell = operator_cell(config)
+    if config.bidirectional:
+        return "model.bidirectional=true: its backward layers begin at the last frame"
+    if config.norm == "batch" and config.batch_norm:
+        return "model.norm=batch: its statistics need all frames of a layer; model.norm=rms needs none"
+    if config.intermediate:
+        return f"model.intermediate={config.intermediate}: classifiers of inner modules need all of their frames"
+    if device.type != "cuda":
+        return f"the device is {device}, layers run side by side on a CUDA GPU"
+    if config.backend not in ("auto", "persistent"):
+        return f"model.backend={config.backend}: only persistent kernels leave room for other layers"
+    if config.cell != "rnn" and config.backend == "auto" and why_torch(cell, config.hidden, dtype, device) is not None:
+        return f"model.cell={config.cell} runs on torch's kernels"
+    return persistent.why_not(1, 1, config.hidden, dtype, device, cell, LAYER_SMS)
+
+
+def run_modules(
+    modules: Sequence[RecurrentModule], x: Tensor, ragged: Ragged, context: PassContext, plan: Wavefront, count: int
+) -> Tensor:
+    """Run modules on a batch in pieces.
+
+    Args:
+        modules: one after the other.
+        x: (T, B, D), 0 past each length.
+        ragged: of `x`.
+        context: of the pass.
+        plan: how.
+        count: pieces, at least 2.
+
+    Returns:
+        (T, B, H), 0 past each length.
+    """
+    for module in modules:
+        for parameter in module.parameters():
+            context.weight(parameter)  # copies are made on this stream, before the others start
+    frames, cuts = len(x), [len(x) * number // count for number in range(1, count)]
+    delay, spans = 0, list[list[list[Span]]]()  # of each module: its layers' input, then each row convolution's
+    for module in modules:
+        spans.append([_spans(cuts, delay, frames)])
+        for conv in cast(Iterable[RowConvolution], module.row_convs):
+            late = conv.weight.shape[1] - 1
+            # Behind the first piece, a row convolution starts with the frames that wait for their context.
+            spans[-1].append([(max(0, start - late), end) for start, end in _spans(cuts, delay, frames)])
+            delay += late
+    first, sizes = _bounds(tuple(tuple(row) for rows in spans for row in rows), x.device)
+    lengths = iter(torch.minimum((ragged.lengths - first).clamp_min(0), sizes).int())  # (P, B) each
+    alive, pieces = list[Tensor](), PieceContext(context, count)
+    stages = list[Stage]()
+    for module, rows in zip(modules, spans, strict=True):
+        own = [next(lengths) for _ in rows]
+        starts = [start for start, _ in rows[0]]
+        of_module = ModulePieces(module, starts, own, ragged, pieces, plan.max_sms, alive)
+        stages += [functools.partial(of_module.layer, layer) for layer in range(len(module.recurrent))]
+    inputs = torch.split(x, [end - start for start, end in spans[0][0]])
+    if not is_recording():
+        return torch.cat(run_stages(stages, inputs, ()))
+    y = torch.cat(run_stages(stages, inputs, plan.streams, alive))
+    return cast(Tensor, _KeepAlive.apply(y, alive))  # type: ignore[no-untyped-call]
+
+
+def _spans(cuts: Sequence[int], delay: int, frames: int) -> list[Span]:
+    """Pieces of a batch that is cut there, of a layer that is late by so many frames."""
+    starts = [0, *(cut - delay for cut in cuts)]
+    return list(zip(starts, [*starts[1:], frames], strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bounds(spans: tuple[tuple[Span, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """First frames and sizes, (N, P, 1) each; made by a batch that is not recorded in a CUDA graph."""
+    first = [[start for start, _ in row] for row in spans]
+    sizes = [[end - start for start, end in row] for row in spans]
+    return torch.tensor(first, device=device)[..., None], torch.tensor(sizes, device=device)[..., None]
+
+
+class ModulePieces:
+    """A module on its way through a batch, piece by piece.
+
+    Args:
+        module: the module.
+        starts: first frames of the pieces of its input.
+        lengths: (P, B) int32 valid frames of the pieces of its layers' inputs, then of each row convolution's.
+        ragged: of the batch.
+        context: of the pass.
+        max_sms: multiprocessors of a layer.
+        alive: receives tensors that several streams use.
+    """
+
+    def __init__(
+        self,
+        module: RecurrentModule,
+        starts: Sequence[int],
+        lengths: Sequence[Tensor],
+        ragged: Ragged,
+        context: PassContext,
+        max_sms: int | None,
+        alive: list[Tensor],
+    ) -> None:
+        self.module, self.starts, self.lengths = module, starts, lengths
+        self.ragged, self.context, self.max_sms, self.alive = ragged, context, max_sms, alive
+        self._layers = cast(Sequence[RecurrentLayer | GatedRecurrentLayer], module.recurrent)
+        self._carries: list[Carry] = [() for _ in self._layers]
+        self._tails: list[Tensor | None] = [None for _ in module.row_convs]  # frames whose output is still to come
+        self._inputs: dict[int, Tensor] = {}
+        self._waiting: Tensor | None = None  # frames of the skip that row convolutions have not reached
+
+    def layer(self, number: int, piece: int, x: Tensor, projection_stream: torch.cuda.Stream | None) -> Tensor:
+        """Run a layer on a piece (T, B, D), and behind the last layer the row convolutions and the skip: a stage."""
+        layer, ragged = self._layers[number], self.ragged
+        if number == 0:
+            self._inputs[piece] = x
+        lengths = self.lengths[0][piece]
+        part = Ragged(lengths, ragged.count, ragged.valid, ragged.keys, ragged.share, self.starts[piece])
+        side = contextlib.nullcontext() if projection_stream is None else torch.cuda.stream(projection_stream)
+        with side:
+            z = layer.project(x, part, self.context)
+        if projection_stream is not None:
+            torch.cuda.current_stream(z.device).wait_stream(projection_stream)
+            self.alive.append(z)
+        y, self._carries[number] = layer.recur(z, self._carries[number], lengths, self.context, self.max_sms)
+        if number + 1 < len(self._layers):
+            return y
+        for index in range(len(self._tails)):
+            y = self._row_conv(index, piece, y)
+        x = self._inputs.pop(piece)
+        if self.module.residual and self._tails:
+            x = x if self._waiting is None else torch.cat([self._waiting, x])
+            x, self._waiting = torch.split(x, [len(y), len(x) - len(y)])
+        return self.module.join(y, x, ragged, self.context)
+
+    def _row_conv(self, index: int, piece: int, y: Tensor) -> Tensor:
+        """Run a row convolution on the next frames (T, B, H); gives those whose context is there."""
+        conv, last = cast(RowConvolution, self.module.row_convs[index]), piece + 1 == len(self.starts)
+        late, tail = conv.weight.shape[1] - 1, self._tails[index]
+        parts = [] if tail is None else [tail]
+        if last or late == 0:
+            parts.append(y)
+        else:
+            parts += torch.split(y, [len(y) - late, late])
+            self._tails[index] = parts[-1]
+        part = Ragged(self.lengths[1 + index][piece], self.ragged.count, self.ragged.valid)
+        out: Tensor = conv(torch.cat(parts), part, self.context)
+        return out if last or late == 0 else out[:-late]
+
+
+class PieceContext:
+    """The context of a pass for layers that run piece by piece.
+
+    Args:
+        context: of the pass.
+        pieces: in which each layer runs.
+    """
+
+    def __init__(self, context: PassContext, pieces: int) -> None:
+        self._context, self._pieces = context, pieces
+        self._sinks: dict[Tensor, GradientSink | None] = {}
+        self._biases: dict[tuple[Tensor, ...], Tensor] = {}
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """Return the weight of the whole pass."""
+        return self._context.weight(parameter)
+
+    def bias(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the bias of the pass, made once for all pieces, in the type that products have under autocast."""
+        key = tuple(parameters)
+        if key not in self._biases:
+            bias = self._context.bias(parameters)
+            cast = torch.is_autocast_enabled(bias.device.type)
+            self._biases[key] = bias.to(torch.get_autocast_dtype(bias.device.type)) if cast else bias
+        return self._biases[key]
+
+    def sink(self, parameter: Tensor) -> GradientSink | None:
+        """Return the sink of the pass; for a matrix, one for all pieces of a layer."""
+        if parameter not in self._sinks:
+            sink = self._context.sink(parameter)
+            self._sinks[parameter] = sink if sink is None or parameter.ndim == 1 else PieceSink(sink, self._pieces)
+        return self._sinks[parameter]
+
+
+class PieceSink:
+    """Joins the products that the pieces of a layer add to the gradient of a matrix to one: a `GradientSink`.
+
+    Args:
+        sink: of the matrix.
+        pieces: as many products as one pass adds.
+    """
+
+    def __init__(self, sink: GradientSink, pieces: int) -> None:
+        self._sink, self._pieces = sink, pieces
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        self._taken = 0  # pieces
+        self._rows: dict[tuple[int, int], PieceSink] = {}
+        self._transpose = _OneTranspose()
+
+    @property
+    def deferred(self) -> Deferred:
+        """All pieces of a layer take one transpose of its matrix; no work waits for a recurrence, others run anyway."""
+        return self._transpose
+
+    def add_products(self, factors: Factors, biases: Sequence[GradientSink] = ()) -> None:
+        """Take left (R, N) and right (N, C) of a piece; with those of the last piece, their product is added."""
+        self._factors += factors
+        self._taken += 1
+        if self._taken == self._pieces:
+            self._sink.add_products(self._factors, biases)
+            self._factors, self._taken = [], 0
+            self._launch()
+
+    def add(self, make: Callable[[], Tensor]) -> None:
+        """Add the tensor that `make` returns, of a piece."""
+        self._sink.add(make)
+        self._launch()
+
+    def _launch(self) -> None:
+        if isinstance(self._sink.deferred, DeferredGradients):
+            self._sink.deferred.run_on_side_stream()
+
+    def rows(self, start: int, stop: int) -> GradientSink:
+        """The sink of these rows."""
+        if (start, stop) not in self._rows:
+            self._rows[start, stop] = PieceSink(self._sink.rows(start, stop), self._pieces)
+        return self._rows[start, stop]
+
+
+class _OneTranspose:
+    """One `Prefetch` for all pieces of a layer, made by the first that takes it: a `Deferred`."""
+
+    def __init__(self) -> None:
+        self._first: Prefetch | None = None
+
+    def recording(self) -> bool:
+        """As `DeferredGradients.recording`."""
+        return is_recording()
+
+    def expect_backward(self, prefetch: Prefetch) -> Prefetch:
+        """Return the first that was announced."""
+        self._first = self._first or prefetch
+        return self._first
+
+    def during_recurrence(self, own: Prefetch) -> AbstractContextManager[None]:
+        """Run nothing."""
+        return contextlib.nullcontext()
+
+
+class _KeepAlive(torch.autograd.Function):
+    """The identity; keeps tensors until the graph of the pass is freed, which is behind its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, alive: list[Tensor]) -> Tensor:
+        ctx.alive = alive
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

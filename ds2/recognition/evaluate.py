@@ -15,7 +15,7 @@ import soundfile
 import torch
 from torch import Tensor
 
-from ds2.audio.effects import encode
+from ds2.audio.augment import encode
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import CODECS, AugmentConfig, ConfigError, DataConfig, DecodeConfig
 from ds2.data.loader import SpeechLoader

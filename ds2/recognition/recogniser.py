@@ -31,8 +31,7 @@ from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.phrase_search import PhraseDecoder
 from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
-from ds2.distributed.agreement import weights
-from ds2.distributed.communicator import Communicator
+from ds2.distributed.communicator import Communicator, weights
 from ds2.inference.runner import file_block_frames, window_logits
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import default_model

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.confidence import IDENTITY, correct_words, fit_calibration
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.keywords import BONUSES
 from ds2.decoding.methods import make_decoder
-from ds2.decoding.rescore import mix_scores
+from ds2.decoding.postprocess import IDENTITY, correct_words, fit_calibration, mix_scores
 from ds2.lm.ngram import NGram
 from ds2.lm.recurrent import RecurrentLM
 from ds2.scoring.wer import ErrorCounts, word_errors

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 Counts = NDArray[np.int64]
 _REPLICATES = 2000

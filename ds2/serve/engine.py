@@ -29,7 +29,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 log = logging.getLogger(__name__)
 transcripts = logging.getLogger("ds2.serve.transcripts")

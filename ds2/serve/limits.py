@@ -9,7 +9,7 @@ from starlette.requests import HTTPConnection
 
 from ds2.config.allowed import Range
 from ds2.serve.tls import Certificate
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
 _SHOWN = 60  # characters of a value in a message

@@ -47,7 +47,7 @@ from ds2.serve.engine import Answers, Chunk, Engine, EngineClient, StreamResult,
 from ds2.serve.http import gc_tuning, listen_shared, make_server
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.files import temporary_folder
 from ds2.system.messages import decode, encode
 from ds2.system.signals import handle_signals, server_stop_signals

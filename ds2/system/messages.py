@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.plain import parse_json
 
 _LENGTH = struct.Struct("<Q")

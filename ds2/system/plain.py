@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 T = TypeVar("T")
 _NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}

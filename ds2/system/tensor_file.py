@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.files import atomic_file
 from ds2.system.machine import usable_cores
 from ds2.system.plain import parse_json

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2.config.schema import AlphabetConfig
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.plain import FieldError, from_plain, short_repr
 from ds2.text.numbers import check_numbers, spell_numbers, unread_numbers
 from ds2.text.pronunciations import Pronunciations, read_pronunciations

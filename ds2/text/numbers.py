@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 _Reader = Callable[[re.Match[str]], str]
 

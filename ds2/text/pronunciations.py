@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 Phones = tuple[str, ...]
 _STRESS = "012"

@@ -31,11 +31,10 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.structure import operator_cell
 from ds2.text.alphabet import Alphabet
-from ds2.training.crf import Crf
+from ds2.training.ctc import Crf
 from ds2.training.inputs import InputMaker
 from ds2.training.passes import Passes
-from ds2.training.start import freeze
-from ds2.training.state import Progress
+from ds2.training.state import Progress, freeze
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds2.config.convert import not_default, save_config
 from ds2.config.schema import Config
-from ds2.data.corpus_changes import describe_changes
+from ds2.data.splits import describe_changes
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log

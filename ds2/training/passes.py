@@ -21,8 +21,7 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.system.cuda_graph import GraphRecorder
-from ds2.training.crf import Crf
-from ds2.training.ctc import ctc_losses, divergence
+from ds2.training.ctc import Crf, ctc_losses, divergence
 from ds2.training.inputs import Inputs
 
 log = logging.getLogger(__name__)

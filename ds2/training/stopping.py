@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 import torch
 
 from ds2.distributed.communicator import Communicator
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.signals import Stopped
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import Batch, SpeechLoader, padded_durations_s, plan_epoch
 from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
-from ds2.distributed.agreement import settings
-from ds2.distributed.communicator import Communicator
+from ds2.distributed.communicator import Communicator, settings
 from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View
 from ds2.distributed.gradients import GradientReducer
 from ds2.distributed.launch import share_cores
@@ -29,12 +28,12 @@ from ds2.distributed.process_group import LostRankError
 from ds2.lm.files import save_ngram
 from ds2.model.acoustic import AcousticModel
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.pieces import Wavefront
-from ds2.model.pieces import why_not as why_no_wavefront
 from ds2.model.structure import check_backend
-from ds2.system.errors import UserError
+from ds2.model.wavefront import Wavefront
+from ds2.model.wavefront import why_not as why_no_wavefront
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet
-from ds2.training.crf import Crf
+from ds2.training.ctc import Crf
 from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import MemoryProbe, check_device, choose_batching, choose_tiles, out_of_memory
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
@@ -43,8 +42,7 @@ from ds2.training.optim import OptimizerStep, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, use_graphs
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
-from ds2.training.start import freeze, initial_state
-from ds2.training.state import Progress, TrainState, broadcast_state, read_state, state_file
+from ds2.training.state import Progress, TrainState, broadcast_state, freeze, initial_state, read_state, state_file
 from ds2.training.stopping import Interrupts
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import soundfile
 
 from ds2.audio.read import AudioError, EmptyAudioError, audio_blocks, audio_info, read_audio
 from ds2.data.manifest import ManifestError, read_manifest
-from ds2.system.text_files import TextError
+from ds2.system.files import TextError
 
 RATE_HZ = 16000
 TONE = 0.3 * np.sin(2 * np.pi * 440 * np.arange(RATE_HZ) / RATE_HZ)

@@ -24,7 +24,7 @@ from ds2.audio.features import Features
 from ds2.cli import main
 from ds2.distributed.launcher import launched
 from ds2.distributed.watchdog import Watchdog
-from ds2.model.pieces import Wavefront
+from ds2.model.wavefront import Wavefront
 from ds2.recognition.recogniser import Recogniser
 from ds2.training import run_folder, stopping, trainer
 from ds2.training.passes import GraphedPasses, Passes

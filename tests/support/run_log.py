@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ds2.system.text_files import read_log
+from ds2.system.files import read_log
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from ds2.config.schema import ModelConfig
 from ds2.model import recurrent
-from ds2.model.norm import SequenceBatchNorm
+from ds2.model.norm import Ragged, SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-from ds2.model.ragged import Ragged
 
 GIB = 2**30
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ds2.audio.features import Features
 from ds2.audio.read import audio_info, read_audio
 from ds2.commands.compose import compose_config
+from ds2.commands.wer import read_texts
 from ds2.config.schema import Config, DataConfig, ModelConfig
 from ds2.data.audio_cache import open_audio
 from ds2.data.check import check
@@ -35,7 +36,6 @@ from ds2.lm.recurrent_training import StateFile, TrainingPosition
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import load_model, save_model
 from ds2.recognition.settings import decode_settings, save_settings, tuned_file
-from ds2.scoring.texts import read_texts
 from ds2.system.tensor_file import optimizer_tensors
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces

@@ -33,7 +33,7 @@ from dispatch import new_parser, parse
 from fuzzing import files, server
 from fuzzing.files import Target
 
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 TARGETS = {**files.TARGETS, **server.TARGETS}
 RIGHT, FAULTS = ("named", "same", "read"), ("wrong", "traceback", "died", "hang", "memory")

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ds2.data.manifest import Utterance, write_manifest
-from ds2.system.text_files import read_log
+from ds2.system.files import read_log
 
 RATE_HZ = 16000
 TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")

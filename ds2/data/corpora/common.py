@@ -17,8 +17,7 @@ from tqdm import tqdm
 from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
 from ds2.audio.shard import member_of
 from ds2.data.manifest import Utterance
-from ds2.system import text_files
-from ds2.system.errors import UserError
+from ds2.system import UserError, files
 from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequenc
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield ("file:line", stripped text) of the lines of a UTF-8 file that are not blank; raises TextError."""
-    return ((f"{path}:{number}", line.strip()) for number, line in text_files.read_lines(path) if line.strip())
+    return ((f"{path}:{number}", line.strip()) for number, line in files.read_lines(path) if line.strip())
 
 
 def read_transcripts(paths: Iterable[Path], encoding: str = "") -> tuple[dict[Path, str], dict[Path, str]]:
@@ -115,8 +114,8 @@ def read_transcripts(paths: Iterable[Path], encoding: str = "") -> tuple[dict[Pa
     encodings: defaultdict[str, list[Path]] = defaultdict(list)
     for path in paths:
         try:
-            contents[path] = text_files.read_bytes(path, max_bytes=text_files.MAX_LINE_BYTES)
-        except text_files.TextError as error:
+            contents[path] = files.read_bytes(path, max_bytes=files.MAX_LINE_BYTES)
+        except files.TextError as error:
             problems[path] = str(error)
         else:
             encodings[_unicode_encoding(contents[path])].append(path)
@@ -124,8 +123,8 @@ def read_transcripts(paths: Iterable[Path], encoding: str = "") -> tuple[dict[Pa
         latin = encoding or (_LATIN if _seems_latin([contents[path] for path in others]) else "")
         encodings[latin] += others
     texts: dict[Path, str] = {}
-    for name, files in encodings.items():
-        for path in files:
+    for name, members in encodings.items():
+        for path in members:
             try:
                 text = contents[path].decode(name or "utf-8")
             except UnicodeDecodeError as error:
@@ -138,7 +137,7 @@ def read_transcripts(paths: Iterable[Path], encoding: str = "") -> tuple[dict[Pa
                 problems[path] = f"{path}: holds NUL characters, so it is no text"
                 continue
             texts[path] = " ".join(line.strip() for line in text.splitlines() if line.strip())
-        read = [path for path in files if path in texts]
+        read = [path for path in members if path in texts]
         if read and name not in ("utf-8", "utf-8-sig"):
             guess = "; this is a guess, --encoding NAME sets another" if name == _LATIN and not encoding else ""
             log.warning(

@@ -27,7 +27,7 @@ from ds2.data.corpora.common import (
     to_utterances,
 )
 from ds2.data.manifest import ManifestError, Utterance, write_manifest
-from ds2.system import text_files
+from ds2.system import files
 from ds2.system.plain import parse_json
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
         tables = sorted(p.name for p in path.iterdir() if p.suffix.lower() in (".csv", ".tsv"))
         named = f"one of {', '.join(tables[:_TABLES_SHOWN])}" if tables else "FILE.csv or FILE.tsv; this one holds none"
         raise ImporterError(f"{path}: is a folder; give the table in it: {named}")
-    lines = [f"{line}\n" for _, line in text_files.read_lines(path)]  # a quoted field may hold ends of lines
+    lines = [f"{line}\n" for _, line in files.read_lines(path)]  # a quoted field may hold ends of lines
     if lines and lines[0].startswith("{"):
         raise ImporterError(f"{path}: is a manifest (JSON lines), which needs no import: data.train=[{path.name}]")
     tabs = bool(lines) and "\t" in lines[0]
@@ -244,7 +244,7 @@ def _csv_pairs(path: Path) -> list[tuple[str, str, str]]:
 
 def _json_pairs(path: Path) -> list[tuple[str, str, str]]:
     try:
-        stored: Any = parse_json(text_files.read_bytes(path, max_bytes=_MAX_JSON_BYTES))
+        stored: Any = parse_json(files.read_bytes(path, max_bytes=_MAX_JSON_BYTES))
         root = Path(stored["root_path"])
         samples = [(str(root / s["wav_path"]), str(root / s["transcript_path"])) for s in stored["samples"]]
     except (OSError, ValueError, KeyError, TypeError) as error:

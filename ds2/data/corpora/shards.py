@@ -10,8 +10,8 @@ from ds2.audio.shard import Shard, ShardError, check_members
 from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, to_utterances
 from ds2.data.corpora.layouts import COLUMNS
 from ds2.data.manifest import Utterance
+from ds2.system.files import read_byte_lines
 from ds2.system.plain import parse_json, short_repr
-from ds2.system.text_files import read_byte_lines
 
 _TEXT_SUFFIXES = ("txt", "text")
 

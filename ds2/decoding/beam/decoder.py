@@ -17,15 +17,14 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times
-from ds2.decoding.beam.fusion import LENGTH, Fusion
+from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, Slots, read_labels
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, join, search, split
 from ds2.decoding.decoder import check_log_probs
 from ds2.decoding.frames import NONE, pack, pack_next
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, spell_words
 from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written
-from ds2.decoding.pronounced import PronouncedWords
-from ds2.decoding.rescore import SecondPass
+from ds2.decoding.postprocess import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 

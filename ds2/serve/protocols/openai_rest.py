@@ -25,7 +25,7 @@ from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import EngineClient, EngineSession
 from ds2.serve.limits import BadRequestError, BrokenError, FullError, LimitError, Limits
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from ds2.serve.limits import (
     Limits,
     SessionOverError,
 )
-from ds2.system.errors import UserError
+from ds2.system import UserError
 
 _REASON_BYTES = 100  # of a close message; the protocol allows 123
 _REFUSAL_S = 2.0

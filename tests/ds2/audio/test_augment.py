@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ds2.audio.augment import augment_waveform, recorded_noise, speed_range, utterance_rng
-from ds2.audio.effects import coloured_noise
+from ds2.audio.augment import augment_waveform, coloured_noise, recorded_noise, speed_range, utterance_rng
 from ds2.config.schema import AugmentConfig
 
 RATE = 16000

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from ds2.audio.augment import augment_waveform, utterance_rng
-from ds2.audio.effects import apply_codec, babble, coloured_noise, convolve, room_response
+from ds2.audio.augment import (
+    apply_codec,
+    augment_waveform,
+    babble,
+    coloured_noise,
+    convolve,
+    room_response,
+    utterance_rng,
+)
 from ds2.config.schema import CODECS, AugmentConfig, Config
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import read_manifests

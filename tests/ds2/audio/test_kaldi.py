@@ -13,7 +13,7 @@ from support.spectra import RATE, rounding, speech_like
 from ds2.audio.features import Features
 from ds2.audio.stream import SampleBlocks
 from ds2.config.schema import ConfigError, FeaturesConfig
-from ds2.training.start import _same_features
+from ds2.training.state import _same_features
 
 CONFIG = FeaturesConfig(kind="kaldi_fbank", window_s=0.025)
 

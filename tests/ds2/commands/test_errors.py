@@ -19,7 +19,7 @@ from ds2 import cli
 from ds2.commands import data
 from ds2.lm.sentences import SentenceReader
 from ds2.recognition.recogniser import Recogniser
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.signals import Stopped
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ds2.commands.sweep import Job, finish, folder_name, ranking
+from ds2.commands.train import Job, finish, folder_name, ranking
 
 
 def job(folder: Path, name: str, *scores: tuple[int, float | None, float], status: int = 0) -> Job:

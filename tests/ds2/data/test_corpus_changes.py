@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from ds2.data.corpus_changes import describe_changes
 from ds2.data.manifest import Utterance
+from ds2.data.splits import describe_changes
 
 RATE = 16000
 

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from ds2.config.schema import ConfigError, DecodeConfig
-from ds2.decoding.confidence import calibrate, correct_words, fit_calibration
 from ds2.decoding.methods import make_decoder
+from ds2.decoding.postprocess import calibrate, correct_words, fit_calibration
 from ds2.text.alphabet import Alphabet
 
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, corpus
-from ds2.distributed.agreement import program, settings, sources, weights
-from ds2.distributed.communicator import Communicator, DisagreementError
+from ds2.distributed.communicator import Communicator, DisagreementError, program, settings, sources, weights
 
 T = TypeVar("T")
 UTTERANCES = [Utterance(Path("/data/a.wav"), 1.5, "abc"), Utterance(Path("/data/b.wav"), 2.0, "ca", offset_s=3.0)]
@@ -44,7 +43,7 @@ def test_equal_facts_pass_and_a_single_process_agrees_with_itself() -> None:
 
 def test_the_program_is_every_source_file_however_deep() -> None:
     names = {name for name, _ in sources()}
-    assert {"cli.py", "distributed/agreement.py", "data/corpora/layouts.py"} <= names
+    assert {"cli.py", "distributed/communicator.py", "data/corpora/layouts.py"} <= names
     assert sum(name.endswith(".cuh") for name in names) >= 13
 
 

@@ -14,8 +14,7 @@ import soundfile
 from ds2.commands.compose import compose_config
 from ds2.config.schema import ConvConfig, DecodeConfig
 from ds2.data.manifest import read_manifest
-from ds2.export import sherpa
-from ds2.export.files import export_onnx
+from ds2.export.files import export_onnx, sherpa_tokens, why_not_sherpa
 from ds2.export.model import ExportError
 from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.recognition.recogniser import Recogniser
@@ -94,10 +93,10 @@ def test_what_sherpa_cannot_run_is_refused(
 
 def test_all_obstacles_are_named_at_once() -> None:
     config = compose_config(["model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"])
-    reason = sherpa.why_not(config) or ""
+    reason = why_not_sherpa(config) or ""
     assert all(part in reason for part in ("bidirectional", "features.kind", "whose product is 4", "--interface plain"))
-    assert sherpa.why_not(compose_config(["recipe=librispeech_5h_phone"])) is None
+    assert why_not_sherpa(compose_config(["recipe=librispeech_5h_phone"])) is None
 
 
 def test_tokens_of_pieces_and_digits() -> None:
-    assert sherpa.tokens(Alphabet(("", "\u2581a", "7", "\u00e9"))) == "<blk> 0\n\u2581a 1\n7 2\n\u00e9 3\n"
+    assert sherpa_tokens(Alphabet(("", "\u2581a", "7", "\u00e9"))) == "<blk> 0\n\u2581a 1\n7 2\n\u00e9 3\n"

@@ -18,8 +18,7 @@ from ds2.lm.files import arpa_file, load_ngram, read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import TENSORS, LanguageModelError, NGram, to_levels
 from ds2.system import files
-from ds2.system.files import cache_dir
-from ds2.system.text_files import TextError
+from ds2.system.files import TextError, cache_dir
 
 SMALL = """\
 made by hand

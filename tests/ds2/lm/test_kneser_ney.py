@@ -18,7 +18,7 @@ from ds2.lm import kneser_ney
 from ds2.lm.kneser_ney import Estimate, Scratch, estimate
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.lm.sentences import SentenceReader, perplexity
-from ds2.system.text_files import TextError
+from ds2.system.files import TextError
 from ds2.text.alphabet import Alphabet
 
 TINY = [

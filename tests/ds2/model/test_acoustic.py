@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds2.commands.info import activation_bytes_per_s, summary
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.model.acoustic import AcousticModel
 from ds2.model.structure import module_plan
-from ds2.model.summary import activation_bytes_per_s, summary
 
 BINS, LABELS = 21, 5
 VARIANTS: dict[str, dict[str, Any]] = {

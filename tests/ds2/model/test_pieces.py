@@ -12,8 +12,7 @@ from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
-from ds2.model.pieces import Wavefront, why_not
-from ds2.model.wavefront import LAYER_SMS
+from ds2.model.wavefront import LAYER_SMS, Wavefront, why_not
 
 BINS, LABELS, FRAMES = 9, 5, 90
 LENGTHS = torch.tensor([90, 71, 8, 33])

@@ -74,4 +74,4 @@ def test_pieces_come_out_as_layer_by_layer() -> None:
     wanted = list(pieces)
     for stage in stages_of(5):
         wanted = [stage(number, piece, None) for number, piece in enumerate(wanted)]
-    assert [float(x) for x in wavefront.run(stages_of(5), pieces, [])] == [float(x) for x in wanted]
+    assert [float(x) for x in wavefront.run_stages(stages_of(5), pieces, [])] == [float(x) for x in wanted]

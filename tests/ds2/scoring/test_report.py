@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds2.audio.effects import encode
+from ds2.audio.augment import encode
 from ds2.scoring.report import html_page, most_errors, summary
 from ds2.scoring.wer import Report, corpus_report
 

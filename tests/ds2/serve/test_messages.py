@@ -32,7 +32,7 @@ from ds2.serve.processes import (
     WorkerStarted,
     pack,
 )
-from ds2.system.errors import UserError
+from ds2.system import UserError
 from ds2.system.messages import MessageError
 from ds2.text.alphabet import Alphabet
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ds2.commands.wer import read_texts
 from ds2.data.corpora import import_corpus
 from ds2.data.manifest import read_manifest
 from ds2.lm.sentences import SentenceReader
-from ds2.scoring.texts import read_texts
-from ds2.system.text_files import MAX_LINE_BYTES, TextError, read_byte_lines, read_bytes, read_lines, read_log
+from ds2.system.files import MAX_LINE_BYTES, TextError, read_byte_lines, read_bytes, read_lines, read_log
 
 READERS: dict[str, Callable[[Path], object]] = {
     "lines": lambda path: list(read_lines(path)),

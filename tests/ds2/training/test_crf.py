@@ -11,8 +11,7 @@ from support import kernel_on_cpu
 from ds2.config.schema import Config
 from ds2.lm.files import load_ngram
 from ds2.lm.label_graph import LabelScorer
-from ds2.training.crf import Crf
-from ds2.training.ctc import ctc_losses, feasible_rows
+from ds2.training.ctc import Crf, ctc_losses, feasible_rows
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]

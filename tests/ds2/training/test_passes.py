@@ -16,7 +16,7 @@ from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.data.loader import Batch
 from ds2.model.acoustic import AcousticModel
-from ds2.model.pieces import Wavefront
+from ds2.model.wavefront import Wavefront
 from ds2.training import passes
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import InputMaker, Inputs

@@ -12,7 +12,7 @@ from ds2.data.corpora import (
     import_corpus,
     prepare,
 )
-from ds2.system.text_files import TextError
+from ds2.system.files import TextError
 
 
 @pytest.mark.parametrize("format", FORMATS)

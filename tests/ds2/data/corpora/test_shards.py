@@ -21,7 +21,7 @@ from ds2.config.schema import DataConfig
 from ds2.data.audio_cache import open_audio
 from ds2.data.corpora import ImporterError, import_corpus
 from ds2.data.manifest import read_manifest, write_manifest
-from ds2.system.text_files import TextError
+from ds2.system.files import TextError
 
 SECONDS = {"a": 0.5, "b": 0.6, "c": 0.7}
 
