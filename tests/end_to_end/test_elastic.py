@@ -129,7 +129,7 @@ def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_
         former = RunLog(tmp_path, writes=False)
         trainer: Any = SimpleNamespace(
             run_dir=tmp_path,
-            comm=SimpleNamespace(rank=0, world=world, superseded=lambda: False),
+            comm=SimpleNamespace(rank=0, world=world, elastic=True, superseded=lambda: False),
             progress=Progress(step=55),
             logged=former.scalars("train", 55, window.values({}, 0.1, 1.0, 3)),
             regroup=lambda interrupts: View(2, [], fresh=False),
