@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
-from ds2 import __version__
+from ds2.system.machine import VERSION
 from ds2.system.signals import default_signals
 from ds2.system.terminal import VisibleFormatter, safe_output
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE, end="")
         return 0 if arguments else _USER_ERROR
     if arguments[0] == "--version":
-        print(f"ds2 {__version__}")
+        print(f"ds2 {VERSION}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

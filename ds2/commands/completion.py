@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from ds2 import commands
+import ds2.commands
 from ds2.commands.common import ALL_SETTINGS, Parser
 from ds2.commands.compose import config_dir
 from ds2.commands.train import HYDRA_OPTIONS
@@ -122,8 +122,8 @@ def command_tree() -> Iterator[Command]:
     """Yield ds2 itself, each command and each sub-command."""
     below: list[Command] = []
     names = []
-    for module in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
-        parser_of = getattr(import_module(f"{commands.__name__}.{module}"), "make_parser", None)
+    for module in sorted(module.name for module in pkgutil.iter_modules(ds2.commands.__path__)):
+        parser_of = getattr(import_module(f"ds2.commands.{module}"), "make_parser", None)
         if parser_of is not None:
             names.append(module)
             below += _commands(module, parser_of())

@@ -14,10 +14,9 @@ from ds2_ops.recurrent import calibrate
 from ds2_ops.recurrent.plan.choose import choose, hopper, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import Problem
 
-from ds2 import __version__
 from ds2.commands.common import Parser
 from ds2.commands.compose import config_dir
-from ds2.system.machine import git_commit
+from ds2.system.machine import VERSION, git_commit
 
 _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors", "tensorboard", "triton", "cuda-core",
              "nvidia-cuda-nvrtc", "mpi4py")  # fmt: skip
@@ -36,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     if make_parser().parse_args(arguments).forget_tiles:
         print(f"calibrated kernels: {calibrate.forget()} records removed from {cache_dir()}")
         return 0
-    print(f"ds2 {__version__} (commit {git_commit()}), Python {platform.python_version()}, {platform.platform()}")
+    print(f"ds2 {VERSION} (commit {git_commit()}), Python {platform.python_version()}, {platform.platform()}")
     for name in _PACKAGES:
         try:
             print(f"  {name} {importlib.metadata.version(name)}")
@@ -82,12 +81,11 @@ def recurrence_facts(index: int) -> str:
         )
     except (RuntimeError, ValueError) as error:
         return f"matrix products and cuDNN, as {error}"
-    design, times = "kernels of clusters", "measured on an H200"
-    if not hopper(facts):
-        design, times = (
-            "portable kernels",
-            f"measured on an H100, for this clock {1 / facts.processor.clock:.2f} x as long",
-        )
+    if hopper(facts):
+        design, times = "kernels of clusters", "measured on an H200"
+    else:
+        design = "portable kernels"
+        times = f"measured on an H100, for this clock {1 / facts.processor.clock:.2f} x as long"
     return (
         f"{design}, in bfloat16 up to {relu} hidden units, LSTM {lstm}, GRU {gru}; larger ones by matrix products; "
         f"chosen by times {times}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds2 import __version__
 from ds2.commands.common import Parser
-from ds2.system.machine import git_commit
+from ds2.system.machine import VERSION, git_commit
 
 
 def make_parser() -> Parser:
@@ -17,5 +16,5 @@ def make_parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Print the version and commit; 0."""
     make_parser().parse_args(arguments)
-    print(f"ds2 {__version__} (commit {git_commit()})")
+    print(f"ds2 {VERSION} (commit {git_commit()})")
     return 0
