@@ -445,11 +445,11 @@ def _run(options: argparse.Namespace) -> int:
     if guessed:
         common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN]
         print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))
-    left = sorted((word for word in unknown if word not in guessed), key=lambda word: -wanted[word])
-    if left:
-        lacking = sorted(set("".join(left)).difference(*dictionary.words))
+    without = sorted((word for word in unknown if word not in guessed), key=lambda word: -wanted[word])
+    if without:
+        lacking = sorted(set("".join(without)).difference(*dictionary.words))
         why = f"; the dictionary has no word with {' '.join(lacking)}" if lacking else ""
-        print(f"without a pronunciation: {len(left)} words, such as {', '.join(left[:_SHOWN])}{why}")
+        print(f"without a pronunciation: {len(without)} words, such as {', '.join(without[:_SHOWN])}{why}")
     return 0
 
 
