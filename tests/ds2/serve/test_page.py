@@ -88,11 +88,8 @@ def test_a_phone_over_http_shows_what_the_microphone_needs(serve: Callable[..., 
 def test_a_microphone_over_https(serve: Callable[..., Running], tmp_path: Path) -> None:
     running = serve(tls=self_signed(["localhost", "127.0.0.1"]))
     with chromium_page(tmp_path, ignore_https_errors=True) as page:
-        page.goto(f"https://127.0.0.1:{running.port}/")
-        page.click("#microphone")
-        page.locator("#partial", has_text=re.compile(r".{4}")).wait_for()
-        page.click("#microphone")
-        until(lambda: page.inner_text("#state") == "Done.")
+        start_microphone(page, f"https://127.0.0.1:{running.port}/")
+        stop_microphone(page)
         assert page.inner_text(".words").strip()
 
 
@@ -100,18 +97,13 @@ def test_a_microphone_over_https(serve: Callable[..., Running], tmp_path: Path) 
 def test_a_lost_server_is_shown_and_connected_to_again(serve: Callable[..., Running], tmp_path: Path) -> None:
     running = serve()
     with chromium_page(tmp_path) as page:
-        page.goto(running.web)
-        page.click("#microphone")
-        page.locator("#partial", has_text=re.compile(r".{4}")).wait_for()
-        running.end()
-        page.locator("#state", has_text="The server was lost").wait_for()
-        until(lambda: not is_listening(running.port))
+        start_microphone(page, running.web)
+        lose_server(page, running)
         before = page.inner_text(".words")
         serve(port=running.port)
         page.locator("#state", has_text="Listening again").wait_for()
         page.locator("#partial", has_text=re.compile(r".{4}")).wait_for()
-        page.click("#microphone")
-        until(lambda: page.inner_text("#state") == "Done.")
+        stop_microphone(page)
         assert page.locator(".recording").count() == 1
         words = json.loads(saved(page, "json"))["words"]
         assert page.inner_text(".words").startswith(before) and len(words) > len(before.split()) - 1
@@ -123,17 +115,12 @@ def test_speech_while_the_server_is_lost_is_recognised(serve: Callable[..., Runn
     """The microphone plays once: its words come though the server was away for all of them."""
     running = serve()
     with chromium_page(tmp_path, once=True) as page:
-        page.goto(running.web)
-        page.click("#microphone")
-        page.locator("#partial", has_text=re.compile(r".{2}")).wait_for()
-        running.end()
-        page.locator("#state", has_text="The server was lost").wait_for()
-        until(lambda: not is_listening(running.port))
+        start_microphone(page, running.web, letters=2)
+        lose_server(page, running)
         time.sleep(SPOKEN_S)
         serve(port=running.port)
         page.locator("#state", has_text="Listening again").wait_for()
-        page.click("#microphone")
-        until(lambda: page.inner_text("#state") == "Done.")
+        stop_microphone(page)
         words = json.loads(saved(page, "json"))["words"]
     assert words[0]["start"] < SPOKEN_S / 2 < words[-1]["end"]
 
@@ -143,9 +130,7 @@ def test_speech_while_the_server_is_lost_is_recognised(serve: Callable[..., Runn
 def test_saved_files_hold_what_is_shown(serve: Callable[..., Running], tmp_path: Path) -> None:
     running = serve()
     with chromium_page(tmp_path) as page:
-        page.goto(running.web)
-        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
-        until(lambda: page.inner_text("#state").startswith("Done: "))
+        recognise_file(page, running.web, tmp_path)
         files = {name: saved(page, name) for name in ("txt", "srt", "vtt", "json")}
     content = json.loads(files["json"])
     words = [Word(word["word"], word["start"], word["end"], word["confidence"]) for word in content["words"]]
@@ -173,9 +158,7 @@ def test_captions_are_those_of_ds2_transcribe(serve: Callable[..., Running], tmp
 @pytest.mark.usefixtures("short_segments")
 def test_words_are_reached_by_keys_and_touch(serve: Callable[..., Running], tmp_path: Path) -> None:
     with chromium_page(tmp_path) as page:
-        page.goto(serve().web)
-        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
-        until(lambda: page.inner_text("#state").startswith("Done: "))
+        recognise_file(page, serve().web, tmp_path)
         count = page.locator(".words span").count()
         page.locator(".words").focus()
         shown = [press(page, key) for key in ("ArrowRight", "End", "ArrowLeft", "Home", "Escape")]
@@ -204,6 +187,33 @@ def test_settings_that_the_server_refuses_are_shown(serve: Callable[..., Running
         page.locator("#state.bad", has_text="(ab").wait_for()
         until(lambda: page.inner_text("#microphone") == "Start microphone")
         assert page.locator(".recording").count() == 0
+
+
+def start_microphone(page: Any, address: str, *, letters: int = 4) -> None:
+    """Open the page and speak until it shows a few letters."""
+    page.goto(address)
+    page.click("#microphone")
+    page.locator("#partial", has_text=re.compile(rf".{{{letters}}}")).wait_for()
+
+
+def stop_microphone(page: Any) -> None:
+    """Stop, and wait for the last words."""
+    page.click("#microphone")
+    until(lambda: page.inner_text("#state") == "Done.")
+
+
+def lose_server(page: Any, running: Running) -> None:
+    """End the server; the page must say that it was lost."""
+    running.end()
+    page.locator("#state", has_text="The server was lost").wait_for()
+    until(lambda: not is_listening(running.port))
+
+
+def recognise_file(page: Any, address: str, tmp_path: Path) -> None:
+    """Open the page and recognise `spoken.wav` to its end."""
+    page.goto(address)
+    page.set_input_files("#file", str(tmp_path / "spoken.wav"))
+    until(lambda: page.inner_text("#state").startswith("Done: "))
 
 
 def press(page: Any, key: str) -> str:
@@ -251,8 +261,7 @@ def test_a_microphone_in_chromium(
         page.locator("#partial", has_text=re.compile(r".{4}")).wait_for()  # looks at each picture: it comes and goes
         assert page.inner_text("#level").endswith("dB")
         until(lambda: re.fullmatch(r"\d\.\d s", page.inner_text("#delay")))
-        page.click("#microphone")
-        until(lambda: page.inner_text("#state") == "Done.")
+        stop_microphone(page)
         words = page.inner_text(".words")
         assert words.strip() and page.inner_text("#partial") == ""
         assert "% sure" in page.get_attribute(".words span", "title")
