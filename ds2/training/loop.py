@@ -104,11 +104,12 @@ def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog
     Raises:
         TrainingError: they are fewer than `comm.min_ranks`; the state is saved.
     """
+    logged = trainer.logged if former.writes else None
     view, comm = trainer.regroup(interrupts), trainer.comm
     step = trainer.progress.step
     former.close()
     board = _board(trainer)
-    if not former.writes:
+    if trainer.logged != logged:  # a rank that was further, and lost while the ranks met, may have passed it on
         _log_again(trainer, board)
     board.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
     log.info(

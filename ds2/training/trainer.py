@@ -198,7 +198,8 @@ class Trainer:
                 break
             except LeftBehindError as error:
                 log.warning("%s; it joins them again", error)
-                self.files.wait()  # what is not yet written is of steps that may not count: it is left out
+                self.files.confirm(counts=False)  # what is not yet written is of steps that may not count
+                self.files.wait()
                 self._commits, self.logged = JOINER, None
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)

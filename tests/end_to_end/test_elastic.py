@@ -112,13 +112,14 @@ def test_before_the_first_step_there_is_a_state_to_go_on_from(
 def test_a_process_that_was_left_behind_forgets_the_step_that_it_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is alone then, it reads the others' state of a step that it took too, and must not log its own loss."""
     comm = Mock(spec=ElasticCommunicator, rank=0, world=1, elastic=True)
-    comm.regroup.side_effect = [LeftBehindError("the others went on"), View(1, [])]
+    comm.regroup.side_effect = [LeftBehindError("the others went on"), View(1, [], fresh=False)]
     comm.allgather = lambda number: [number]
     for name in ("NormStatistics", "EpochBatches", "share_cores"):
         monkeypatch.setattr(trainer, name, Mock())
     rank = Mock(comm=comm, noise=None, logged=("train", 55, {"loss": 2.0}))
     trainer.Trainer.regroup(rank, Interrupts())
     assert rank.logged is None and rank._commits == JOINER
+    assert rank.files.confirm.call_args_list[0].kwargs == {"counts": False}  # nor write its state of that step later
 
 
 def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_path: Path) -> None:
@@ -137,6 +138,28 @@ def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_
         loop._regroup(trainer, former, Interrupts()).close()
     assert [event["ranks"] for event in events(tmp_path, "train")] == [3, 3]
     assert [event["ranks"] for event in events(tmp_path, "ranks")] == [2, 1]
+
+
+def test_a_rank_0_logs_a_step_that_it_has_from_a_rank_which_was_lost_while_they_met(tmp_path: Path) -> None:
+    """Rank 0 lacks the last sum of step 55, rank 1 has it, meets as rank 0, sends its state, and is lost."""
+    trainer: Any = SimpleNamespace(
+        run_dir=tmp_path,
+        comm=SimpleNamespace(rank=0, world=1, elastic=True, superseded=lambda: False),
+        progress=Progress(step=54),
+    )
+    former = RunLog(tmp_path)
+    trainer.logged = former.scalars("train", 54, {"loss": 2.0})
+
+    def meet(interrupts: Interrupts) -> View:
+        trainer.progress.step = 55
+        trainer.logged = ("train", 55, {"loss": 1.0})
+        return View(2, [], fresh=False)
+
+    trainer.regroup = meet
+    former = loop._regroup(trainer, former, Interrupts())
+    trainer.regroup = lambda interrupts: View(3, [], fresh=False)
+    loop._regroup(trainer, former, Interrupts()).close()
+    assert [event["step"] for event in events(tmp_path, "train")] == [54, 55]
 
 
 def test_a_signal_that_the_former_ranks_agreed_on_does_not_end_a_rank_among_others_that_go_on(
