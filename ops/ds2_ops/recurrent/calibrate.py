@@ -24,7 +24,7 @@ from typing import Any
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import cache_dir, publish, sources_digest
 from ds2_ops.jit.launch import launch_on
-from ds2_ops.recurrent.plan.choose import hopper, rank, usable_sms
+from ds2_ops.recurrent.plan.choose import rank, usable_sms
 from ds2_ops.recurrent.plan.problem import THREADS, Choice, Design, DeviceFacts, Problem, array_bytes, pass_arguments
 
 FRAMES, ROUNDS = 96, 5
@@ -47,7 +47,7 @@ def device_facts(index: int) -> DeviceFacts:
         return facts
     with runtime.current(index):  # a driver that is too old for what NVRTC makes refuses this one
         probe = runtime.load(f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) ds2_kernel() {{}}', index)
-        if not hopper(facts):
+        if facts.capability != (9, 0):
             return facts
         active = {
             cluster: runtime.max_active_clusters(

@@ -52,7 +52,8 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
         if problem.directions > 1:
             raise DoesNotFit(
                 "kernels for both directions in one launch need the clusters of compute capability 9.0, and "
-                f"{device.name} has {_version(device.capability)}: run one direction after the other"
+                f"{device.name} has {'none' if device.capability == (9, 0) else _version(device.capability)}: run one "
+                "direction after the other"
             )
         device = replace(device, active_clusters={})
     choices = units_choices(problem, device, sms)
@@ -65,8 +66,11 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
 
 
 def hopper(device: DeviceFacts) -> bool:
-    """Whether the designs with clusters run on this GPU; others have the portable one, and that of one block."""
-    return device.capability == (9, 0)
+    """Whether the designs with clusters run on this GPU; others have the portable one, and that of one block.
+
+    A slice of a Hopper GPU may have no clusters.
+    """
+    return device.capability == (9, 0) and any(device.active_clusters.values())
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -81,7 +81,7 @@ def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
             None,
             "'gelu' is not one of relu, clipped_relu, tanh, lstm",
         ),
-        (problem(512), replace(H200, active_clusters={}), 8, "needs a cluster of 8 or 16"),
+        (problem(512), replace(H200, active_clusters={8: 1}), 4, "needs a cluster of 8 or 16"),
     ],
 )
 def test_refusals_say_what_was_given_and_the_way_out(

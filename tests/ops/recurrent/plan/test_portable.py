@@ -108,16 +108,30 @@ def test_a_gpu_with_too_little_of_anything_gets_tiles_that_fit_or_a_reason(
             assert 4 * choice.exchange_words <= poor.l2_bytes // 2
 
 
-def test_a_slice_of_a_hopper_gpu_has_fewer_clusters_or_none() -> None:
+def test_a_slice_of_a_hopper_gpu_has_fewer_clusters() -> None:
     slice_of_gpu = replace(DEVICES["H100"], name="H100 MIG 1g.10gb", sms=16, l2_bytes=6 << 20, active_clusters={8: 1})
     chosen = choose(Problem(8, 512, "bfloat16", "relu", True), slice_of_gpu)
     assert chosen.launch.grid <= 16 and chosen.launch.cluster <= 8
-    without = replace(slice_of_gpu, active_clusters={})
-    assert all(c.launch.cluster == 1 for c in space(Problem(8, 96, "bfloat16", "relu", True), without))
-    with pytest.raises(DoesNotFit, match=r"needs a cluster of 8 or 16 .* on H100 MIG 1g.10gb: .*backend='gemm'"):
-        space(Problem(8, 512, "bfloat16", "relu", True), without)
     with pytest.raises(DoesNotFit, match=r"16 multiprocessors that may be used on H100 MIG 1g.10gb .*backend='gemm'"):
         choose(Problem(8, 1152, "bfloat16", "lstm", True), slice_of_gpu)
+
+
+def test_a_slice_of_a_hopper_gpu_without_clusters_has_the_portable_design() -> None:
+    slice_of_gpu = replace(DEVICES["H100"], name="H100 MIG 1g.10gb", sms=16, l2_bytes=6 << 20, active_clusters={2: 0})
+    assert {c.design for c in space(Problem(8, 96, "bfloat16", "relu", True), slice_of_gpu)} == {
+        Design.UNITS,
+        Design.PORTABLE,
+    }
+    for backward in (False, True):
+        choices = space(Problem(8, 512, "bfloat16", "relu", backward), slice_of_gpu)
+        assert {c.design for c in choices} == {Design.PORTABLE}
+        assert all(c.launch.cluster == 1 and c.launch.grid <= 16 for c in choices)
+    largest = largest_grid_hidden(Problem(4, 1, "bfloat16", "relu", False), slice_of_gpu, 16)
+    assert largest >= 512
+    with pytest.raises(DoesNotFit, match=rf"\(16 in all\), with 227 KiB .* keep at most {largest} x {largest} weights"):
+        choose(Problem(4, largest + 64, "bfloat16", "relu", True), slice_of_gpu)
+    with pytest.raises(DoesNotFit, match=r"H100 MIG 1g.10gb has none: run one direction after the other"):
+        choose(Problem(4, 256, "bfloat16", "relu", False, directions=2), slice_of_gpu)
 
 
 def test_large_batches_leave_room_in_a_small_cache() -> None:
