@@ -20,6 +20,7 @@ from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.model.shipped import DEFAULT, default_model
 from ds2.system import UserError
+from ds2.system.files import describe_full_disk
 from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
@@ -275,7 +276,7 @@ def report_errors(action: Callable[[], int]) -> int:
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
         yield_to_rank_0()
-        print(visible(f"ds2: {error}"), file=sys.stderr)
+        print(visible(f"ds2: {error}{describe_full_disk(error)}"), file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("ds2: interrupted", file=sys.stderr)

@@ -35,6 +35,7 @@ from ds2.distributed.process_group import LostRankError, ProcessGroup
 from ds2.distributed.tcp import STREAMS, TcpGroup, alone
 from ds2.distributed.watchdog import SILENT_S
 from ds2.system import UserError
+from ds2.system.files import name_errors
 from ds2.system.plain import from_plain, parse_json
 
 log = logging.getLogger(__name__)
@@ -120,26 +121,13 @@ class Members:
     """
 
     def __init__(self, folder: Path, config: CommConfig) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be made: {error}; give another run_dir=...") from error
         self._folder, self._config = folder, config
         self._listener = socket.create_server(("", 0), backlog=256)
         address = _own_address()
         port = self._listener.getsockname()[1]
         self.me = Member(secrets.token_hex(16), platform.node(), os.getpid(), address, port)
-        draft = folder / f"{self.me.id}.new"
-        self._lock = draft.open("w")
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX)
-            draft.rename(folder / f"{self.me.id}.lock")  # under this name it is always locked
-        except OSError as error:
-            raise ConfigError(
-                f"comm.max_ranks: {folder} has no file locks ({error}), by which ranks see that another one ended: "
-                "give a run_dir on a file system that has them"
-            ) from error
         self.view: View | None = None
+        self._enter()
         self._read: View | None = None  # the newest one, as far as this process knows
         self._left_behind = False
         self._beats: dict[str, tuple[int, float]] = {}  # by process: its last sign of life, and when this one saw it
@@ -147,10 +135,37 @@ class Members:
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="ds2-beat", daemon=True).start()
 
+    def _enter(self) -> None:
+        """Make the folder, the locked file of this process and its view, if it has one, where they are missing."""
+        draft = self._folder / f"{self.me.id}.lock.new"
+        while not (self._folder / f"{self.me.id}.lock").exists():
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"{self._folder} cannot be made: {error}; give another run_dir=...") from error
+            try:
+                self._lock = draft.open("w")
+                fcntl.lockf(self._lock, fcntl.LOCK_EX)
+                draft.rename(self._folder / f"{self.me.id}.lock")  # under this name it is always locked
+            except FileNotFoundError:  # the last process that was there has removed the folder
+                continue
+            except OSError as error:
+                raise ConfigError(
+                    f"comm.max_ranks: {self._folder} has no file locks ({error}), by which ranks see that another one "
+                    "ended: give a run_dir on a file system that has them"
+                ) from error
+        if self.view is not None:
+            self._propose(self.view, "again")
+
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT_S):
-            with suppress(OSError):
+            try:
                 os.utime(self._folder / f"{self.me.id}.lock")
+            except FileNotFoundError:
+                with suppress(OSError, ConfigError):
+                    self._enter()
+            except OSError:
+                pass
             self._look_at_all()
 
     def _look_at_all(self) -> None:
@@ -268,9 +283,9 @@ class Members:
             facts=own.facts,
         )
 
-    def _propose(self, view: View) -> None:
-        """Create the file of a view unless another process has."""
-        draft = self._write(f"{self.me.id}.view", asdict(view))
+    def _propose(self, view: View, name: str = "view") -> None:
+        """Create the file of a view unless another process has; `name` is that of a draft, one for each thread."""
+        draft = self._write(f"{self.me.id}.{name}", asdict(view))
         try:
             with suppress(FileExistsError):
                 os.link(draft, self._folder / f"view-{view.number:06d}.json")
@@ -385,7 +400,7 @@ class Members:
 
     def _newest(self) -> View | None:
         while True:
-            names = [name for name in os.listdir(self._folder) if name.startswith("view-")]
+            names = [name for name in self._names() if name.startswith("view-")]
             if not names:
                 return None
             newest = max(names)
@@ -394,8 +409,19 @@ class Members:
             with suppress(OSError):  # removed by the process that made the next one
                 self._read = from_plain(View, parse_json((self._folder / newest).read_bytes()), newest)
 
+    def _names(self) -> list[str]:
+        """The names in the folder; where it was removed, this waits until the next beat has made it again."""
+        until_s = time.monotonic() + _ASLEEP_S
+        while True:
+            try:
+                return os.listdir(self._folder)
+            except FileNotFoundError:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(_POLL_S)
+
     def _requests(self) -> Iterator[_Request]:
-        for name in sorted(os.listdir(self._folder)):
+        for name in sorted(self._names()):
             if name.endswith(".json") and not name.startswith("view-"):
                 with suppress(OSError):
                     yield from_plain(_Request, parse_json((self._folder / name).read_bytes()), name)
@@ -412,8 +438,8 @@ class Members:
         return False
 
     def _write(self, name: str, value: object) -> Path:
-        path, draft = self._folder / name, self._folder / f"{self.me.id}.new"
-        with draft.open("w", encoding="utf-8") as file:
+        path, draft = self._folder / name, self._folder / f"{name}.new"
+        with name_errors(path), draft.open("w", encoding="utf-8") as file:
             json.dump(value, file)
             file.flush()
             os.fsync(file.fileno())

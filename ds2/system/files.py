@@ -136,21 +136,47 @@ def atomic_file(path: Path) -> Iterator[Path]:
         OSError: the folder is not writable or the disk is full.
     """
     _make_folder(path.parent)
+    with name_errors(path), temporary_folder(path.parent, path.name) as folder:
+        partial = folder / path.name
+        partial.touch(exist_ok=False)
+        mode = partial.stat().st_mode  # of the umask; safetensors replaces the file by one of another mode
+        yield partial
+        _sync_file(partial)
+        partial.chmod(mode)
+        partial.replace(path)
+        _sync_folder(path.parent)
+
+
+@contextmanager
+def name_errors(path: Path) -> Iterator[None]:
+    """Add the path to an OSError of the block that names no file, as that of a write to a full disk."""
     try:
-        with temporary_folder(path.parent, path.name) as folder:
-            partial = folder / path.name
-            partial.touch(exist_ok=False)
-            mode = partial.stat().st_mode  # of the umask; safetensors replaces the file by one of another mode
-            yield partial
-            with partial.open("rb+") as written:
-                os.fsync(written.fileno())
-            partial.chmod(mode)
-            partial.replace(path)
-            _sync_folder(path.parent)
+        yield
     except OSError as error:
-        if error.filename is None:  # a write to a full disk names no file
+        if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def describe_full_disk(error: Exception) -> str:
+    """How much is free where an OSError says that the disk is full, and the way out; '' for other errors."""
+    if not (isinstance(error, OSError) and error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return ""
+    path = Path(os.fsdecode(error.filename)).absolute()
+    free = shutil.disk_usage(next(folder for folder in path.parents if folder.is_dir())).free
+    return f"; {free / 2**20:.1f} MiB are free there: free some space and start the same command again"
+
+
+def sync(path: Path) -> None:
+    """Flush a file that grows, and its name, to the disk; nothing where there is none."""
+    with name_errors(path), suppress(FileNotFoundError):
+        _sync_file(path)
+        _sync_folder(path.parent)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, content: str) -> None:

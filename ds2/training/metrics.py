@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ds2.system.files import atomic_file
+from ds2.system.files import atomic_file, name_errors
 from ds2.training.state import Progress
 
 _ALIGNMENT_ROW_PIXELS = 6
@@ -155,19 +155,17 @@ class RunLog:
             return
         finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
         line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
-        try:
+        with name_errors(self._path):
             self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._jsonl.flush()
-        except OSError as error:
-            error.filename = str(self._path)  # the message of a full disk names the file
-            raise
 
     def scalars(self, group: str, step: int, values: Mapping[str, float]) -> Logged:
         """Log numbers to both places; returns them."""
         self.event(group, step, values)
         if self.writes:
-            for name, value in values.items():
-                self._board.add_scalar(_tag(group, name), value, step)
+            with name_errors(self._path.with_name("tensorboard")):
+                for name, value in values.items():
+                    self._board.add_scalar(_tag(group, name), value, step)
         return group, step, values
 
     def utterance(self, step: int, tag: str, shown: LoggedUtterance, sample_rate_hz: int) -> None:

@@ -22,7 +22,7 @@ from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import save_model
-from ds2.system.files import host_id, remove_stale
+from ds2.system.files import host_id, remove_stale, sync
 from ds2.system.machine import git_commit
 from ds2.system.tensor_file import CheckpointError
 from ds2.text.alphabet import Alphabet
@@ -218,7 +218,7 @@ class RunFiles:
         if self.comm.rank == 0:
             with self.comm.status.slow("saving"):
                 self._writer.wait()
-                options = {"run": run, "copies": self._copies, "check": self._check_not_superseded}
+                options = {"run": run, "copies": self._copies, "check": self._prepare}
                 save_state(self.run_dir, self.state, self.config, **options)
 
     def save_in_turn(self) -> None:
@@ -251,8 +251,10 @@ class RunFiles:
 
     def take_over(self) -> None:
         """Remove half-written files of lost ranks; a rank that wakes up can then not complete them."""
-        for folder in self.run_dir.glob(".*.partial") if self.comm.rank == 0 else ():
-            if f".{host_id()}.{os.getpid()}." not in folder.name:
+        own = f".{host_id()}.{os.getpid()}."
+        others = [folder for folder in self.run_dir.glob(".*.partial") if own not in folder.name]
+        if self.comm.rank == 0 and not self.comm.superseded():  # else some may be those of the next rank 0
+            for folder in others:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> RunFiles:
@@ -282,13 +284,18 @@ class RunFiles:
         if self.dev is not None and metrics:
             facts["dev"] = asdict(self.dev)
         path = self.run_dir / f"{name}.safetensors"
-        options = {"run": self._writer.run, "check": self._check_not_superseded}
+        options = {"run": self._writer.run, "check": self._prepare}
         save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts, **options)
 
-    def _check_not_superseded(self) -> None:
-        """Raise CheckpointError where another process writes; a temporary file that it has not seen ends with that."""
+    def _prepare(self) -> None:
+        """Flush the log, for a run that resumes from a file counts on its lines up to there.
+
+        Raises:
+            CheckpointError: another process writes; a temporary file that it has not seen ends with that.
+        """
         if self.comm.superseded():
             raise CheckpointError(f"{self.run_dir} is written by another process by now, as this one did not answer")
+        sync(self.run_dir / "log.jsonl")
 
 
 def _remove_all_but(keep: int, run_dir: Path) -> None:

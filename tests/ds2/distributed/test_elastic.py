@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,36 @@ def test_a_process_is_silent_since_it_stopped_unless_this_one_was_stopped_itself
     clock_s[0] = 61.0
     assert members.silent_s(other.stem) == 1.0
     members.close()
+
+
+def test_a_folder_that_was_removed_is_made_again_with_the_view_and_the_locked_file(
+    members: Members, tmp_path: Path
+) -> None:
+    first = next_view(members, JOINER)
+    shutil.rmtree(tmp_path)
+    assert not members.superseded() and not members.others_wait()
+    wait_for((tmp_path / f"view-{first.number:06d}.json").is_file)
+    assert (tmp_path / f"{members.me.id}.lock").is_file()
+    assert next_view(members).number == first.number + 1
+
+
+def test_a_folder_that_another_process_removes_as_one_enters_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, make = tmp_path / "members", Path.mkdir
+    removed: list[Path] = []
+
+    def make_and_remove(path: Path, *arguments: bool, **options: bool) -> None:
+        make(path, *arguments, **options)
+        if not removed:
+            removed.append(path)
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", make_and_remove)
+    members = Members(folder, CommConfig(max_ranks=3))
+    assert removed == [folder] and (folder / f"{members.me.id}.lock").is_file()
+    members.close()
+    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -6,15 +6,18 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.run_log import events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ds2.commands.common import report_errors
 from ds2.config.schema import Config
 from ds2.training import loop
 from ds2.training.loop import train
@@ -74,18 +77,23 @@ def test_a_process_that_is_stopped_while_it_takes_over_replaces_no_lines_of_who_
     assert steps == [0, 6, 7] and not late.writes
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    board = RunLog(tmp_path)
-    board._jsonl.close()
+@pytest.mark.parametrize("name", ["log.jsonl", "tensorboard"])
+def test_a_full_disk_is_named_with_what_was_written_what_is_free_and_the_way_out(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    class Full:
-        def write(self, text: str) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    full: Any = Full()
-    board._jsonl = full
-    with pytest.raises(OSError, match=r"No space left on device: '.*log\.jsonl'"):
-        board.event("train", 1, {})
+    board: Any = RunLog(tmp_path)
+    board.close()
+    board._jsonl, board._board = Mock(), Mock()
+    if name == "log.jsonl":
+        board._jsonl.write = fill
+    else:
+        board._board.add_scalar = fill
+    assert report_errors(lambda: len(board.scalars("train", 1, {"loss": 1.0}))) == 2
+    told = capsys.readouterr().err
+    assert re.search(rf"No space left on device: '{tmp_path}/{name}'; \d+\.\d MiB are free there: free some", told)
 
 
 def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -155,6 +156,48 @@ def test_a_rank_that_is_stopped_before_it_writes_does_not_write_when_it_goes_on(
     monkeypatch.setattr(tensor_file, "atomic_file", stopped_here)
     files.save()
     assert saved_step(files) == 0
+
+
+def test_the_log_is_on_the_disk_before_a_state_that_counts_on_its_lines(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    flush, replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        flush(descriptor)
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def rename(source: Path, target: Path) -> None:
+        replace(source, target)
+        calls.append(f"is {target.name}")
+
+    files.run_dir.mkdir()
+    (files.run_dir / "log.jsonl").write_text("{}\n")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", rename)
+    files.save()
+    assert saved_step(files) == 0
+    content, name, *rest = calls[calls.index("log.jsonl") :]
+    assert (content, name) == ("log.jsonl", files.run_dir.name) and "is trainer.safetensors" in rest
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_rank_0_that_wakes_up_removes_no_file_of_the_next_one(files: RunFiles, removed: bool) -> None:
+    """It is stopped when it begins to look for files of ranks that were lost: before a next one writes, or after."""
+    older, newer = (files.run_dir / f".a.host.1.{digit * 16}.partial" for digit in "01")
+    older.mkdir(parents=True)
+
+    def stopped_here() -> bool:
+        if not removed:
+            files.comm.left_behind = True  # type: ignore[attr-defined]
+        superseded = Ranks.superseded(files.comm)  # type: ignore[arg-type]
+        newer.mkdir()
+        return superseded
+
+    files.comm.superseded = stopped_here  # type: ignore[method-assign]
+    files.take_over()
+    assert newer.is_dir() and older.is_dir() != removed
 
 
 def test_steps_go_on_while_a_state_is_written_and_a_slow_disk_is_named(
