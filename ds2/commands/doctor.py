@@ -9,13 +9,18 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 import torch
+from ds2_ops import classifier, convolution, optimizer, row_convolution, spectrum
+from ds2_ops.batch_norm import op as batch_norm
+from ds2_ops.ctc import align, beam, loss
 from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.recurrent import calibrate
+from ds2_ops.recurrent.layer import why_no_projection, why_not_concurrent
 from ds2_ops.recurrent.plan.choose import choose, hopper, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import Problem
 
 from ds2.commands.common import Parser
 from ds2.commands.compose import config_dir
+from ds2.model.wavefront import LAYER_SMS
 from ds2.system.machine import VERSION, git_commit
 
 _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors", "tensorboard", "triton", "cuda-core",
@@ -54,6 +59,8 @@ def run(arguments: Sequence[str]) -> int:
             f"{facts.total_memory / 2**30:.0f} GiB"
         )
         print(f"  recurrent layers: {recurrence_facts(index)}")
+        for name, reason in why_no_kernels(torch.device("cuda", index)).items():
+            print(f"  {name}: {'own kernels' if reason is None else f'library or PyTorch, as {reason}'}")
     print(f"kernels: {cache_dir()}, sources {_sources()}")
     for path, record in calibrate.records():
         stale = "" if record["sources"] == _sources() else ", of other sources"
@@ -90,6 +97,36 @@ def recurrence_facts(index: int) -> str:
         f"{design}, in bfloat16 up to {relu} hidden units, LSTM {lstm}, GRU {gru}; larger ones by matrix products; "
         f"chosen by times {times}"
     )
+
+
+def why_no_kernels(device: torch.device) -> dict[str, str | None]:
+    """Say of each kernel but the recurrence's why a CUDA device cannot run it; None if it can.
+
+    Each is asked for a case of the training recipes or of streams, in bfloat16 where that is its dtype: 32 channels,
+    29 labels, windows of 20 ms, layers of 768 units.
+    """
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    features, outputs, frames = empty(1, 1, 161, 8), empty(1, 32, 81, 8), empty(8, 1, 768)
+    weight = torch.nn.Parameter(empty(8, dtype=torch.float32))
+    sgd = torch.optim.SGD([weight], lr=torch.tensor(0.1), momentum=0.9, nesterov=True)
+    return {
+        "batch norm": batch_norm.why_not(torch.bfloat16, 32, device),
+        "CTC loss": loss.why_not(200, 29, device),
+        "alignment": align.why_not(200, device),
+        "beam search": beam.why_not(32, 29, 1000, 3, device),
+        "optimizer": optimizer.why_not(sgd),
+        "first convolution": convolution.why_not(features, empty(32, 1, 41, 11), (2, 2)),
+        "later convolutions": convolution.why_not(outputs, empty(32, 32, 21, 11), (2, 1)),
+        "row convolution": row_convolution.why_not_triton(frames, empty(768, 20)),
+        "spectrum in streams": spectrum.why_not(empty(320, dtype=torch.float32)),
+        "projection in streams": why_no_projection(frames, empty(768, 768), empty(768)),
+        "row convolution in streams": row_convolution.why_not_chain(frames, empty(1, 20, 768)),
+        "layers side by side in streams": why_not_concurrent(1, 768, torch.bfloat16, device, "relu", LAYER_SMS),
+        "classifier in streams": classifier.why_not(frames, empty(29, 768, dtype=torch.float32)),
+    }
 
 
 def mpirun_facts(user_id: int, environment: Mapping[str, str]) -> str:

@@ -198,7 +198,7 @@ def why_not(model: AcousticModel) -> str | None:
 
 def parallel_layers(device: torch.device) -> int:
     """How many layers a CUDA device runs side by side: as many as it holds clusters of `LAYER_SMS` multiprocessors."""
-    return device_facts(device_index(device)).active_clusters.get(LAYER_SMS, 1)
+    return device_facts(device_index(device)).active_clusters.get(LAYER_SMS) or 1
 
 
 def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:

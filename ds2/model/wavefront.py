@@ -209,7 +209,10 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
         return f"model.backend={config.backend}: only persistent kernels leave room for other layers"
     if config.cell != "rnn" and config.backend == "auto" and why_torch(cell, config.hidden, dtype, device) is not None:
         return f"model.cell={config.cell} runs on torch's kernels"
-    return persistent.why_not(1, 1, config.hidden, dtype, device, cell, LAYER_SMS)
+    if reason := persistent.why_not(1, 1, config.hidden, dtype, device, cell, LAYER_SMS):
+        return reason
+    clusters = device_facts(device_index(device)).active_clusters.get(LAYER_SMS)
+    return None if clusters else f"the GPU runs no clusters of {LAYER_SMS} multiprocessors"
 
 
 def run_modules(

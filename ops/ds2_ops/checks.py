@@ -93,13 +93,13 @@ def refuse_second_derivative(op: str) -> None:
 
 
 def why_no_gpu(device: torch.device) -> str | None:
-    """Say why a device is no CUDA GPU of compute capability `MIN_CAPABILITY` or later; None if it is one."""
+    """Say why kernels for `MIN_CAPABILITY` or later do not run on a device; None if they do."""
     if device.type != "cuda":
         return f"the data is on {device}, the kernels need a CUDA GPU"
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or later"
-    return None
+    return runtime.why_no_kernel(device_index(device))
 
 
 def why_no_plan(device: torch.device, plan: Callable[[int], object]) -> str | None:

@@ -31,7 +31,7 @@ from ds2_ops.jit.launch import (
     translation_unit,
     why_not_early,
 )
-from ds2_ops.jit.runtime import capability
+from ds2_ops.jit.runtime import capability, why_no_kernel
 
 CHANNELS = 32
 BIN_FRAMES = 64  # of a tile of `sum_weights_of_bins`, which holds its bins in a ring buffer
@@ -144,7 +144,9 @@ def why_not(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> str | None:
             f"(32, 32, 4 n + 1, up to {_MAX_TAPS}) with stride (2, 1), and "
             f"(32, 1, 4 n + 1, up to {_FOLDED}) with stride (2, n) for data without gradient"
         )
-    return None if capability(device_index(x.device)) == (9, 0) else "the kernels need a Hopper GPU"
+    if capability(device_index(x.device)) != (9, 0):
+        return "the kernels need a Hopper GPU"
+    return why_no_kernel(device_index(x.device))
 
 
 def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> Tensor:

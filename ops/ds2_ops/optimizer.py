@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds2_ops.checks import why_no_gpu
 from ds2_ops.jit.launch import Launch, Source, names, parameters, run, translation_unit
-from ds2_ops.jit.runtime import MIN_CAPABILITY
 
 THREADS = 256
 _PIECE = 8192  # numbers of a block
@@ -47,8 +47,8 @@ def why_not(optimizer: torch.optim.Optimizer) -> str | None:
         for parameter in group["params"]:
             if not parameter.is_cuda or parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 return "a parameter is not contiguous float32 on a CUDA GPU"
-            if torch.cuda.get_device_capability(parameter.device) < MIN_CAPABILITY:
-                return "the GPU has a compute capability below 8.0"
+            if reason := why_no_gpu(parameter.device):
+                return reason
     return None
 
 

@@ -8,7 +8,6 @@ Shape letters: B utterances, F bins, T frames, C channels, N rows: all axes but 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,27 +22,12 @@ from ds2_ops.jit.launch import run
 
 def why_not(dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
     """Say why the kernels cannot normalise channels of a dtype on a device; None if they can."""
-    if device.type != "cuda":
-        return why_no_gpu(device)
     if _name(dtype) not in NUMBERS:
         return f"the data is {dtype}, the kernels support bfloat16, float16 and float32"
     numbers = BYTES // dtype.itemsize
     if channels % numbers:
         return f"there are {channels} channels, the kernels load {numbers} at a time"
-    return _why_not_device(device)
-
-
-@functools.cache
-def _why_not_device(device: torch.device) -> str | None:
-    if reason := why_no_gpu(device):
-        return reason
-    try:
-        from ds2_ops.jit.build import compiler_version
-
-        compiler_version()
-    except RuntimeError as error:
-        return str(error)
-    return None
+    return why_no_gpu(device)
 
 
 # Sums over chunks and ranks. Arguments: sums of chunks of rows (K, 2, C) float64, which may be overwritten, and None or

@@ -201,8 +201,9 @@ class Launch:
 
 def why_not_early(device: torch.device) -> str | None:
     """Say why a CUDA device cannot run a launch with `early`; None if it can."""
-    hopper = runtime.capability(device_index(device)) >= (9, 0)
-    return None if hopper else "a kernel that starts before the previous one ends needs a Hopper GPU"
+    if runtime.capability(device_index(device)) < (9, 0):
+        return "a kernel that starts before the previous one ends needs a Hopper GPU"
+    return runtime.why_no_kernel(device_index(device))
 
 
 def run_loaded(launch: Launch, kernel: Any, packed: Packed, stream: int) -> None:

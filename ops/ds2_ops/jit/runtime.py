@@ -151,6 +151,17 @@ def load(source: str, device_index: int) -> Any:
     return driver.CUfunction(int(kernel))
 
 
+@functools.cache
+def why_no_kernel(device_index: int) -> str | None:
+    """Say why no kernel can be built, or loaded by the driver, for a device; None if an empty one can."""
+    try:
+        with current(device_index):
+            load(f'extern "C" __global__ void {ENTRY}() {{}}', device_index)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def smem_bytes_per_block(device_index: int) -> int:
     """Largest dynamic shared memory of a block on this device; RuntimeError as ``build``."""
     return attribute(device_index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")

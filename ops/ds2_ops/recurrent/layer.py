@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ds2_ops.checks import check_lengths, check_like, check_shape, check_x, contiguous, lengths_on
 from ds2_ops.jit.launch import Launch, device_index, multiprocessors, names, parameters, run, translation_unit
-from ds2_ops.jit.runtime import capability
+from ds2_ops.jit.runtime import capability, why_no_kernel
 from ds2_ops.recurrent.autograd import options_of
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.backends.choose import resolve
@@ -43,6 +43,8 @@ def why_no_projection(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
         weight: (H, K); bias: (H,).
     """
     rows, width = x.shape[0] * x.shape[1], x.shape[2]
+    if not x.is_cuda or capability(device_index(x.device)) != (9, 0):
+        return f"x is on {x.device}, the kernel needs a Hopper GPU"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"x is {x.dtype}, the kernel multiplies 16-bit numbers"
     if not 1 <= rows <= MAX_ROWS:
@@ -51,7 +53,7 @@ def why_no_projection(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
         return f"rows of {width} numbers are too long, or are not aligned to 16 bytes"
     if not (weight.is_contiguous() and bias.is_contiguous()):  # the kernel would read a copy before it is written
         return "weight or bias is not contiguous"
-    return None
+    return why_no_kernel(device_index(x.device))
 
 
 def launch_projection(
@@ -284,8 +286,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, co
     Returns:
         (T, B, H).
     """
-    hopper = x.is_cuda and capability(device_index(x.device)) == (9, 0)
-    if hopper and why_no_projection(x, weight, bias) is None:
+    if why_no_projection(x, weight, bias) is None:
         return launch_projection(x, weight, bias, begin, concurrent=concurrent)
     z = functional.linear(x, weight, bias)
     return z if begin is None else z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
@@ -327,7 +328,7 @@ def _starts_early(
     Weights that are not contiguous would be copied by a kernel that still runs.
     """
     weight_ih, bias, weight_hh = weights
-    if not (x.is_cuda and weight_hh.is_contiguous()) or why_no_projection(x, weight_ih, bias) is not None:
+    if not weight_hh.is_contiguous() or why_no_projection(x, weight_ih, bias) is not None:
         return False
     pre_activations = x[..., :1].expand(-1, -1, len(weight_ih))
     if resolve(backend, pre_activations, cell, max_sms) != "persistent":

@@ -236,12 +236,13 @@ def _resolve(backend: str, x: Tensor, weight: Tensor) -> str:
     """Turn "auto" into a backend that can run; raise RuntimeError where a named one cannot."""
     if backend == "shift" or (backend == "auto" and x.device.type == "cpu"):
         return "shift"
-    reason = _why_not_triton(x, weight)
+    reason = why_not_triton(x, weight)
     way_out = "; use backend='shift' or 'auto'"
     return choose_backend(backend, "triton", "shift", reason, "lookahead %s on %s", x.dtype, x.device, way_out=way_out)
 
 
-def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
+def why_not_triton(x: Tensor, weight: Tensor) -> str | None:
+    """Say why the Triton kernels cannot run `lookahead` of x (T, B, H) and weight (H, tau + 1); None if they can."""
     if x.device.type != "cuda":
         return f"x is on {x.device}, the Triton kernels need a CUDA GPU"
     if x.dtype == torch.float64:

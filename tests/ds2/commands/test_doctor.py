@@ -1,12 +1,18 @@
-"""`ds2 doctor`: the calibrated kernels, shown and forgotten."""
+"""`ds2 doctor`: which kernels run and why not, the calibrated ones shown and forgotten."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from ds2_ops import convolution
+from ds2_ops.jit import runtime
+from ds2_ops.recurrent import calibrate, layer
+from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import DeviceFacts
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds2.commands import doctor
 
@@ -65,3 +71,33 @@ def test_each_gpu_says_what_runs_the_recurrence_and_why(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(doctor.calibrate, "device_facts", refuse)
     assert "cannot load a kernel built for sm_86" in doctor.recurrence_facts(0)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_each_kernel_says_why_another_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reasons(facts: DeviceFacts, refusal: str | None = None) -> dict[str, str | None]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts.capability)
+        monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: facts.smem_bytes_per_block)
+        monkeypatch.setattr(doctor.calibrate, "device_facts", lambda index: facts)
+        for module in (runtime, convolution, layer):
+            monkeypatch.setattr(module, "capability", lambda index: facts.capability)
+            monkeypatch.setattr(module, "why_no_kernel", lambda index: refusal)
+        with FakeTensorMode():  # tensors of a GPU that is not there
+            answers = doctor.why_no_kernels(torch.device("cuda", 0))
+        persistent.why_not.cache_clear()
+        calibrate.choose_tile.cache_clear()
+        del answers["row convolution"]  # Triton may not be installed
+        return answers
+
+    persistent.why_not.cache_clear()
+    calibrate.choose_tile.cache_clear()
+    assert not any(reasons(DEVICES["H200"]).values())
+    ampere = {name: reason for name, reason in reasons(DEVICES["A100"]).items() if reason}
+    assert list(ampere) == [
+        *("first convolution", "later convolutions", "spectrum in streams", "projection in streams"),
+        *("row convolution in streams", "layers side by side in streams", "classifier in streams"),
+    ]
+    assert all("Hopper" in str(reason) or "whole chip" in str(reason) for reason in ampere.values())
+    refused = reasons(DEVICES["H200"], "the driver is too old")
+    del refused["layers side by side in streams"]  # the recurrence asks for itself
+    assert set(refused.values()) == {"the driver is too old"}

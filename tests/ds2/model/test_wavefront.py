@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
+from ds2_ops.recurrent.plan.devices import DEVICES
 from torch import Tensor
 
+from ds2.config.schema import ModelConfig
+from ds2.inference import network
 from ds2.model import wavefront
 from ds2.model.wavefront import Task
 
@@ -75,3 +79,17 @@ def test_pieces_come_out_as_layer_by_layer() -> None:
     for stage in stages_of(5):
         wanted = [stage(number, piece, None) for number, piece in enumerate(wanted)]
     assert [float(x) for x in wavefront.run_stages(stages_of(5), pieces, [])] == [float(x) for x in wanted]
+
+
+@pytest.mark.parametrize(("name", "clusters"), [("H200", {}), ("A100", None), ("H200", {16: 0, 8: 1})])
+def test_a_gpu_without_large_clusters_runs_layers_one_by_one(
+    name: str, clusters: dict[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    facts = DEVICES[name] if clusters is None else replace(DEVICES[name], active_clusters=clusters)
+    for module in (wavefront, network):
+        monkeypatch.setattr(module, "device_facts", lambda index: facts)
+    monkeypatch.setattr(wavefront.persistent, "why_not", lambda *arguments: None)
+    reason = wavefront.why_not(ModelConfig(norm="rms"), torch.bfloat16, device)
+    assert reason == "the GPU runs no clusters of 16 multiprocessors"
+    assert network.parallel_layers(device) == 1

@@ -60,6 +60,9 @@ def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "compute capability 7.5" in str(beam.why_not(32, 29, 100, 4, cuda))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: H200_SMEM_BYTES)
+    monkeypatch.setattr(runtime, "why_no_kernel", lambda index: "the driver is too old")
+    assert beam.why_not(32, 29, 100, 4, cuda) == align.why_not(10, cuda) == "the driver is too old"
+    monkeypatch.setattr(runtime, "why_no_kernel", lambda index: None)
     assert beam.why_not(32, 29, 100, 4, cuda) is None
     assert "beam 600" in str(beam.why_not(600, 29, 100, 4, cuda))
     assert "cut the recording" in str(beam.why_not(512, 29, 2**22, 4, cuda))

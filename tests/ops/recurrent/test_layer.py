@@ -6,6 +6,7 @@ import pytest
 import torch
 from ds2_ops import lstm, recurrence
 from ds2_ops.jit.build import build
+from ds2_ops.recurrent import layer
 from ds2_ops.recurrent.autograd import options_of
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.layer import (
@@ -18,6 +19,7 @@ from ds2_ops.recurrent.layer import (
 )
 from support.op_cases import CUDA, assert_same_bits, relative_error
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def weights(
@@ -95,12 +97,22 @@ def test_wrong_arguments_are_refused() -> None:
         recurrent_layer(x, ih, bias, hh.double())
 
 
-def test_the_projection_takes_weights_only_as_they_lie_in_rows() -> None:
-    ih, bias, _ = weights(32, 16, torch.bfloat16, torch.device("cpu"))
-    x = torch.zeros(4, 2, 16, dtype=torch.bfloat16)
-    assert why_no_projection(x, ih, bias) is None
-    for wrong in ((ih.t().contiguous().t(), bias), (ih, torch.zeros(64, dtype=torch.bfloat16)[::2])):
-        assert why_no_projection(x, *wrong) == "weight or bias is not contiguous"
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_the_projection_takes_weights_only_as_they_lie_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "needs a Hopper GPU" in str(why_no_projection(*(torch.zeros(16, 16, 16),) * 3))
+    monkeypatch.setattr(layer, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(layer, "why_no_kernel", lambda index: None)
+    with FakeTensorMode():  # of a GPU that is not there
+        x, ih, bias, across, apart = (
+            torch.empty_strided(size, strides, dtype=torch.bfloat16, device="cuda:0")
+            for size, strides in (
+                *(((4, 2, 16), (32, 16, 1)), ((32, 16), (16, 1)), ((32,), (1,))),
+                *(((32, 16), (1, 32)), ((32,), (2,))),
+            )
+        )
+        assert why_no_projection(x, ih, bias) is None
+        for wrong in ((across, bias), (ih, apart)):
+            assert why_no_projection(x, *wrong) == "weight or bias is not contiguous"
 
 
 @pytest.mark.parametrize(
