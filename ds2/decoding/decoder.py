@@ -45,16 +45,19 @@ class Decoding(Protocol):
 
     def finish(self) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each stream, best first, at least one."""
-        ...
+        return [[hypothesis] for hypothesis in self.best()]
 
 
 class Decoder(Protocol):
-    """Decodes batches of utterances, and streams."""
+    """Decodes batches of utterances, and streams.
 
-    @property
-    def hot_characters(self) -> frozenset[str]:
-        """The characters that hot words of a session may have; none: this decoder takes no hot words."""
-        ...
+    A decoder that derives from this class needs `start` alone: it then steps one stream after the other.
+
+    Attributes:
+        hot_characters: that hot words of a session may have; none: this decoder takes no hot words.
+    """
+
+    hot_characters: frozenset[str] = frozenset()
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
         """Begin a decoding of `rows` streams.
@@ -70,15 +73,16 @@ class Decoder(Protocol):
 
     def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
         """`Decoding.step` of several decodings in one batch, whose rows are their streams in order."""
-        ...
+        for row, decoding in enumerate(decodings):
+            decoding.step(log_probs[:, row : row + 1], lengths[row : row + 1])
 
     def best(self, decodings: Sequence[Any]) -> list[list[Hypothesis]]:
         """`Decoding.best` of several decodings in one batch."""
-        ...
+        return [decoding.best() for decoding in decodings]
 
     def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
         """`Decoding.finish` of several decodings in one batch."""
-        ...
+        return [decoding.finish() for decoding in decodings]
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each utterance, best first, at least one.
@@ -90,6 +94,10 @@ class Decoder(Protocol):
         Raises:
             DecodeError: NaN or infinite values, frames that do not sum to one, or utterances without frames.
         """
+        check_log_probs(log_probs, lengths, log_probs.shape[-1])
+        decoding = self.start(len(lengths))
+        decoding.step(log_probs, lengths)
+        return decoding.finish()
 
 
 def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_empty: bool = False) -> None:
@@ -139,7 +147,7 @@ def refuse_hot_words(hot_words: HotWords | None) -> None:
         )
 
 
-class ChangedDecoder:
+class ChangedDecoder(Decoder):
     """A decoder whose hypotheses are changed, such as by a calibration of confidences.
 
     Args:
@@ -155,55 +163,44 @@ class ChangedDecoder:
         self.hot_characters = decoder.hot_characters if hot_words is None else frozenset[str]()
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode a batch; see :class:`~ds2.decoding.decoder.Decoder`."""
-        if self.hot_words is None:
-            return [[self.change(h) for h in row] for row in self.decoder.decode(log_probs, lengths)]
-        check_log_probs(log_probs, lengths, log_probs.shape[2])
-        decoding = self.start(len(lengths))
-        decoding.step(log_probs, lengths)
-        return decoding.finish()
+        if self.hot_words is not None:  # of streams
+            return super().decode(log_probs, lengths)
+        return [[self.change(h) for h in row] for row in self.decoder.decode(log_probs, lengths)]
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> ChangedDecoding:
-        """Begin streams; see :class:`~ds2.decoding.decoder.Decoder`."""
         if self.hot_words is not None:
             refuse_hot_words(hot_words)
             hot_words = self.hot_words
         return ChangedDecoding(self.decoder.start(rows, hot_words), self.change)
 
     def best(self, decodings: Sequence[ChangedDecoding]) -> list[list[Hypothesis]]:
-        """Return the best hypotheses of each decoding."""
         return [[self.change(h) for h in row] for row in self.decoder.best([d.decoding for d in decodings])]
 
     def finish(self, decodings: Sequence[ChangedDecoding]) -> list[list[list[Hypothesis]]]:
-        """Return the N best hypotheses of each decoding."""
         nbest = self.decoder.finish([d.decoding for d in decodings])
         return [[[self.change(h) for h in row] for row in rows] for rows in nbest]
 
     def step(self, decodings: Sequence[ChangedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoder`."""
         self.decoder.step([d.decoding for d in decodings], log_probs, lengths)
 
 
-class ChangedDecoding:
+class ChangedDecoding(Decoding):
     """Streams of a `ChangedDecoder`."""
 
     def __init__(self, decoding: Decoding, change: Callable[[Hypothesis], Hypothesis]) -> None:
         self.decoding, self.change = decoding, change
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
         self.decoding.step(log_probs, lengths)
 
     def best(self) -> list[Hypothesis]:
-        """Return the best hypotheses so far; see :class:`~ds2.decoding.decoder.Decoding`."""
         return [self.change(h) for h in self.decoding.best()]
 
     def finish(self) -> list[list[Hypothesis]]:
-        """Return the N best hypotheses; see :class:`~ds2.decoding.decoder.Decoding`."""
         return [[self.change(h) for h in row] for row in self.decoding.finish()]
 
 
-class SearchDecoder:
+class SearchDecoder(Decoder):
     """A decoder on a CPU search of whole utterances; it checks log-probs and adds word times."""
 
     def __init__(
@@ -211,10 +208,8 @@ class SearchDecoder:
     ) -> None:
         self.search, self.alphabet, self.frame_s, self.times = search, alphabet, frame_s, times
         self.second_pass = second_pass
-        self.hot_characters = frozenset[str]()
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode a batch; see :class:`Decoder`. Log-probs on another device are copied to the CPU."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
         if not len(lengths):
             return []
@@ -228,26 +223,8 @@ class SearchDecoder:
         refuse_hot_words(hot_words)
         return BufferedDecoding(self, rows, self.alphabet, self.frame_s)
 
-    def best(self, decodings: Sequence[BufferedDecoding]) -> list[list[Hypothesis]]:
-        """Return the best hypotheses of each decoding."""
-        return [decoding.best() for decoding in decodings]
 
-    def finish(self, decodings: Sequence[BufferedDecoding]) -> list[list[list[Hypothesis]]]:
-        """Return the N best hypotheses of each decoding."""
-        return [decoding.finish() for decoding in decodings]
-
-    def step(self, decodings: Sequence[BufferedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Buffer the next frames; see :class:`Decoder`."""
-        step_each(decodings, log_probs, lengths)
-
-
-def step_each(decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
-    """Step decodings of one stream each one by one, for decoders that gain nothing from a batch."""
-    for row, decoding in enumerate(decodings):
-        decoding.step(log_probs[:, row : row + 1], lengths[row : row + 1])
-
-
-class BufferedDecoding:
+class BufferedDecoding(Decoding):
     """Streams of a decoder of whole utterances: buffers their frames, some kilobytes per second."""
 
     def __init__(self, decoder: Decoder, rows: int, alphabet: Alphabet, frame_s: float) -> None:
@@ -255,18 +232,16 @@ class BufferedDecoding:
         self._frames: list[list[Tensor]] = [[] for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Buffer the next frames; see :class:`Decoding`."""
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
         for row, length in enumerate(lengths.tolist()):
             if length:
                 self._frames[row].append(log_probs[:length, row].float())
 
     def best(self) -> list[Hypothesis]:
-        """Decode all frames so far; see :class:`Decoding`."""
         return [row[0] for row in self.finish()]
 
     def finish(self) -> list[list[Hypothesis]]:
-        """Decode all frames by `decode_long`, which returns one hypothesis; see :class:`Decoding`."""
+        """Decode all frames by `decode_long`, which returns one hypothesis."""
         return [
             [decode_long(self.decoder, torch.cat(frames), self.alphabet, self.frame_s)] if frames else [EMPTY]
             for frames in self._frames

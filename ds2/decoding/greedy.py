@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.decoding.decoder import check_log_probs, refuse_hot_words
+from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, refuse_hot_words
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Run, Word, spell_words
 from ds2.decoding.lexicon import HotWords
 from ds2.text.alphabet import BLANK, Alphabet
@@ -128,15 +128,13 @@ def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: 
     return hypotheses
 
 
-class GreedyDecoder:
+class GreedyDecoder(Decoder):
     """Decodes each utterance by its best path; one hypothesis per utterance."""
 
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
-        self.hot_characters = frozenset[str]()
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode a batch; see :class:`~ds2.decoding.decoder.Decoder`."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
         return [[h] for h in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]
 
@@ -146,22 +144,13 @@ class GreedyDecoder:
         return GreedyDecoding(rows, self.alphabet, self.frame_s)
 
     def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames of several decodings; see :class:`~ds2.decoding.decoder.Decoder`."""
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
         paths = [path for decoding in decodings for path in decoding.paths]
         for path, frames in zip(paths, best_path(log_probs, lengths), strict=True):
             path.step(*frames)
 
-    def best(self, decodings: Sequence[GreedyDecoding]) -> list[list[Hypothesis]]:
-        """Return the hypotheses so far of each decoding."""
-        return [decoding.best() for decoding in decodings]
 
-    def finish(self, decodings: Sequence[GreedyDecoding]) -> list[list[list[Hypothesis]]]:
-        """Return the hypotheses of each decoding, in lists of one."""
-        return [decoding.finish() for decoding in decodings]
-
-
-class GreedyDecoding:
+class GreedyDecoding(Decoding):
     """Streams of a greedy decoder; no frames are kept."""
 
     def __init__(self, rows: int, alphabet: Alphabet, frame_s: float) -> None:
@@ -169,13 +158,8 @@ class GreedyDecoding:
         self.paths = [BestPath(alphabet, frame_s) for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
         self.decoder.step([self], log_probs, lengths)
 
     def best(self) -> list[Hypothesis]:
-        """Return the hypotheses so far, with words; see :class:`~ds2.decoding.decoder.Decoding`."""
+        """Return the hypotheses so far, with words."""
         return [path.hypothesis() for path in self.paths]
-
-    def finish(self) -> list[list[Hypothesis]]:
-        """Return the hypotheses in lists of one; see :class:`~ds2.decoding.decoder.Decoding`."""
-        return [[h] for h in self.best()]

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.decoding.decoder import check_log_probs, refuse_hot_words, step_each
+from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, refuse_hot_words
 from ds2.decoding.hypothesis import Hypothesis, Word
 from ds2.decoding.lexicon import HotWords
 from ds2.decoding.phrases import DEFAULT_ALLOWANCE, END, OTHERS, ROOT, PhraseGraph, compile_phrases
@@ -304,7 +304,7 @@ class _PathReader:
         self.labels += labels
 
 
-class PhraseDecoder:
+class PhraseDecoder(Decoder):
     """Decodes to phrases; see the head of this module.
 
     The confidence of a word is exp(-difference), where the difference is how much less probable it is than what the
@@ -328,34 +328,14 @@ class PhraseDecoder:
         graph = compile_phrases(phrases, alphabet)
         self.states = PhraseStates(graph, alphabet)
         self.allowance = allowance if graph.others else 0.0
-        self.hot_characters = frozenset[str]()
-
-    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode a batch; see :class:`~ds2.decoding.decoder.Decoder`."""
-        check_log_probs(log_probs, lengths, len(self.alphabet))
-        decoding = self.start(len(lengths))
-        decoding.step(log_probs, lengths)
-        return decoding.finish()
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> PhraseDecoding:
         """Begin streams; the result of their chunks is that of the whole."""
         refuse_hot_words(hot_words)
         return PhraseDecoding(self, rows)
 
-    def step(self, decodings: Sequence[PhraseDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames of several decodings; see :class:`~ds2.decoding.decoder.Decoder`."""
-        step_each(decodings, log_probs, lengths)
 
-    def best(self, decodings: Sequence[PhraseDecoding]) -> list[list[Hypothesis]]:
-        """Return the hypotheses so far of each decoding."""
-        return [decoding.best() for decoding in decodings]
-
-    def finish(self, decodings: Sequence[PhraseDecoding]) -> list[list[list[Hypothesis]]]:
-        """Return the hypotheses of each decoding, in lists of one."""
-        return [decoding.finish() for decoding in decodings]
-
-
-class PhraseDecoding:
+class PhraseDecoding(Decoding):
     """Streams of a phrase decoder."""
 
     def __init__(self, decoder: PhraseDecoder, rows: int) -> None:
@@ -363,7 +343,6 @@ class PhraseDecoding:
         self.streams = [_Stream(decoder.states, decoder.allowance, decoder.frame_s) for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
         check_log_probs(log_probs, lengths, len(self.decoder.alphabet), allow_empty=True)
         frames = log_probs.double().cpu().numpy()
         for row, (stream, length) in enumerate(zip(self.streams, lengths.tolist(), strict=True)):
@@ -371,9 +350,8 @@ class PhraseDecoding:
                 stream.step(frame)
 
     def best(self) -> list[Hypothesis]:
-        """Return the hypotheses so far, with words; see :class:`~ds2.decoding.decoder.Decoding`."""
+        """Return the hypotheses so far, with words."""
         return [stream.hypothesis(at_end=False) for stream in self.streams]
 
     def finish(self) -> list[list[Hypothesis]]:
-        """Return the hypotheses in lists of one; see :class:`~ds2.decoding.decoder.Decoding`."""
         return [[stream.hypothesis(at_end=True)] for stream in self.streams]

@@ -8,7 +8,7 @@ either side; a file of at most one block is run whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -24,7 +24,7 @@ from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import BatchingConfig, DecodeConfig
 from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
-from ds2.decoding.decoder import Decoder, Search, SearchDecoder, refuse_hot_words
+from ds2.decoding.decoder import Decoder, Decoding, Search, SearchDecoder, refuse_hot_words
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.decoding.keywords import keyword_decoder
 from ds2.decoding.lexicon import HotWords, LexiconError
@@ -463,41 +463,23 @@ def _searcher(text_of: Callable[[Tensor], str], alphabet: Alphabet) -> Search:
     return search
 
 
-class _Recorder:
+class _Recorder(Decoder):
     """A decoder that keeps the log-probs of one stream and writes nothing."""
-
-    hot_characters = frozenset[str]()
 
     def __init__(self) -> None:
         self.frames: list[Tensor] = []  # (T', V) each
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> _Recording:
         refuse_hot_words(hot_words)
-        return _Recording(self)
-
-    def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
-        self.frames.append(log_probs[: int(lengths[0]), 0].float().cpu().clone())
-
-    def best(self, decodings: Sequence[Any]) -> list[list[Hypothesis]]:
-        return [[EMPTY] for _ in decodings]
-
-    def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
-        return [[[EMPTY]] for _ in decodings]
-
-    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        self.step((), log_probs, lengths)
-        return [[EMPTY]]
+        return _Recording(self.frames)
 
 
 @dataclass(frozen=True)
-class _Recording:
-    recorder: _Recorder
+class _Recording(Decoding):
+    frames: list[Tensor]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        self.recorder.step((), log_probs, lengths)
+        self.frames.append(log_probs[: int(lengths[0]), 0].float().cpu().clone())
 
     def best(self) -> list[Hypothesis]:
         return [EMPTY]
-
-    def finish(self) -> list[list[Hypothesis]]:
-        return [[EMPTY]]

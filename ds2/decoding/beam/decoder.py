@@ -20,7 +20,7 @@ from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, ad
 from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, Slots, read_labels
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, join, search, split
-from ds2.decoding.decoder import check_log_probs
+from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
 from ds2.decoding.frames import NONE, pack, pack_next
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, spell_words
 from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written
@@ -182,7 +182,7 @@ class StreamRow:
     hot: frozenset[str] = frozenset()  # hot words of its session, which the lexicon may lack
 
 
-class BeamDecoder:
+class BeamDecoder(Decoder):
     """The batched prefix beam search on the device of the model, as a `ds2.decoding.decoder.Decoder`.
 
     Labels that all prefixes share are final. In streams longer than `ds2.decoding.alignment.SINGLE_ALIGNMENT_S` their
@@ -223,7 +223,7 @@ class BeamDecoder:
         self.lexicon = {*known, *options.hot_words} if options.lexicon else None
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode whole utterances; see `Decoder`. On a GPU this is one launch, and one alignment of each utterance."""
+        """Decode whole utterances: on a GPU by one launch, and one alignment of each utterance."""
         check_log_probs(log_probs, lengths, len(self.written))
         if not len(lengths):
             return []
@@ -246,18 +246,15 @@ class BeamDecoder:
         return BeamDecoding(self, rows, {**self.phrases, **self._as_searched(hot_words or {})})
 
     def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames of several decodings in one batch; see `Decoder`."""
         check_log_probs(log_probs, lengths, len(self.written), allow_empty=True)
         self._step(decodings, self._searched(log_probs), lengths)
 
     def best(self, decodings: Sequence[BeamDecoding]) -> list[list[Hypothesis]]:
-        """Return the best hypothesis of each stream of each decoding; see `Decoder`."""
         rows = [row for d in decodings for row in d.rows]
         nbest = self._stream_hypotheses(self.search.beams(self.search.join([d.state for d in decodings])), rows)
         return _by_decoding([self._in_words(row)[0] for row in nbest], decodings)
 
     def finish(self, decodings: Sequence[BeamDecoding]) -> list[list[list[Hypothesis]]]:
-        """Return the N best hypotheses of each stream of each decoding; see `Decoder`."""
         rows = [row for d in decodings for row in d.rows]
         state = self.search.join([d.state for d in decodings])
         nbest = self._rescored(self._stream_hypotheses(self.search.flushed(state), rows))
@@ -385,8 +382,8 @@ def _pronounced(alphabet: Alphabet, lm: NGram | None) -> PronouncedWords | None:
     return words
 
 
-class BeamDecoding:
-    """Streams of a `BeamDecoder`; see `ds2.decoding.decoder.Decoding`."""
+class BeamDecoding(Decoding):
+    """Streams of a `BeamDecoder`."""
 
     def __init__(self, decoder: BeamDecoder, rows: int, hot_words: HotWords | None) -> None:
         self.decoder, root = decoder, ROOT
@@ -401,7 +398,6 @@ class BeamDecoding:
         ]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
         self.decoder.step([self], log_probs, lengths)
 
     def best(self) -> list[Hypothesis]:
