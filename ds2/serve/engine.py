@@ -425,13 +425,11 @@ class LocalRecogniser(EngineClient):
     async def open_handle(
         self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
     ) -> Live:
-        """See `EngineClient`."""
         if not hot_words and not phrases:
             return self.engine.open(sample_rate_hz, endpoints)
         return await self.phrases.run(self.engine.open, sample_rate_hz, endpoints, hot_words, phrases)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
-        """See `EngineClient`."""
         loop = asyncio.get_running_loop()
         if self._receiver is None or self._receiver.loop is not loop:
             self._receiver = _LoopReceiver(loop)
@@ -440,19 +438,15 @@ class LocalRecogniser(EngineClient):
         return future
 
     def close_handle(self, handle: Live) -> None:
-        """See `EngineClient`."""
         self.engine.close(handle)
 
     def count_refusal(self, reason: str) -> None:
-        """See `EngineClient`."""
         self.engine.metrics.refused.labels(reason).inc()
 
     async def metrics(self) -> bytes:
-        """See `EngineClient`."""
         return self.engine.metrics.text()
 
     def close(self) -> None:
-        """See `EngineClient`."""
         self._chunks.put(None)
         self._thread.join()
 
@@ -463,14 +457,13 @@ class LocalRecogniser(EngineClient):
         return chunks
 
 
-class _LoopReceiver:
+class _LoopReceiver(Receiver):
     """Futures of an event loop, which wakes up once for all answers of a batch."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
 
     def deliver(self, answers: Answers) -> None:
-        """See `Receiver`."""
         try:
             self.loop.call_soon_threadsafe(resolve, [(chunk.call, answer) for chunk, answer in answers])
         except RuntimeError:  # the loop has ended, and all its futures with it

@@ -168,7 +168,6 @@ class Guard:
         self.origins = {origin.lower().rstrip("/") for origin in limits.allow_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] not in ("http", "websocket") or (refusal := self.refusal(scope)) is None:
             await self.app(scope, receive, send)
             return
@@ -237,12 +236,11 @@ class Server(uvicorn.Server):
     """A server whose WebSocket sessions get their last results before it ends."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         with gc_tuning():
             await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn; all sessions are finished first."""
+        """All sessions are finished first."""
         app: Any = self.config.app
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(app.state.end(), _SHUTDOWN_S)
@@ -297,18 +295,15 @@ class HttpConnection(H11Protocol):
     _last: Any = None  # at the last check: the request that was answered, and whether the client took nothing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
         super().connection_made(transport)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         route = None if self._is_http else self.config.app.state.tcp.get(data[:1])  # type: ignore[union-attr]
         self._is_http = True
         if route is None:
@@ -356,12 +351,10 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """See asyncio."""
         super().pause_writing()
         self.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """See asyncio."""
         super().resume_writing()
         if not self.read_paused:
             self.transport.resume_reading()
@@ -379,14 +372,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     async def receive(self) -> Any:
-        """See uvicorn."""
         message = await super().receive()
         if not self.writable.is_set():
             self.transport.pause_reading()
         return message
 
     async def run_asgi(self) -> None:
-        """See uvicorn."""
         try:
             await super().run_asgi()
         finally:
@@ -394,7 +385,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
                 self._timer = self.loop.call_later(self.close_timeout, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()

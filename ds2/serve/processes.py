@@ -299,7 +299,6 @@ class WorkerLink:
             self.engine.close(live)
 
     def deliver(self, answers: Answers) -> None:
-        """See `ds2.serve.engine.Receiver`."""
         partial = PartialResults([], [], [], [])
         messages: list[PartialResults | Answer | Failure] = [partial]
         for chunk, answer in answers:
@@ -366,17 +365,14 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     async def start(self) -> None:
-        """See `EngineClient`."""
         self._loop = asyncio.get_running_loop()
         await self._loop.create_unix_connection(lambda: self, sock=self._end)
         self._post(WorkerStarted())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from it
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         answers: list[tuple[int, Any]] = []
         for message in self._unpacker.accept(data):
             match message:
@@ -390,7 +386,6 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         resolve([(self._waiting.pop(call), answer) for call, answer in answers])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self._transport = None
         resolve([(future, BrokenError()) for future in self._waiting.values()])
         self._waiting.clear()
@@ -399,7 +394,6 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
     async def open_handle(
         self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
     ) -> int:
-        """See `EngineClient`."""
         session = next(self._numbers)
         if not hot_words and not phrases:
             self._post(OpenSession(0, session, sample_rate_hz, endpoints, {}, []))
@@ -410,7 +404,6 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         return session
 
     def submit(self, handle: int, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
-        """See `EngineClient`."""
         call, future = self._call()
         if samples is None:
             self._post(Flush(call, handle, time.monotonic()))
@@ -425,21 +418,17 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         return future
 
     def close_handle(self, handle: int) -> None:
-        """See `EngineClient`."""
         self._post(CloseSession(handle))
 
     def count_refusal(self, reason: str) -> None:
-        """See `EngineClient`."""
         self._post(CountRefusal(reason))
 
     async def metrics(self) -> bytes:
-        """See `EngineClient`."""
         call, future = self._call()
         self._post(ReadMetrics(call))
         return cast(bytes, await future)
 
     def close(self) -> None:
-        """See `EngineClient`."""
         if self._transport is not None:
             self._transport.close()
 

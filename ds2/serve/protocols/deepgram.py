@@ -65,11 +65,10 @@ class Deepgram(Client):
     partial = ""
 
     def refusal(self, message: str) -> dict[str, Any]:
-        """See `Client`."""
         return {"type": "Error", "variant": "SchemaError", "description": message, "message": message}
 
     async def handle_messages(self, socket: WebSocket) -> None:
-        """See `Client`; CloseStream ends the connection too."""
+        """`CloseStream` ends the connection too."""
         self.request = str(uuid.uuid4())
         await self._configure(socket.query_params)
         while (message := await self.receive(socket)) is not None:
@@ -104,7 +103,6 @@ class Deepgram(Client):
             await self._end_utterance(socket, silent_since_s)
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        """See `Client`."""
         await self._flush(socket, from_finalize=False)
         duration_s = round(self.session.accepted_s, 3) if self.session is not None else 0.0
         metadata = {

@@ -50,11 +50,10 @@ class Realtime(Client):
     cleared_s = completed_s = committed_s = 0.0
 
     def refusal(self, message: str) -> dict[str, Any]:
-        """See `Client`."""
         return _event("error", error=_error(message, None))
 
     async def handle_messages(self, socket: WebSocket) -> None:
-        """See `Client`; a wrong event is answered with an error, and the session goes on."""
+        """A wrong event is answered with an error, and the session goes on."""
         await self.send(socket, _event("session.created", session=self._settings()))
         while (message := await self.receive(socket)) is not None:
             event: dict[str, Any] = {}
@@ -101,7 +100,7 @@ class Realtime(Client):
             await self._send_words(socket, result.partial.split()[: result.fixed_words])
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        """See `Client`: complete an item of all that was appended since the last commit."""
+        """Complete an item of all that was appended since the last commit."""
         if self.session is not None and not self._is_empty():
             final = (await self.session.flush()).final
             self.committed_s = self.session.accepted_s

@@ -51,11 +51,10 @@ class SherpaOnnx(Client):
     partial = ""  # its text as sent
 
     def refusal(self, message: str) -> dict[str, Any]:
-        """See `Client`."""
         return {"error": message}
 
     async def handle_messages(self, socket: WebSocket) -> None:
-        """See `Client`; Done ends the connection too."""
+        """`Done` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
                 result = await self.accept_audio(message["bytes"], _RATE_HZ, _ENDPOINTS)
@@ -73,7 +72,6 @@ class SherpaOnnx(Client):
                 raise BadRequestError("messages are float32 samples at 16 kHz, or the text Done")
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        """See `Client`."""
         final = (await self.session.flush()).final if self.session is not None else []
         for segment in final[:-1]:
             await self._send_segment(socket, segment, is_eof=False)

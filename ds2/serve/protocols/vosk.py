@@ -41,11 +41,10 @@ class Vosk(Client):
     endpoints = Endpoints()
 
     def refusal(self, message: str) -> dict[str, Any]:
-        """See `Client`."""
         return {"error": message}
 
     async def handle_messages(self, socket: WebSocket) -> None:
-        """See `Client`; eof ends the connection too."""
+        """`eof` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
                 data = message["bytes"]
@@ -62,7 +61,6 @@ class Vosk(Client):
                 return
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        """See `Client`."""
         result = await self.session.flush() if self.session is not None else StreamResult([], "")
         await self.send(socket, self._reply(result))
 

@@ -42,11 +42,9 @@ class Wyoming(Client):
     is_open = False  # whether its transcript has started
 
     def refusal(self, message: str) -> dict[str, Any]:
-        """See `Client`."""
         return _event("error", text=message)
 
     async def handle_messages(self, socket: WebSocket) -> None:
-        """See `Client`."""
         while (message := await self.receive(socket)) is not None:
             event = json_object(message["text"])
             kind, data = event["type"], event["data"]
@@ -75,7 +73,7 @@ class Wyoming(Client):
         await self._send_words(socket, result.partial.split()[: result.fixed_words])
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        """See `Client`: the transcript of the utterance; the next one may follow."""
+        """The transcript of the utterance; the next one may follow."""
         result = await self.session.flush() if self.session is not None else StreamResult([], "")
         text = " ".join(segment.hypothesis.text for segment in result.final)
         await self._send_words(socket, text.split())
