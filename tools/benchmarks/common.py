@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 import torch
+from torch import Tensor, nn
 
 from ds2.commands.compose import resolve_options
 from ds2.commands.transcribe import audio_files
@@ -77,6 +78,25 @@ def measure_host(call: Callable[[], object], device: torch.device, repeats: int 
 def graphed(call: Callable[[], object]) -> Callable[[], object]:
     """Capture ``call`` in a CUDA graph and return its replay, which keeps the graph's memory alive."""
     return GraphRecorder().record(call)
+
+
+def seconds_or_reason(call: Callable[[], object], device: torch.device, budget_s: float) -> float | str:
+    """Median seconds of a call, on a GPU of its graph's replay; or why it cannot run or be recorded."""
+    try:
+        return measure(graphed(call) if device.type == "cuda" else call, device, budget_s=budget_s).median_s
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+
+
+def module_call(module: nn.Module, x: Tensor, grad_y: Tensor | None = None) -> Callable[[], Any]:
+    """A recurrent module's forward pass as a callable; with `grad_y` both passes, to its input and parameters."""
+
+    def call() -> Any:
+        with torch.set_grad_enabled(grad_y is not None):
+            y = module(x)[0]
+        return y if grad_y is None else torch.autograd.grad(y, [x, *module.parameters()], grad_y)
+
+    return call
 
 
 def _timing(times_s: list[float]) -> Timing:

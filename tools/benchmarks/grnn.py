@@ -19,7 +19,7 @@ from typing import Any
 
 import ds2_ops
 import torch
-from benchmarks.common import Table, add_timing_options, device_of, facts, graphed, measure, write_json
+from benchmarks.common import Table, add_timing_options, device_of, facts, module_call, seconds_or_reason, write_json
 from benchmarks.rnn import Problem
 from dispatch import new_parser, parse
 from ds2_ops.recurrent.cells import GATED
@@ -44,11 +44,9 @@ STACKS = {"classifier": Stack(2, 256, 20), "language model": Stack(3, 128, 100)}
 
 
 def ms(call: Call, device: torch.device, budget_s: float) -> float | str:
-    """Milliseconds of a call, of its graph's replay on a GPU; the reason where it cannot run."""
-    try:
-        return round(measure(graphed(call) if device.type == "cuda" else call, device, budget_s=budget_s)[0] * 1e3, 4)
-    except (RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
+    """Milliseconds of `seconds_or_reason`."""
+    seconds = seconds_or_reason(call, device, budget_s)
+    return seconds if isinstance(seconds, str) else round(seconds * 1e3, 4)
 
 
 def with_copies(problem: Problem, call: Call) -> Call:
@@ -115,29 +113,20 @@ def figure_15(options: argparse.Namespace, device: torch.device) -> list[Row]:
             peer.load_state_dict(cpu_peer.state_dict())
             peer.flatten_parameters()
             inputs = x.to(device, dtype)
-            row[f"torch_{str(dtype)[6:]}"] = ms(_without_gradient(peer, inputs), device, options.budget)
+            row[f"torch_{str(dtype)[6:]}"] = ms(module_call(peer, inputs), device, options.budget)
             if dtype == dtypes[0]:
                 mine = ds2_ops.LSTM(stack.hidden, stack.hidden, stack.layers).to(device, dtype)
                 mine.load_state_dict(peer.state_dict())
-                call = _without_gradient(mine, inputs)
+                call = module_call(mine, inputs)
                 truth = cpu_peer.double()(x.double())[0].detach()
                 row["error"] = float((call().cpu().double() - truth).norm() / truth.norm())
                 cpu_peer.float()
                 row["ours"] = ms(call, device, options.budget)
         if options.cpu or device.type == "cpu":
-            row["cpu_torch"] = ms(_without_gradient(cpu_peer, x), torch.device("cpu"), options.budget)
+            row["cpu_torch"] = ms(module_call(cpu_peer, x), torch.device("cpu"), options.budget)
         rows.append(row)
         table.print_row(row)
     return rows
-
-
-def _without_gradient(module: nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    def call() -> torch.Tensor:
-        with torch.no_grad():
-            y: torch.Tensor = module(x)[0]
-            return y
-
-    return call
 
 
 def table_3(options: argparse.Namespace, device: torch.device) -> list[Row]:

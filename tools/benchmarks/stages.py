@@ -25,7 +25,17 @@ from typing import Any
 
 import ds2_ops
 import torch
-from benchmarks.common import Table, add_timing_options, device_of, facts, graphed, measure, write_json
+from benchmarks.common import (
+    Table,
+    add_timing_options,
+    device_of,
+    facts,
+    graphed,
+    measure,
+    module_call,
+    seconds_or_reason,
+    write_json,
+)
 from dispatch import new_parser, parse
 from torch import Tensor, nn
 
@@ -286,34 +296,17 @@ class Network:
         return [self.peer.get_parameter(f"{name}_l{index}").detach() for name in names]
 
     def measure_truth(self) -> None:
-        """Compute output and gradients in float64, and the errors of a plain loop in the network's dtype."""
+        """Compute output and gradients in float64, and the errors of stage #1, a plain loop, in the network's dtype."""
         wide_layers = [
             Layer(*(t.detach().double().requires_grad_() for t in (r.weight_ih, r.weight_hh, r.bias)), r.zero.double())
             for r in self.layers
         ]
         wide_x = self.x.detach().double().requires_grad_()
-        y = self._stock(wide_x, wide_layers)
+        y = grouped(wide_x, wide_layers, 1)
         self.truth = [y.detach(), *gradients(y, wide_x, wide_layers, self.grad_y.double())]
-        y = self._stock(self.x, self.layers)
+        y = grouped(self.x, self.layers, 1)
         stock = self.errors([y.detach(), *gradients(y, self.x, self.layers, self.grad_y)])
         self.allowed = [2 * error + torch.finfo(torch.float32).eps for error in stock]
-
-    @staticmethod
-    def _stock(x: Tensor, layers: Sequence[Layer]) -> Tensor:
-        """The equations, one operation after the other."""
-        for layer in layers:
-            h = c = torch.zeros_like(x[0])
-            outputs = []
-            for frame in x:
-                pre = (
-                    nn.functional.linear(frame, layer.weight_ih) + nn.functional.linear(h, layer.weight_hh) + layer.bias
-                )
-                i, f, g, o = pre.unflatten(1, (4, -1)).unbind(1)
-                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-                h = o.sigmoid() * c.tanh()
-                outputs.append(h)
-            x = torch.stack(outputs)
-        return x
 
     def errors(self, values: Sequence[Tensor]) -> list[float]:
         """Relative errors of the output and the gradients; without a backward pass, of the output alone."""
@@ -389,13 +382,11 @@ def figure_1(options: argparse.Namespace, device: torch.device, dtype: torch.dty
         network = Network(Size(hidden, batch, options.frames, options.layers), device, dtype)
         tflops, reasons = dict[str, float](), dict[str, str]()
         for name in FIGURE_1_STAGES:
-            call = network.calls(name, options.group)["forward"]
-            try:
-                us = network.us(graphed(call) if device.type == "cuda" else call, options.budget)
-            except (RuntimeError, ValueError) as error:  # weights that do not fit
-                reasons[name] = str(error).splitlines()[0]
-                continue
-            tflops[name] = network.size.tflops(us)
+            seconds = seconds_or_reason(network.calls(name, options.group)["forward"], device, options.budget)
+            if isinstance(seconds, str):  # weights that do not fit
+                reasons[name] = seconds
+            else:
+                tflops[name] = network.size.tflops(seconds * 1e6 / network.size.cells)
         rows.append({"hidden": hidden, "batch": batch, "tflops": tflops, "not_measured": reasons})
         table.print_row(rows[-1])
     return rows
@@ -415,26 +406,15 @@ def figure_2(options: argparse.Namespace, device: torch.device, dtype: torch.dty
         for whose, package in (("ours", ds2_ops), ("torch", nn)):
             module = getattr(package, kind)(hidden, hidden, size.layers, device=device, dtype=dtype)
             for of, passes in (("forward", 1), ("both", 3)):
-                call = _module_call(module, x, grad_y if of == "both" else None)
-                try:
-                    timed = graphed(call) if device.type == "cuda" else call
-                    seconds = measure(timed, device, budget_s=options.budget).median_s
-                except (RuntimeError, ValueError) as error:
-                    row[f"{whose}_{of}_error"] = str(error).splitlines()[0]
-                    continue
-                row[f"{whose}_{of}"] = size.tflops(seconds * 1e6 / size.cells, GATES[kind], passes)
+                call = module_call(module, x, grad_y if of == "both" else None)
+                seconds = seconds_or_reason(call, device, options.budget)
+                if isinstance(seconds, str):
+                    row[f"{whose}_{of}_error"] = seconds
+                else:
+                    row[f"{whose}_{of}"] = size.tflops(seconds * 1e6 / size.cells, GATES[kind], passes)
         rows.append(row)
         table.print_row(row)
     return rows
-
-
-def _module_call(module: nn.Module, x: Tensor, grad_y: Tensor | None) -> Callable[[], object]:
-    def call() -> object:
-        with torch.set_grad_enabled(grad_y is not None):
-            y = module(x)[0]
-        return y if grad_y is None else torch.autograd.grad(y, [x, *module.parameters()], grad_y)
-
-    return call
 
 
 def size_of(text: str) -> tuple[int, int]:
