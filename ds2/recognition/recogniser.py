@@ -431,10 +431,11 @@ def _transcribe_windows(
     cut = SampleBlocks(pipeline.features, block_frames)
 
     def features() -> Iterator[Tensor]:
+        statistics = pipeline.features.no_statistics(1)
         for samples in blocks:
             for block in cut.accept(samples):
-                yield pipeline.block_features([block])
-        rest = pipeline.block_features([cut.finish()])
+                yield pipeline.block_features([block], statistics)
+        rest = pipeline.block_features([cut.finish()], statistics)
         if rest.shape[2]:
             yield rest
 

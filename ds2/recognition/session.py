@@ -22,6 +22,7 @@ from ds2.config.schema import Config, ConfigError
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.decoding.lexicon import HotWords
+from ds2.inference.slots import Slot
 from ds2.model.structure import lookahead_parts_ms
 from ds2.recognition.pipeline import Pipeline
 
@@ -76,10 +77,10 @@ class Session:
         self.runner = pipeline.block_runner(self._block_frames)
         self._start_stream()
 
-    def _start_stream(self) -> None:
-        """Start a new stream: resampler, blocks and the model's state."""
+    def _start_stream(self, after: Slot | None = None) -> None:
+        """Start a new stream: resampler, blocks and the model's state; `after` as of `BlockRunner.start_stream`."""
         features = self.pipeline.features
-        self.slot = self.runner.start_stream()
+        self.slot = self.runner.start_stream(after)
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
         self._samples = SampleBlocks(features, self._block_frames, partial(self.runner.input_buffer, self.slot))
 
@@ -342,11 +343,14 @@ class Live(Session):
         self.blocks.clear()
 
     def restart_stream(self) -> None:
-        """Reset the model's state: the next samples follow silence, but keep their times."""
+        """Reset the model's state: the next samples follow silence, but keep their times.
+
+        With features.normalise=running, what was learnt of the speaker is carried on.
+        """
         self._stream_start_s = self.duration_s
         self._frames = self._segment_start = self._first_level = 0
         self._levels.clear()
-        self._start_stream()
+        self._start_stream(self.slot)
 
     @property
     def duration_s(self) -> float:

@@ -109,7 +109,7 @@ class SimulatedRunner:
     def prepare(self, streams: int) -> None:
         """See `BlockRunner`."""
 
-    def start_stream(self) -> Stream:
+    def start_stream(self, after: Stream | None = None) -> Stream:
         """See `BlockRunner`."""
         old = None if self.forgets or not self._ended else self._ended.pop()
         return Stream() if old is None else Stream(state=old.state)

@@ -82,6 +82,81 @@ def test_chunk_by_chunk_equals_whole() -> None:
     assert_same_but_for_rounding(torch.cat([head, tail], dim=2), whole, features)
 
 
+def running(prior_s: float, **settings: object) -> Features:
+    config = FeaturesConfig(normalise="running", prior_s=prior_s, kind="log_mel", mels=8, **settings)  # type: ignore[arg-type]
+    features = Features(config, RATE)
+    features.estimate([noise(16000, seed=9)])
+    return features
+
+
+@pytest.mark.parametrize("prior_s", [0.01, 0.5, 30.0])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_running_statistics_are_those_of_all_frames_so_far(device: str, prior_s: float) -> None:
+    """Against moments about each mean, in extended precision, as if the prior were frames of mean 0 and variance 1.
+
+    Worst-case rounding of float64 with roundoff u: after t additions a sum errs by t u times the sum of magnitudes.
+    With Q the mean square, prior included, the mean errs by at most (t + 2) u sqrt(Q), their difference, the variance,
+    by 4 (t + 4) u Q, and the quotient by half of that, relative to the variance. The result is rounded to float32.
+    """
+    features, lengths = running(prior_s), torch.tensor([600, 1, 0, 371])
+    x = 3 * noise(4, 8, 600) + 40 * noise(4, 8, 1, seed=1)
+    x[0, 5] = 2.5  # a channel without any variance: it is divided by the least deviation
+    x *= torch.arange(600) < lengths[:, None, None]
+    got = features.to(device).normalise_running(x.to(device), lengths.to(device)).cpu()
+    assert got.dtype == torch.float32 and got.isfinite().all()
+    exact, prior = x.numpy().astype(np.longdouble), prior_s / 0.01
+    least = (MIN_STD / features.std.cpu().double()).square().numpy()
+    u, u32 = torch.finfo(torch.float64).eps / 2, torch.finfo(torch.float32).eps / 2
+    assert least[5] > prior / (prior + 600) or prior_s > 0.01  # the least deviation takes effect
+    for t in range(1, 601):
+        frames = exact[..., :t]
+        mean = frames.sum(-1) / (prior + t)
+        square = (np.square(frames).sum(-1) + prior) / (prior + t)
+        about_mean = np.square(frames - mean[..., None]).sum(-1) + prior * (1 + np.square(mean))
+        variance = np.maximum(about_mean / (prior + t), least)
+        wanted = (frames[..., -1] - mean) / np.sqrt(variance)
+        wanted[lengths.numpy() < t] = 0
+        allowed = ((t + 2) * u * np.sqrt(square) + u * np.abs(frames[..., -1] - mean)) / np.sqrt(variance)
+        allowed += np.abs(wanted) * (2 * (t + 4) * u * square / variance + 4 * u)
+        assert (np.abs(got[..., t - 1].numpy() - wanted) <= allowed + u32 * (np.abs(wanted) + allowed)).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_running_statistics_go_on_from_chunk_to_chunk(device: str) -> None:
+    features = running(0.5).to(device)
+    lengths = torch.tensor([500, 333, 40], device=device)
+    x = (3 * noise(3, 8, 500)).to(device) * (torch.arange(500, device=device) < lengths[:, None, None])
+    whole, statistics, chunks, start = features.normalise_running(x, lengths), features.no_statistics(3), [], 0
+    for size in (1, 7, 92, 100, 299, 1):
+        part = slice(start, start + size)
+        chunks.append(features.normalise_running(x[..., part], (lengths - start).clamp(0, size), statistics))
+        start += size
+    if device == "cpu":  # which adds up one frame after the other
+        assert torch.equal(torch.cat(chunks, 2), whole)
+    # Worst case of 500 additions in any order, in float64, is far below the rounding to float32: two roundings at most.
+    torch.testing.assert_close(torch.cat(chunks, 2), whole, rtol=2 * torch.finfo(torch.float32).eps, atol=1e-12)
+    assert statistics[:, -1].tolist() == lengths.tolist()
+
+
+def test_running_statistics_of_padded_batches_and_of_louder_speech() -> None:
+    features, lengths = running(1.0), torch.tensor([8000, 100, 80_000])
+    waveforms = torch.full((3, 80_000), float("nan"))
+    for row, length in enumerate(lengths.tolist()):
+        waveforms[row, :length] = noise(length, seed=row)
+    batched, frames = features(waveforms, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        alone, _ = features(noise(length, seed=row)[None], torch.tensor([length]))
+        # A frame less its mean errs by two roundings of features (below), divided by a variance of at least S / (S + t)
+        torch.testing.assert_close(batched[row, None, :, : frames[row]], alone, rtol=0, atol=2e-3)
+        assert not batched[row, :, frames[row] :].any()
+    plain = Features(FeaturesConfig(kind="log_mel", mels=8), RATE)
+    plain.load_state_dict(features.state_dict())
+    far = [f(2 * waveforms[2:], lengths[2:])[0][..., -100:].mean((0, 2)) for f in (features, plain)]
+    near = [f(waveforms[2:], lengths[2:])[0][..., -100:].mean((0, 2)) for f in (features, plain)]
+    moved = [(a - b).abs().max() for a, b in zip(far, near, strict=True)]
+    assert moved[0] < 0.3 * moved[1]  # after 5 s of a prior of 1 s, most of the gain is gone
+
+
 def test_frames_of_ints_and_tensors_agree() -> None:
     features = Features(FeaturesConfig(), RATE)
     counts = [0, 1, 319, 320, 479, 480, 16000]

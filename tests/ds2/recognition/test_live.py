@@ -18,7 +18,7 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.inference.runner import BlockOutput
 from ds2.inference.slots import Slot
 from ds2.model.checkpoint import load_model
-from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.recogniser import Recogniser, decode_batch
 from ds2.recognition.session import (
     NEVER,
     Endpoints,
@@ -200,6 +200,34 @@ def test_segments_do_not_depend_on_chunks(recogniser: Recogniser, recording: Pat
         session.flush()
     assert len(live.segments) > 1
     assert live.segments == wanted.segments
+
+
+def test_what_is_learnt_of_the_speaker_is_carried_on(make_model: Callable[..., Path], recording: Path) -> None:
+    loaded = load_model(make_model("features.normalise=running", "features.prior_s=0.5"))
+    recogniser = Recogniser.of(loaded, DecodeConfig(), torch.device("cpu"))
+    samples = read_audio(recording)
+    parts = samples[:17_000], samples[17_000:20_000], samples[20_000:]
+    live, statistics, spoken = recogniser.live(endpoints=NEVER), loaded.features.no_statistics(1), list[str]()
+    for part in parts:
+        live.accept_waveform(part)
+        live.flush()
+        live.reset()  # no audio came since
+        assert live.is_endpoint()
+        spoken += [live.segments.popleft().hypothesis.text]
+        features = recogniser.block_features([part], statistics)
+        with torch.no_grad():
+            logits, lengths = loaded.model(features, torch.tensor([features.shape[2]]))
+        [expected] = decode_batch(recogniser.decoder, logits, lengths)
+        assert spoken[-1] == expected.text
+    fresh = recogniser.live(endpoints=NEVER)
+    fresh.accept_waveform(parts[-1])
+    fresh.flush()
+    assert fresh.segments[0].hypothesis.text != spoken[-1]  # it knows nothing of the parts before
+    source = recogniser.session()
+    source.accept_waveform(parts[0])
+    source.reset()  # a new source
+    source.accept_waveform(parts[-1])
+    assert source.finish().text == fresh.segments[0].hypothesis.text
 
 
 def test_reset_drops_what_was_not_final(recogniser: Recogniser, recording: Path) -> None:
