@@ -232,7 +232,9 @@ class Features(nn.Module):
         """Return the number of samples that `frames` consecutive windows cover."""
         return (frames - 1) * self.step_samples + self.window_samples
 
-    def forward(self, waveforms: Tensor, sample_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, waveforms: Tensor, sample_lengths: Tensor, statistics: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return normalised features and their lengths.
 
         Computed in float32, even inside autocast.
@@ -240,6 +242,7 @@ class Features(nn.Module):
         Args:
             waveforms: (B, N) floating point in [-1, 1], on this module's device; samples after a length are ignored.
             sample_lengths: (B,) int64 on the CPU, each at most N.
+            statistics: of `normalise_running`.
         Returns:
             features (B, F, T) float32 contiguous on the same device, 0 (the corpus mean) after each length;
             lengths (B,) int64 on the CPU, in frames. T is their maximum.
@@ -259,18 +262,19 @@ class Features(nn.Module):
         if frames == 0:
             return waveforms.new_zeros((batch, self.bins, 0), dtype=torch.float32), lengths
         cut = waveforms[:, : self.samples(frames)]
-        return self.padded(cut, lengths.to(waveforms.device, non_blocking=True)), lengths
+        return self.padded(cut, lengths.to(waveforms.device, non_blocking=True), statistics), lengths
 
-    def padded(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
+    def padded(self, waveforms: Tensor, lengths: Tensor, statistics: Tensor | None = None) -> Tensor:
         """Return normalised features of all frames in the waveforms; no value is read back to the host.
 
         Args:
             waveforms: (B, N) as in `forward`, with at least one frame.
             lengths: (B,) integers on the same device, valid frames; not checked.
+            statistics: of `normalise_running`.
         Returns:
             features as in `forward`, with T = `frames(N)`.
         """
-        return self.of_windows(self.add_lead(waveforms), lengths)
+        return self.of_windows(self.add_lead(waveforms), lengths, statistics)
 
     def add_lead(self, waveforms: Tensor) -> Tensor:
         """Return (B, lead + N) of waveforms (B, N), N at least the lead, which mirrors the first samples."""

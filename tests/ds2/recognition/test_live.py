@@ -202,7 +202,7 @@ def test_segments_do_not_depend_on_chunks(recogniser: Recogniser, recording: Pat
     assert live.segments == wanted.segments
 
 
-def test_what_is_learnt_of_the_speaker_is_carried_on(make_model: Callable[..., Path], recording: Path) -> None:
+def test_statistics_of_the_speaker_outlast_a_flush(make_model: Callable[..., Path], recording: Path) -> None:
     loaded = load_model(make_model("features.normalise=running", "features.prior_s=0.5"))
     recogniser = Recogniser.of(loaded, DecodeConfig(), torch.device("cpu"))
     samples = read_audio(recording)
