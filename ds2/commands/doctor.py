@@ -16,6 +16,7 @@ from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.recurrent import calibrate
 from ds2_ops.recurrent.layer import why_no_projection, why_not_concurrent
 from ds2_ops.recurrent.plan.choose import choose, hopper, largest_grid_hidden
+from ds2_ops.recurrent.plan.model import recorded_gpus
 from ds2_ops.recurrent.plan.problem import Problem
 
 from ds2.commands.common import Parser
@@ -31,7 +32,7 @@ _OPEN_MPI_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 def make_parser() -> Parser:
     """Return the parser of `ds2 doctor`."""
     parser = Parser(prog="ds2 doctor", description="versions, devices, disk: what a bug report needs")
-    parser.add_argument("--forget-tiles", action="store_true", help="remove what train.calibrate has measured here")
+    parser.add_argument("--forget-tiles", action="store_true", help="remove what was calibrated here")
     return parser
 
 
@@ -65,6 +66,8 @@ def run(arguments: Sequence[str]) -> int:
     for path, record in calibrate.records():
         stale = "" if record["sources"] == _sources() else ", of other sources"
         print(f"calibrated kernels: {record['gpu']}, CUDA {record['driver']}{stale} ({path.name})")
+        if factors := record.get("factors"):
+            print(f"  constants of the planner, relative to the recorded ones: {calibrate.listed(factors)}")
         for problem, choice in record["choices"].items():
             step_us = choice["us"][choice["name"]]
             print(f"  {problem}: {choice['name']}, {step_us:.2f} us per step, fastest of {choice['most']}")
@@ -86,6 +89,8 @@ def recurrence_facts(index: int) -> str:
             largest_grid_hidden(Problem(1, 1, "bfloat16", cell, backward=False), facts, facts.sms)
             for cell in ("relu", "lstm", "gru_after")
         )
+        recorded = facts.name in recorded_gpus()
+        fitted = not recorded and bool(calibrate.saved_factors(index))
     except (RuntimeError, ValueError) as error:
         return f"matrix products and cuDNN, as {error}"
     if hopper(facts):
@@ -93,6 +98,8 @@ def recurrence_facts(index: int) -> str:
     else:
         design = "portable kernels"
         times = f"measured on an H100, for this clock {1 / facts.processor.clock:.2f} x as long"
+    if not recorded:
+        times += ", and fitted to this GPU" if fitted else "; fitted to this GPU at first use, see DS2_OPS_CALIBRATE"
     return (
         f"{design}, in bfloat16 up to {relu} hidden units, LSTM {lstm}, GRU {gru}; larger ones by matrix products; "
         f"chosen by times {times}"

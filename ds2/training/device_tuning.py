@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from ds2_ops.recurrent.backends.choose import why_not_unasked
-from ds2_ops.recurrent.calibrate import adopt, calibrate, tiles_to_measure
+from ds2_ops.recurrent.calibrate import adopt, adopt_factors, calibrate, measured_factors, tiles_to_measure
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -326,6 +326,22 @@ class MemoryProbe:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def choose_factors(progress: Progress, comm: Communicator) -> None:
+    """Make the planner of all ranks use the same times of a GPU, and that of a resumed run the times of its start.
+
+    Rank 0 measures them when a run begins on a GPU that no recorded sweep is of. Another kind of GPU in the job has
+    the constants by its clock. To be called before anything asks what the kernels can run.
+
+    Args:
+        progress: of the run; the times are written there.
+        comm: all ranks.
+    """
+    if comm.rank == 0 and not progress.factors and not progress.step and comm.device.type == "cuda":
+        progress.factors = measured_factors(comm.device.index or 0)
+    progress.factors = comm.broadcast(progress.factors)
+    adopt_factors(progress.factors)
 
 
 def choose_tiles(

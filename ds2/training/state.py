@@ -78,6 +78,8 @@ class Progress:
     audio_s: float = 0.0
     budget_s: float = 0.0  # of a batch, as `batching.auto` found it; 0: not looked for
     tiles: dict[str, str] = field(default_factory=dict)  # of recurrent kernels, where they were calibrated
+    # GPU -> design -> link -> factor of the planner's constants, where they were fitted: `ds2_ops.recurrent.calibrate`.
+    factors: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
 
 @dataclass

@@ -35,7 +35,14 @@ from ds2.system import UserError
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import Crf
 from ds2.training.dev_set import DevEvaluator
-from ds2.training.device_tuning import MemoryProbe, check_device, choose_batching, choose_tiles, out_of_memory
+from ds2.training.device_tuning import (
+    MemoryProbe,
+    check_device,
+    choose_batching,
+    choose_factors,
+    choose_tiles,
+    out_of_memory,
+)
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
 from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
@@ -93,6 +100,7 @@ class Trainer:
         self.crf = self._build_crf()
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
+        choose_factors(self.progress, self.comm)
         dev = self.dev.utterances
         self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
@@ -222,6 +230,7 @@ class Trainer:
             parts, progress = read_state(self.run_dir, config, state)
         commits, logged = self.comm.broadcast((self._commits, self.logged))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
+        choose_factors(self.progress, self.comm)
         self._commits, self.logged = commits, logged
         self._record()
 

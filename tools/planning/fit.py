@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from ds2_ops.recurrent.plan.choose import space
-from ds2_ops.recurrent.plan.model import Constants, kind, step_us, terms
+from ds2_ops.recurrent.plan.model import Constants, Timed, kind, step_us
+from ds2_ops.recurrent.plan.model import fit as fit_constants
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 
 
@@ -81,31 +81,11 @@ def halves(problems: Iterable[Measured]) -> tuple[list[Measured], list[Measured]
 
 def fit(problems: Iterable[Measured]) -> Constants:
     """Find the constants of every kind of tile by which estimates come closest to what was measured."""
-    kinds: dict[str, list[tuple[Choice, float, float]]] = defaultdict(list)
-    for measured in problems:
-        best = min(us for _, us in measured.times)
-        for choice, us in measured.times:
-            kinds[kind(choice.work)].append((choice, us, best))
-    constants = {}
-    for name, rows in sorted(kinds.items()):
-        names = sorted({term for choice, _, _ in rows for term in terms(choice.work)})
-        counts = np.array([[terms(choice.work).get(term, 0.0) for term in names] for choice, _, _ in rows])
-        us = np.array([us / choice.work.tiles for choice, us, _ in rows])
-        # Relative errors; those of tiles that are far from the fastest matter less.
-        weight = np.array([(best / us) / (us / choice.work.tiles) for choice, us, best in rows])
-        constants[name] = _least_squares(counts * weight[:, None], us * weight, names)
-    return constants
-
-
-def _least_squares(a: np.ndarray, b: np.ndarray, names: list[str]) -> dict[str, float]:
-    """Solve without negative constants: the most negative one is left out until there is none."""
-    columns = [place for place in range(len(names)) if np.ptp(a[:, place]) or a[:, place].any()]
-    while True:
-        solution = np.linalg.lstsq(a[:, columns], b, rcond=1e-9)[0]
-        scale = solution * np.abs(a[:, columns]).mean(axis=0)
-        if not columns or scale.min() >= 0:
-            return {names[place]: float(f"{value:.4g}") for place, value in zip(columns, solution, strict=True)}
-        del columns[int(scale.argmin())]
+    return fit_constants(
+        Timed(choice.work, us, min(us for _, us in measured.times))
+        for measured in problems
+        for choice, us in measured.times
+    )
 
 
 def judge(problems: list[Measured], constants: Constants | None = None) -> dict[str, float]:
@@ -153,7 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worst", type=int, default=8)
     options = parser.parse_args(arguments)
-    records = [halves(read(path).problems) for path in options.records]
+    whole = [read(path) for path in options.records]
+    records = [halves(record.problems) for record in whole]
     fitted_by, judged_by = (
         [problem for halves_of_record in records for problem in halves_of_record[side]] for side in (0, 1)
     )
@@ -165,7 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
     if constants is not None:
         path = Path(str(importlib.resources.files("ds2_ops.recurrent.plan").joinpath("constants.json")))
         lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in constants.items()]
-        about = json.dumps({"fitted to": [path.name for path in options.records]})[1:-1]
+        gpus = sorted({record.about["gpu"] for record in whole})
+        about = json.dumps({"fitted to": [path.name for path in options.records], "gpus": gpus})[1:-1]
         path.write_text(f'{{{about}, "constants": {{\n' + ",\n".join(lines) + "\n}}\n")
         print(f"{sum(map(len, constants.values()))} constants of {len(constants)} kinds -> {path}")
     return 0

@@ -1,5 +1,7 @@
 """The tile of a problem on a GPU of this machine: the model's choice, or the fastest of those that were measured.
 
+On a GPU whose times no record holds, a few tiles are timed when the first one is chosen, and factors of the model's
+constants are fitted to them (:func:`factors_of`).
 Top-K calibration (GRNN, Holmes et al. 2019, section 7.2) takes the fastest of the K tiles that the model ranks first.
 It is off by default, because another tile rounds differently. $DS2_OPS_CALIBRATE = K calibrates each problem on first
 use; :func:`calibrate` calibrates ahead of use, and :func:`adopt` takes its result from another rank or an earlier run.
@@ -9,25 +11,46 @@ Shape letters: T frames, B batch, H hidden.
 
 import functools
 import hashlib
+import itertools
 import json
+import logging
+import math
 import os
 import statistics
 import subprocess
 import sys
+import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import cache_dir, publish, sources_digest
 from ds2_ops.jit.launch import launch_on
 from ds2_ops.recurrent.plan.choose import rank, usable_sms
-from ds2_ops.recurrent.plan.problem import THREADS, Choice, Design, DeviceFacts, Problem, array_bytes, pass_arguments
+from ds2_ops.recurrent.plan.model import LINKS, Timed, fit_factors, fitted, link_us, recorded_gpus
+from ds2_ops.recurrent.plan.problem import (
+    THREADS,
+    Choice,
+    Design,
+    DeviceFacts,
+    DoesNotFit,
+    Problem,
+    array_bytes,
+    pass_arguments,
+)
 
 FRAMES, ROUNDS = 96, 5
+KERNELS = 8  # compiled for a GPU without recorded times
+_NEAR = 1.5  # of these, estimated times over the fastest one's
+_BUILD_S, _LIMIT_S = 8.0, 10.0  # for compiling them; after which no problem is begun. What is late is left out
+_log = logging.getLogger("ds2_ops")
 
 
 @functools.cache
@@ -56,6 +79,163 @@ def device_facts(index: int) -> DeviceFacts:
             for cluster in (2, 3, 4, 5, 6, 8, 9, 16)
         }
     return replace(facts, active_clusters=active)
+
+
+Factors = Mapping[str, Mapping[str, float]]  # of `Processor`
+_factors: dict[str, Factors] = {}  # by GPU; those of this process
+_adopted_factors: list[Mapping[str, Factors]] = []  # at most one
+
+
+def adopt_factors(factors: Mapping[str, Factors] | None) -> None:
+    """Use these factors of the model's constants, by the name of the GPU, from now on, and measure none.
+
+    A GPU that is not named gets the constants by its clock. None ends that.
+    """
+    if _adopted_factors == [factors]:
+        return
+    _adopted_factors[:] = [] if factors is None else [factors]
+    _factors.clear()
+    choose_tile.cache_clear()
+
+
+def factors_of(index: int) -> Factors:
+    """Return how long the links of a step take on a GPU, relative to the constants; nothing where these are its own.
+
+    For a GPU that no recorded sweep is of, a few tiles are timed, in about 10 s at most. The result is saved next to
+    the compiled kernels. $DS2_OPS_CALIBRATE = 0 turns that off, and while a CUDA graph is captured nothing is timed.
+    Without times, as where a driver refuses, the constants follow the clock.
+    """
+    name = device_facts(index).name
+    if _adopted_factors:
+        return _adopted_factors[0].get(name, {})
+    if name in recorded_gpus() or os.environ.get("DS2_OPS_CALIBRATE", "").strip() == "0" or _capturing():
+        return {}
+    if name not in _factors:
+        try:
+            _factors[name] = saved_factors(index) or _measured_factors(index)
+        except (RuntimeError, OSError) as error:
+            warnings.warn(
+                f"the planner's constants follow the clock of {name}, as its tiles cannot be timed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            _factors[name] = {}
+    return _factors[name]
+
+
+def measured_factors(index: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the factors of a GPU by its name, for :func:`adopt_factors`; nothing where it needs none or has none."""
+    try:
+        factors = factors_of(index)
+    except RuntimeError:  # of the driver; who asks for a kernel learns of it
+        return {}
+    copy = {design: dict(links) for design, links in factors.items()}
+    return {device_facts(index).name: copy} if copy else {}
+
+
+def _fitted_facts(index: int) -> DeviceFacts:
+    return replace(device_facts(index), factors=factors_of(index))
+
+
+def _capturing() -> bool:
+    """Whether the current stream of PyTorch, if that is loaded, records a CUDA graph, which no measurement survives."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def saved_factors(index: int) -> Factors:
+    """Return the factors that were measured on a GPU before; nothing, with a warning, where they are damaged."""
+    path = record_path(index)
+    content = _read(path)
+    factors: Factors = content.get("factors", {})
+    if not factors:
+        return {}
+    wrong = "of other constants" if content.get("constants") != _constants_digest() else ""
+    for design, values in factors.items():
+        numbers = values.values() if isinstance(values, dict) and set(values) == set(LINKS) else [None]
+        if not all(isinstance(number, float) and 0 <= number < math.inf for number in numbers):
+            wrong = f"for {design!r} {values}, expected a number of 0 or more for each of {', '.join(LINKS)}"
+    if wrong:
+        warnings.warn(f"{path}: its factors are {wrong}: they are measured anew", RuntimeWarning, stacklevel=2)
+        return {}
+    return factors
+
+
+def _constants_digest() -> str:
+    return hashlib.sha256(json.dumps(fitted(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _measured_factors(index: int) -> Factors:
+    """Time a few tiles, fit factors to them, keep these and say so."""
+    started, facts, path = time.perf_counter(), device_facts(index), record_path(index)
+    kernels = few_kernels(facts)
+    built = _build_together(list(kernels), runtime.arch(index), _BUILD_S)
+    problems: dict[Problem, list[Choice]] = defaultdict(list)
+    for text in built:
+        for problem, choice in kernels[text]:
+            problems[problem].append(choice)
+    if not problems:
+        raise RuntimeError(f"none of {len(kernels)} kernels was compiled in {_BUILD_S:.0f} s")
+    timed = []
+    for problem, choices in problems.items():
+        if timed and time.perf_counter() - started > _LIMIT_S:
+            break
+        times = time_tiles(choices, problem, index)
+        timed += [Timed(choice.work, us, us) for choice, us in zip(choices, times, strict=True)]
+    factors = fit_factors(timed, facts.processor.clock)
+    _write(path, index, _read(path) | {"factors": factors, "constants": _constants_digest()})
+    _log.info(
+        "the planner's constants were fitted to %d tiles of %d kernels on %s in %.1f s, saved in %s; times of links, "
+        "relative to those of the constants: %s. DS2_OPS_CALIBRATE=0 leaves that out",
+        *(len(timed), len(built), facts.name, time.perf_counter() - started, path, listed(factors)),
+    )
+    return factors
+
+
+def listed(factors: Factors) -> str:
+    """Write factors on one line."""
+    return "; ".join(
+        f"{design} {', '.join(f'{link} {value:.2f}' for link, value in links.items())}"
+        for design, links in factors.items()
+    )
+
+
+def few_kernels(facts: DeviceFacts) -> dict[str, list[tuple[Problem, Choice]]]:
+    """Choose the kernels whose times say most about the links of a GPU's steps: by their sources, their tiles.
+
+    One after the other that by which the determinant of the least-squares problem grows most, among the tiles that the
+    constants, by the GPU's clock, rank near the fastest.
+    """
+    tiles: dict[str, list[tuple[Problem, Choice]]] = defaultdict(list)
+    sizes = itertools.product(("relu", "lstm", "gru_after"), (256, 512, 1024), (1, 8, 64), (False, True))
+    for cell, hidden, batch, backward in sizes:
+        problem = Problem(batch, hidden, "bfloat16", cell, backward)
+        try:
+            ranked = rank(problem, facts)
+        except DoesNotFit:
+            continue
+        for choice in ranked:
+            if choice.step_us <= _NEAR * ranked[0].step_us:
+                tiles[choice.launch.source.text].append((problem, choice))
+    shares = {text: [_shares(choice) for _, choice in of_kernel] for text, of_kernel in tiles.items()}
+    names = sorted({name for of_kernel in shares.values() for share in of_kernel for name in share})
+    rows = {
+        text: np.array([[share.get(name, 0.0) for name in names] for share in of_kernel])
+        for text, of_kernel in shares.items()
+    }
+    information, chosen = 0.01 * np.eye(len(names)), []
+    for _ in range(min(KERNELS, len(rows))):
+        text = max(rows, key=lambda text: float(np.linalg.slogdet(information + rows[text].T @ rows[text])[1]))
+        information += rows[text].T @ rows[text]
+        chosen.append(text)
+        del rows[text]
+    return {text: tiles[text] for text in chosen}
+
+
+def _shares(choice: Choice) -> dict[tuple[str, str], float]:
+    """Return the share of each link of a design in the estimated time of a step."""
+    design, links = link_us(choice.work)
+    return {(design, link): us / sum(links.values()) for link, us in links.items()}
 
 
 _adopted: list[Mapping[str, str]] = []  # at most one
@@ -88,7 +268,7 @@ def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool =
     Raises:
         DoesNotFit: no design can run it; the message says why, and what to use instead.
     """
-    ranked = rank(problem, device_facts(index), max_sms)
+    ranked = rank(problem, _fitted_facts(index), max_sms)
     if early and (clusters := [choice for choice in ranked if choice.design is Design.CLUSTER]):
         largest = max(choice.launch.cluster for choice in clusters)
         ranked = [choice for choice in clusters if choice.launch.cluster == largest]
@@ -147,29 +327,35 @@ def calibrate(problems: Iterable[tuple[Problem, int | None]], index: int, most: 
         RuntimeError: the compiler's or driver's error.
     """
     path = record_path(index)
-    recorded, names = _read(path), {}
+    recorded, names = _read(path)["choices"], {}
     for problem, max_sms in problems:
         key = key_of(problem, index, max_sms)
         entry = recorded.get(key)
         if entry is None or entry["most"] < most:
-            choices = rank(problem, device_facts(index), max_sms)[:most]
+            choices = rank(problem, _fitted_facts(index), max_sms)[:most]
             times = measure(choices, problem, index)
             measured = dict(zip((choice.name for choice in choices), times, strict=True))
             entry = {"most": most, "name": min(measured, key=measured.__getitem__), "us": measured}
-            recorded = _read(path) | {key: entry}  # another process may have written meanwhile
-            _write(path, index, recorded)
+            content = _read(path)  # another process may have written meanwhile
+            recorded = content["choices"] | {key: entry}
+            _write(path, index, content | {"choices": recorded})
         names[key] = entry["name"]
     return names
 
 
 def measure(choices: Sequence[Choice], problem: Problem, index: int) -> list[float]:
+    """Compile tiles, then :func:`time_tiles`."""
+    if len(choices) > 1:
+        _build_together([choice.launch.source.text for choice in choices], runtime.arch(index))
+    return time_tiles(choices, problem, index)
+
+
+def time_tiles(choices: Sequence[Choice], problem: Problem, index: int) -> list[float]:
     """Time tiles in turns on memory of their own.
 
     Returns:
         Median microseconds a time step of each.
     """
-    if len(choices) > 1:
-        _build_together([choice.launch.source.text for choice in choices], runtime.arch(index))
     with runtime.current(index), ExitStack() as stack:
         stream = runtime.call("cuStreamCreate", 0)
         stack.callback(runtime.call, "cuStreamDestroy", stream)
@@ -197,8 +383,9 @@ def measure(choices: Sequence[Choice], problem: Problem, index: int) -> list[flo
 
 
 def record_path(index: int) -> Path:
-    """Where the record of a GPU, driver and version of the sources lies."""
-    named = f"{runtime.device_name(index)} {runtime.driver_version()} {sources_digest()}"
+    """Where the record of a GPU, the capability that it is used with, driver and version of the sources lies."""
+    capability = device_facts(index).capability
+    named = f"{runtime.device_name(index)} {capability} {runtime.driver_version()} {sources_digest()}"
     return cache_dir() / f"tiles-{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
@@ -222,25 +409,37 @@ def forget() -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return what was measured, as it was written: tiles by problem, as "choices", and "factors", if there are any."""
+    empty: dict[str, Any] = {"choices": {}}
+    content: dict[str, Any] | None
     try:
-        choices = json.loads(path.read_text())["choices"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return choices if isinstance(choices, dict) else {}
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return empty
+    except (OSError, ValueError):
+        content = None
+    if isinstance(content, dict) and all(isinstance(content.get(key, {}), dict) for key in ("choices", "factors")):
+        return empty | content
+    warnings.warn(f"{path} is damaged: its measurements are made anew", RuntimeWarning, stacklevel=2)
+    return empty
 
 
-def _write(path: Path, index: int, choices: Mapping[str, Any]) -> None:
+def _write(path: Path, index: int, content: Mapping[str, Any]) -> None:
     about = {"gpu": runtime.device_name(index), "driver": runtime.driver_version(), "sources": sources_digest()}
     try:
-        publish(path, json.dumps({**about, "choices": choices}, indent=1).encode())
+        publish(path, json.dumps({**content, **about}, indent=1).encode())
     except OSError as error:
         warnings.warn(f"measurements cannot be written to {path.parent} ({error})", RuntimeWarning, stacklevel=2)
 
 
-def _build_together(texts: Sequence[str], arch: str) -> None:
-    """Compile each in a process of its own into the cache; `launch_on` repeats what fails, and raises its error."""
+def _build_together(texts: Sequence[str], arch: str, limit_s: float | None = None) -> list[str]:
+    """Compile each in a process of its own into the cache; `launch_on` repeats what fails, and raises its error.
+
+    Returns:
+        Those that were compiled, in `limit_s` seconds if there is a limit.
+    """
     code = "import sys; from ds2_ops.jit.build import build; build(sys.stdin.read(), sys.argv[1])"
-    running = []
+    running, deadline = {}, time.monotonic() + (limit_s or math.inf)
     for text in dict.fromkeys(texts):
         process = subprocess.Popen(
             [sys.executable, "-c", code, arch],
@@ -253,6 +452,11 @@ def _build_together(texts: Sequence[str], arch: str) -> None:
         assert process.stdin is not None
         process.stdin.write(text)
         process.stdin.close()
-        running.append(process)
-    for process in running:
-        process.wait()
+        running[text] = process
+    for process in running.values():
+        try:
+            process.wait(None if limit_s is None else max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return [text for text, process in running.items() if process.returncode == 0]

@@ -24,12 +24,15 @@ def test_calibrated_kernels_are_shown_and_forgotten(
 ) -> None:
     monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
     choice = {"most": 5, "name": "cluster16 w36 b64 1x1", "us": {"cluster16 w36 b64 1x1": 0.75}}
-    record = {"gpu": "NVIDIA H200", "driver": "13.0", "sources": "older", "choices": {PROBLEM: choice}}
+    factors = {"portable": {"exchange": 1.25, "reads": 1.0}, "units": {"products": 0.5}}
+    about = {"gpu": "NVIDIA H200", "driver": "13.0", "sources": "older"}
+    record = {**about, "choices": {PROBLEM: choice}, "factors": factors}
     (tmp_path / "tiles-0123.json").write_text(json.dumps(record))
     (tmp_path / "tiles-4567.json").write_text("{")
     assert doctor.run([]) == 0
     text = capsys.readouterr().out
     assert "calibrated kernels: NVIDIA H200, CUDA 13.0, of other sources (tiles-0123.json)" in text
+    assert "relative to the recorded ones: portable exchange 1.25, reads 1.00; units products 0.50\n" in text
     assert f"  {PROBLEM}: cluster16 w36 b64 1x1, 0.75 us per step, fastest of 5" in text
     assert doctor.run(["--forget-tiles"]) == 0
     assert f"2 records removed from {tmp_path}" in capsys.readouterr().out
@@ -52,14 +55,19 @@ def test_root_learns_what_open_mpi_needs(tmp_path: Path) -> None:
 
 
 def test_each_gpu_says_what_runs_the_recurrence_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def text_of(facts: DeviceFacts) -> str:
+    def text_of(facts: DeviceFacts, factors: dict[str, dict[str, float]] | None = None) -> str:
         monkeypatch.setattr(doctor.calibrate, "device_facts", lambda index: facts)
+        monkeypatch.setattr(doctor.calibrate, "saved_factors", lambda index: factors or {})
         return doctor.recurrence_facts(0)
 
     assert text_of(DEVICES["H200"]).startswith("kernels of clusters, in bfloat16 up to 4224 hidden units, LSTM 1584")
     assert text_of(DEVICES["A100"]).startswith("portable kernels, in bfloat16 up to 3")
-    assert text_of(DEVICES["H100"]).endswith("; chosen by times measured on an H200")
-    assert text_of(DEVICES["A100"]).endswith("; chosen by times measured on an H100, for this clock 1.40 x as long")
+    assert text_of(DeviceFacts()).endswith("; chosen by times measured on an H200")
+    assert text_of(DEVICES["A100"]).endswith(
+        "; chosen by times measured on an H100, for this clock 1.40 x as long; fitted to this GPU at first use, see "
+        "DS2_OPS_CALIBRATE"
+    )
+    assert text_of(DEVICES["A100"], {"units": {"reads": 1.5}}).endswith("1.40 x as long, and fitted to this GPU")
     turing = replace(DEVICES["A100"], name="T4", capability=(7, 5))
     assert text_of(turing) == (
         "matrix products and cuDNN, as T4 has compute capability 7.5; the persistent kernels need 8.0 or later: use "

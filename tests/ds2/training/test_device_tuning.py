@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from support.run_log import events, losses
 from ds2.config.schema import BatchingConfig, Config, ConfigError
 from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
+from ds2.system.plain import from_plain
 from ds2.training import device_tuning, trainer
 from ds2.training.device_tuning import choose_batching, largest_budget, worst_parts
 from ds2.training.loop import train
@@ -243,6 +246,31 @@ def test_a_resumed_run_keeps_its_tiles(measured: list[Problem]) -> None:
     assert choose(0, Progress(step=7, tiles=kept), 5) == kept
     assert choose(0, Progress(step=7), 5) == {}  # began without: its first steps cannot be had again
     assert not measured
+
+
+def test_rank_0_fits_the_constants_and_a_resumed_run_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, adopted = [], []
+    first = {"NVIDIA A100-SXM4-80GB": {"portable": {"exchange": 1.5, "reads": 1.25, "products": 1.0}}}
+
+    def measured_factors(index: int) -> dict[str, dict[str, dict[str, float]]]:
+        measured.append(index)
+        return first
+
+    monkeypatch.setattr(device_tuning, "measured_factors", measured_factors)
+    monkeypatch.setattr(device_tuning, "adopt_factors", adopted.append)
+    kept = {"NVIDIA A100-SXM4-80GB": {"portable": {"exchange": 2.0, "reads": 2.0, "products": 2.0}}}
+    of_ranks = []
+    for rank, progress in (
+        *((0, Progress()), (1, Progress())),
+        *((0, Progress(step=7, factors=kept)), (1, Progress())),
+        *((0, Progress(step=7)), (1, Progress())),  # began without: its first steps cannot be had again
+    ):
+        device_tuning.choose_factors(progress, Rank(rank))
+        of_ranks.append(progress.factors)
+    assert of_ranks == adopted == [first, first, kept, kept, {}, {}]
+    assert measured == [0]
+    stored = from_plain(Progress, json.loads(json.dumps(asdict(Progress(factors=first)))), "progress")
+    assert stored == Progress(factors=first)
 
 
 def test_only_layers_that_persistent_kernels_run_are_measured() -> None:

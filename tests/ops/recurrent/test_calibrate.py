@@ -1,6 +1,8 @@
 """Calibration: off unless asked for; kept, adopted and forgotten; on a GPU, the same results by another tile."""
 
+import itertools
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +11,11 @@ import pytest
 import torch
 from ds2_ops import recurrence
 from ds2_ops.jit import runtime
+from ds2_ops.jit.build import ENTRY
 from ds2_ops.recurrent import calibrate
 from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.model import Processor, step_us
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from support.op_cases import relative_error
 from support.persistent_cases import inputs
@@ -86,7 +90,8 @@ def test_a_damaged_record_is_measured_anew(measured: list[list[str]]) -> None:
     calibrate.calibrate([(PROBLEM, None)], 0, 2)
     path = calibrate.record_path(0)
     path.write_text(path.read_text()[:40])
-    assert calibrate.calibrate([(PROBLEM, None)], 0, 2) == {KEY: RANKED[1]}
+    with pytest.warns(RuntimeWarning, match="is damaged: its measurements are made anew"):
+        assert calibrate.calibrate([(PROBLEM, None)], 0, 2) == {KEY: RANKED[1]}
     assert len(measured) == 2
     assert json.loads(path.read_text())["choices"][KEY]["most"] == 2
 
@@ -106,6 +111,7 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
 
 
 def test_two_different_gpus_in_one_job(measured: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS2_OPS_CALIBRATE", "0")
     gpus = [DeviceFacts(), DEVICES["A100"], replace(DEVICES["A100"], name="alike", sms=132)]
     monkeypatch.setattr(calibrate, "device_facts", gpus.__getitem__)
     own = [rank(PROBLEM, facts)[0].name for facts in gpus]
@@ -120,6 +126,176 @@ def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "yes")
     with pytest.raises(ValueError, match="DS2_OPS_CALIBRATE is 'yes', allowed is a number"):
         calibrate.tiles_to_measure()
+
+
+TRUE = {
+    "portable": {"exchange": 1.9, "reads": 0.8, "products": 1.2},
+    "units": {"exchange": 1980 / 1410, "reads": 1.1, "products": 1.6},  # one block exchanges nothing: by the clock
+}
+
+
+@pytest.fixture
+def unknown(measured: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
+    """A GPU without recorded times that is not here, whose links take `TRUE` as long as by the constants; the problems
+    that were timed on it.
+    """
+    seen: list[Problem] = []
+    kind_of_gpu = replace(DEVICES["A100"], name="NVIDIA A100 80GB PCIe")
+
+    def time_tiles(choices: Sequence[Choice], problem: Problem, index: int) -> list[float]:
+        seen.append(problem)
+        return [step_us(choice.work, processor=Processor(factors=TRUE)) for choice in choices]
+
+    monkeypatch.setattr(calibrate, "device_facts", lambda index: kind_of_gpu)
+    monkeypatch.setattr(calibrate, "time_tiles", time_tiles)
+    monkeypatch.setattr(calibrate, "_build_together", lambda texts, arch, limit_s=None: list(texts))
+    monkeypatch.setattr(runtime, "arch", lambda index: "sm_80")
+    calibrate.adopt_factors({})
+    calibrate.adopt_factors(None)
+    yield seen
+    calibrate.adopt_factors({})
+    calibrate.adopt_factors(None)
+
+
+def in_another_process() -> None:
+    calibrate.adopt_factors({})
+    calibrate.adopt_factors(None)
+
+
+def by_the_clock() -> str:
+    return rank(PROBLEM, calibrate.device_facts(0))[0].name
+
+
+def test_an_unknown_gpu_is_measured_once_by_few_kernels_and_its_constants_come_out(
+    unknown: list[Problem], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="ds2_ops"):
+        factors = calibrate.factors_of(0)
+    # The prior, that of the clock, is 1.4 for each. Of one block's links two take too little to be known.
+    assert factors["portable"] == pytest.approx(TRUE["portable"], rel=0.03)
+    assert factors["units"]["products"] == pytest.approx(TRUE["units"]["products"], rel=0.03)
+    kernels = calibrate.few_kernels(calibrate.device_facts(0))
+    tiles = sum(map(len, kernels.values()))
+    assert len(kernels) == calibrate.KERNELS and tiles < 60
+    message = f"constants were fitted to {tiles} tiles of {len(kernels)} kernels on NVIDIA A100 80GB PCIe in "
+    assert caplog.text.count(message) == 1 and "DS2_OPS_CALIBRATE=0 leaves that out" in caplog.text
+    timed = len(unknown)
+    in_another_process()
+    assert calibrate.factors_of(0) == factors
+    assert calibrate.choose_tile(PROBLEM, 0, None).name == calibrate.choose_tile(PROBLEM, 1, None).name
+    assert len(unknown) == timed
+    ((_, record),) = calibrate.records()
+    assert record["factors"] == factors
+
+
+def test_a_slow_gpu_is_measured_by_what_is_done_in_time(
+    unknown: list[Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "_LIMIT_S", 0.0)
+    ((design, links),) = calibrate.factors_of(0).items()
+    assert len(unknown) == 1 and set(links) == set(TRUE[design])
+
+
+def test_fitted_factors_change_what_is_chosen(unknown: list[Problem]) -> None:
+    changed = 0
+    for batch, backward in itertools.product((1, 4, 16, 64), (False, True)):
+        problem = Problem(batch, 640, "bfloat16", "lstm", backward)
+        choices = rank(problem, calibrate.device_facts(0))
+        times = {c.name: step_us(c.work, processor=Processor(factors=TRUE)) for c in choices}
+        chosen = calibrate.choose_tile(problem, 0, None)
+        assert chosen.step_us == pytest.approx(times[chosen.name], rel=0.03)
+        assert times[chosen.name] <= 1.03 * min(times.values())
+        changed += times[choices[0].name] > 1.03 * times[chosen.name]
+    assert changed
+
+
+@pytest.mark.parametrize("off", ["setting", "recorded", "captured", "adopted"])
+def test_nothing_is_timed_where_it_must_not_be(
+    unknown: list[Problem], monkeypatch: pytest.MonkeyPatch, off: str
+) -> None:
+    if off == "setting":
+        monkeypatch.setenv("DS2_OPS_CALIBRATE", "0")
+    elif off == "recorded":
+        monkeypatch.setattr(calibrate, "device_facts", lambda index: DeviceFacts())
+    elif off == "captured":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    else:
+        calibrate.adopt_factors({"another GPU": TRUE})
+    assert calibrate.factors_of(0) == calibrate.measured_factors(0) == {}
+    assert calibrate.choose_tile(PROBLEM, 0, None).name == by_the_clock()
+    assert not unknown
+
+
+def test_adopted_factors_hold_for_their_gpu_whatever_was_measured_here(unknown: list[Problem]) -> None:
+    name = calibrate.device_facts(0).name
+    assert calibrate.measured_factors(0)[name]["portable"]["exchange"] == pytest.approx(1.9, rel=0.03)
+    other = {"portable": dict.fromkeys(("exchange", "reads", "products"), 2.0)}
+    calibrate.adopt_factors({name: other})
+    assert calibrate.factors_of(0) == other
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"constants": "older"}, "its factors are of other constants: they are measured anew"),
+        ({"factors": {"portable": {"exchange": 1.0}}}, "for 'portable' .*, expected a number of 0 or more for each of"),
+        ({"factors": {"units": {"exchange": -1.0, "reads": 1.0, "products": 1.0}}}, "for 'units'"),
+        ({"factors": {"units": {"exchange": "1", "reads": 1.0, "products": 1.0}}}, "for 'units'"),
+        ({"factors": [1.0]}, "is damaged: its measurements are made anew"),
+    ],
+)
+def test_wrong_kept_factors_are_refused_and_measured_anew(
+    unknown: list[Problem], wrong: dict[str, object], message: str
+) -> None:
+    factors, timed, path = calibrate.factors_of(0), len(unknown), calibrate.record_path(0)
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    in_another_process()
+    with pytest.warns(RuntimeWarning, match=message):
+        assert calibrate.factors_of(0) == factors
+    assert len(unknown) == 2 * timed
+    assert json.loads(path.read_text())["factors"] == factors
+
+
+@pytest.mark.parametrize("failing", ["time_tiles", "_build_together", "nothing built"])
+def test_a_driver_that_fails_leaves_the_constants_by_the_clock(
+    unknown: list[Problem], monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*arguments: object) -> list[float]:
+        raise RuntimeError("cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY")
+
+    if failing == "nothing built":
+        monkeypatch.setattr(calibrate, "_build_together", lambda *arguments: [])
+    else:
+        monkeypatch.setattr(calibrate, failing, fail)
+    reason = "none of 8 kernels was compiled in 8 s" if failing == "nothing built" else "cuMemAlloc failed"
+    with pytest.warns(RuntimeWarning, match=f"constants follow the clock of NVIDIA A100 .*: {reason}") as warned:
+        assert calibrate.choose_tile(PROBLEM, 0, None).name == by_the_clock()
+        calibrate.choose_tile(PROBLEM._replace(batch=2), 0, None)
+    assert len(warned) == 1
+    assert not calibrate.records()
+
+
+def test_compilers_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
+    source = f'extern "C" __global__ void {ENTRY}() {{}}'
+    assert calibrate._build_together([source, "no kernel"], "sm_80") == [source]
+    assert calibrate._build_together([f"{source}\n"], "sm_80", 0.01) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("DS2_OPS_CALIBRATE", raising=False)
+    monkeypatch.setattr(calibrate, "recorded_gpus", list)
+    in_another_process()
+    try:
+        factors = calibrate.factors_of(torch.cuda.current_device())
+    finally:
+        in_another_process()
+    assert factors
+    for links in factors.values():
+        assert all(0 <= factor < 5 for factor in links.values())
 
 
 @pytest.mark.gpu

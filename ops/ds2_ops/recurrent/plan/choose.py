@@ -62,7 +62,8 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
     choices += grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
-    return choices if hopper(device) else [replace(choice, processor=device.processor) for choice in choices]
+    as_recorded = hopper(device) and not device.factors
+    return choices if as_recorded else [replace(choice, processor=device.processor) for choice in choices]
 
 
 def hopper(device: DeviceFacts) -> bool:

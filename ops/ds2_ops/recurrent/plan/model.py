@@ -2,14 +2,20 @@
 
 A step is a chain: products of the received state, partial sums, the cell, the message to the other blocks. Each kind of
 tile (layout, groups in turns or rows in parts, gates) has one constant for each link of its chain, the same for all
-sizes. tools/plans.py fits them by least squares to one half of a recorded sweep and tests them on the other half.
+sizes. `fit` finds them by least squares: tools/plans.py all of them from one half of a recorded sweep, which it tests
+on the other half; `calibrate` a few factors of them for a GPU that no sweep was recorded on.
 `tiles` that do not fit on the chip together run one after the other.
 """
 
 import functools
 import json
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
 
 Constants = dict[str, dict[str, float]]
 # Time of a message of one word, measured alone.
@@ -18,6 +24,15 @@ EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # not measured
 WHOLE_CHIP = ("narrow", "wide", "streams")  # with gates, one set of constants for clusters of any size
 HIDDEN_PRODUCTS, MAX_PRODUCTS = 8, 45  # of a warp: that cost nothing; that registers hold
 GRID_EXCHANGE_US = 0.657  # through L2 and distributed shared memory
+_PRIOR = 0.1  # relative error of an estimate that weighs as much as a factor that is 1 off from the clock's
+# The links of a step whose speeds differ between GPUs each in its own way; all other terms are products of a
+# multiprocessor.
+_TERMS = {
+    "exchange": ("step", "turns", "blocks", "words", "odd words", "late words", "backward sent"),
+    "reads": ("state read", "loads", "waves", "backward", "backward samples", "backward words", "backward split"),
+}
+_LINK_OF = {term: link for link, terms_of_link in _TERMS.items() for term in terms_of_link}
+LINKS = (*_TERMS, "products")
 
 
 @dataclass(frozen=True)
@@ -64,10 +79,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Processor:
-    """Factors of a processor's clock and of its time for a message, relative to the H200 of the constants."""
+    """Factors of a processor's clock and of its time for a message, relative to the GPU of the constants.
+
+    Attributes:
+        clock, exchange: these factors.
+        factors: design -> link -> its time, relative to that by the constants; of designs that were measured, for which
+            clock and exchange do not count.
+    """
 
     clock: float = 1.0
     exchange: float = 1.0
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def kind(work: Work) -> str:
@@ -101,20 +123,123 @@ def terms(work: Work) -> dict[str, float]:
 
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
-    values = (constants or fitted())[kind(work)]
-    chain = sum(values.get(term, 0.0) * count for term, count in terms(work).items())
+    if processor.factors:
+        design, links = link_us(work, constants)
+        if factors := processor.factors.get(design):
+            return _chains(work) * sum(factors[link] * us for link, us in links.items())
+    chain = sum(_term_us(work, constants).values())
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
-    # The units design has constants of its own for two phases; elsewhere a phase costs what a step of other cells does.
-    phases = 1 if work.layout.startswith("units") else work.phases
-    return phases * work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
+    return _chains(work) * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
+
+
+def _term_us(work: Work, constants: Constants | None) -> dict[str, float]:
+    values = (constants or fitted())[kind(work)]
+    return {term: values.get(term, 0.0) * count for term, count in terms(work).items()}
+
+
+def link_us(work: Work, constants: Constants | None = None) -> tuple[str, dict[str, float]]:
+    """Return the design of a tile, and microseconds of the links of one of its steps."""
+    links = dict.fromkeys(LINKS, 0.0)
+    for term, us in _term_us(work, constants).items():
+        links[_LINK_OF.get(term, "products")] += us
+    name = work.layout.rstrip("0123456789")
+    return "wide" if name in ("wider", "streams") else name, links
+
+
+def _chains(work: Work) -> int:
+    """Return how many times a step runs its chain.
+
+    The units design has constants of its own for two phases; elsewhere a phase costs what a step of other cells does.
+    """
+    return work.tiles * (1 if work.layout.startswith("units") else work.phases)
 
 
 @functools.cache
+def _contents() -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads(
+        resources.files("ds2_ops.recurrent.plan").joinpath("constants.json").read_text()
+    )
+    return contents
+
+
 def fitted() -> Constants:
-    """Read the constants of an H200, in microseconds."""
-    text = resources.files("ds2_ops.recurrent.plan").joinpath("constants.json").read_text()
-    constants: Constants = json.loads(text)["constants"]
+    """Read the constants of an H200, and of portable tiles an H100, in microseconds."""
+    constants: Constants = _contents()["constants"]
     return constants
+
+
+def recorded_gpus() -> list[str]:
+    """Return the names of the GPUs to whose times the constants were fitted."""
+    names: list[str] = _contents()["gpus"]
+    return names
+
+
+class Timed(NamedTuple):
+    """A tile that was timed: microseconds a step, and those of the fastest tile of its problem."""
+
+    work: Work
+    us: float
+    best_us: float
+
+
+def fit(timed: Iterable[Timed]) -> Constants:
+    """Find the constants of every kind of tile by which estimates come closest to what was measured."""
+    return _fit(timed, lambda work: (kind(work), terms(work)), lambda work: work.tiles)
+
+
+def fit_factors(timed: Iterable[Timed], clock: float) -> Constants:
+    """Find the factors of the links of each design, for `Processor`, from a few tiles.
+
+    Args:
+        timed: on one GPU.
+        clock: its clock, relative to that of the constants: what few timings say nothing about follows it.
+    """
+    factors = _fit(timed, link_us, _chains, 1 / clock)
+    return {design: {link: values.get(link, 0.0) for link in LINKS} for design, values in factors.items()}
+
+
+def _fit(
+    timed: Iterable[Timed],
+    describe: Callable[[Work], tuple[str, dict[str, float]]],
+    chains: Callable[[Work], int],
+    expected: float | None = None,
+) -> Constants:
+    """Solve for what the counts of a tile are multiplied by, apart for each group, by least squares of relative errors.
+
+    Args:
+        timed: the tiles.
+        describe: returns a tile's group and its counts.
+        chains: how often a tile's step does what is counted.
+        expected: of every solution, or None.
+    """
+    groups: dict[str, list[tuple[dict[str, float], int, Timed]]] = defaultdict(list)
+    for one in timed:
+        group, counts_of_one = describe(one.work)
+        groups[group].append((counts_of_one, chains(one.work), one))
+    constants = {}
+    for group, rows in sorted(groups.items()):
+        names = sorted({name for row, _, _ in rows for name in row})
+        counts = np.array([[row.get(name, 0.0) for name in names] for row, _, _ in rows])
+        us = np.array([one.us / times for _, times, one in rows])
+        # Errors of tiles that are far from the fastest matter less.
+        weight = np.array([(one.best_us / one.us) / (one.us / times) for _, times, one in rows])
+        a, b = counts * weight[:, None], us * weight
+        if expected is not None:
+            prior = _PRIOR * np.eye(len(names))
+            a, b = np.concatenate([a, prior]), np.concatenate([b, expected * prior.sum(axis=0)])
+        constants[group] = _least_squares(a, b, names)
+    return constants
+
+
+def _least_squares(a: np.ndarray, b: np.ndarray, names: list[str]) -> dict[str, float]:
+    """Solve without negative constants: the most negative one is left out until there is none."""
+    columns = [place for place in range(len(names)) if np.ptp(a[:, place]) or a[:, place].any()]
+    while True:
+        solution = np.linalg.lstsq(a[:, columns], b, rcond=1e-9)[0]
+        scale = solution * np.abs(a[:, columns]).mean(axis=0)
+        if not columns or scale.min() >= 0:
+            return {names[place]: float(f"{value:.4g}") for place, value in zip(columns, solution, strict=True)}
+        del columns[int(scale.argmin())]
 
 
 def _cluster_terms(work: Work) -> dict[str, float]:

@@ -70,6 +70,7 @@ class DeviceFacts:
         registers: of 32 bits, of each multiprocessor.
         clock_mhz: of the multiprocessors, from the driver; matrix instructions may lower it.
         l2_bytes: of the L2 cache.
+        factors: of the links of its steps, where they were measured: see `Processor`.
     """
 
     name: str = "NVIDIA H200"
@@ -82,12 +83,13 @@ class DeviceFacts:
     clock_mhz: int = 1980
     registers: int = 65_536
     l2_bytes: int = 50 * 2**20
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def processor(self) -> Processor:
         """Its speed for the performance model: arithmetic and trips to L2 take cycles."""
         clock = self.clock_mhz / DeviceFacts.clock_mhz
-        return Processor(clock, exchange=1 / clock)
+        return Processor(clock, 1 / clock, self.factors)
 
 
 class Problem(NamedTuple):
