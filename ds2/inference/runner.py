@@ -117,6 +117,19 @@ class BlockRunner:
             after = after.previous
         return self.slots.take(self._steps, after)
 
+    @torch.inference_mode()
+    def statistics(self, slot: Slot) -> Tensor:
+        """Return a copy of the statistics (K,) of a stream's features so far, see `Features.normalise_running`."""
+        after = slot if slot.blocks else slot.previous
+        table = self.slots.state.statistics
+        return torch.zeros_like(table[0]) if after is None else table[after.index].clone()
+
+    @torch.inference_mode()
+    def restore_statistics(self, slot: Slot, statistics: Tensor | None) -> None:
+        """Go on with earlier statistics of a stream, None at its start; one that has had no step has them already."""
+        if slot.blocks:
+            self.slots.state.statistics[slot.index] = 0.0 if statistics is None else statistics
+
     def input_buffer(self, slot: Slot, number: int) -> NDArray[np.float32]:
         """Return the buffer for the samples (N,) of a stream's block: samples that are written there are not copied."""
         row = 2 * slot.index + number % 2

@@ -203,7 +203,8 @@ class Live(Session):
     """A live session: segments become final one by one; `result` is the hypothesis of the open segment.
 
     At an endpoint the decoder and its language model start again; the model keeps its state. Where a segment ends
-    does not depend on how the samples were cut.
+    does not depend on how the samples were cut. With features.normalise=running, statistics of segments without words
+    are dropped: hours of silence teach nothing of a speaker.
 
     Args:
         pipeline, block_s, sample_rate_hz, decoder, hot_words: as for `Session`.
@@ -229,6 +230,7 @@ class Live(Session):
         super().__init__(pipeline, block_s, sample_rate_hz=sample_rate_hz, decoder=decoder, hot_words=hot_words)
         self.endpoints = endpoints or Endpoints()
         self.segments: deque[Segment] = deque()
+        self._statistics: Tensor | None = None  # of features, at the end of the last segment with words
         self._stream_start_s = 0.0  # where in the source the model's state was last reset
         self._frames = self._segment_start = self._quiet = (
             0  # in output frames: since then; start of the segment; quiet ones at the end
@@ -320,6 +322,11 @@ class Live(Session):
             words = (replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in hypothesis.words)
             end_s = self._stream_start_s + self._frames * frame_s
             self.segments.append(Segment(start_s, end_s, replace(hypothesis, words=tuple(words))))
+        if self.pipeline.features.prior_frames:
+            if hypothesis.text:
+                self._statistics = self.runner.statistics(self.slot)
+            else:
+                self.runner.restore_statistics(self.slot, self._statistics)
         self.decoding = self.decoder.start(1, self.hot_words)
         self._start_segment()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.inference.runner import BlockOutput
 from ds2.inference.slots import Slot
 from ds2.model.checkpoint import load_model
@@ -228,6 +229,29 @@ def test_statistics_of_the_speaker_outlast_a_flush(make_model: Callable[..., Pat
     source.reset()  # a new source
     source.accept_waveform(parts[-1])
     assert source.finish().text == fresh.segments[0].hypothesis.text
+
+
+def test_segments_without_words_teach_nothing_of_the_speaker(make_model: Callable[..., Path], recording: Path) -> None:
+    loaded = load_model(make_model("features.normalise=running"))
+    live = Recogniser.of(loaded, DecodeConfig(), torch.device("cpu")).live(endpoints=NEVER)
+
+    def frames_after(samples: NDArray[np.float32], hypothesis: Hypothesis) -> int:
+        live.accept_waveform(samples)
+        while live.is_ready():
+            live.decode()
+        live.end_segment(hypothesis)
+        return int(live.runner.statistics(live.slot)[-1])
+
+    samples, words = read_audio(recording), Hypothesis("ab", 0.0, (1, 2), ())
+    assert frames_after(samples[:16_000], EMPTY) == 0
+    assert frames_after(samples[16_000:24_000], words) == 60  # 7 blocks less the 4 before
+    learnt = live.runner.statistics(live.slot)
+    assert frames_after(np.zeros(160_000, np.float32), EMPTY) == learnt[-1]
+    assert torch.equal(live.runner.statistics(live.slot), learnt)
+    live.restart_stream()
+    assert frames_after(np.zeros(10, np.float32), EMPTY) == learnt[-1]  # no step has run
+    assert torch.equal(live.runner.statistics(live.slot), learnt)
+    assert frames_after(samples, words) > learnt[-1] + 200
 
 
 def test_reset_drops_what_was_not_final(recogniser: Recogniser, recording: Path) -> None:
