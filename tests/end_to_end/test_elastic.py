@@ -122,6 +122,20 @@ def test_a_process_that_was_left_behind_forgets_the_step_that_it_logged(monkeypa
     assert rank.files.confirm.call_args_list[0].kwargs == {"counts": False}  # nor write its state of that step later
 
 
+def test_a_state_is_read_once_no_rank_that_was_lost_can_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank is stopped while it writes the state, the others read the one before, and it wakes up."""
+    (tmp_path / "trainer.safetensors").touch()
+    comm = Mock(rank=0, broadcast=lambda value: value)
+    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=JOINER, _committed=trainer.Committed())
+    monkeypatch.setattr(trainer, "broadcast_state", Mock())
+    read = Mock(side_effect=lambda *_: rank.files.take_over.assert_called_once() or ({}, Progress()))
+    monkeypatch.setattr(trainer, "read_state", read)
+    trainer.Trainer._take_state(rank, View(1, [], fresh=True))
+    assert read.called
+
+
 def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_path: Path) -> None:
     """Three ranks take step 55; then rank 0 is lost, and the next one before another step."""
     window = LogWindow(Progress())
