@@ -23,6 +23,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -176,7 +177,7 @@ def _measured_factors(index: int) -> Factors:
             problems[problem].append(choice)
     if not problems:
         raise RuntimeError(f"none of {len(kernels)} kernels was compiled in {_BUILD_S:.0f} s")
-    timed = []
+    timed = list[Timed]()
     for problem, choices in problems.items():
         if timed and time.perf_counter() - started > _LIMIT_S:
             break
@@ -436,27 +437,27 @@ def _build_together(texts: Sequence[str], arch: str, limit_s: float | None = Non
     """Compile each in a process of its own into the cache; `launch_on` repeats what fails, and raises its error.
 
     Returns:
-        Those that were compiled, in `limit_s` seconds if there is a limit.
+        Those that were compiled, within `limit_s` seconds where that is given.
     """
     code = "import sys; from ds2_ops.jit.build import build; build(sys.stdin.read(), sys.argv[1])"
-    running, deadline = {}, time.monotonic() + (limit_s or math.inf)
-    for text in dict.fromkeys(texts):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, arch],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            text=True,
-        )
-        assert process.stdin is not None
-        process.stdin.write(text)
-        process.stdin.close()
-        running[text] = process
-    for process in running.values():
+    compiler = functools.partial(
+        subprocess.run,
+        [sys.executable, "-c", code, arch],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        text=True,
+        check=True,
+    )
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+
+    def built(text: str) -> bool:
         try:
-            process.wait(None if limit_s is None else max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return [text for text, process in running.items() if process.returncode == 0]
+            compiler(input=text, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except subprocess.SubprocessError:
+            return False
+        return True
+
+    unique = list(dict.fromkeys(texts))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [text for text, good in zip(unique, pool.map(built, unique), strict=True) if good]

@@ -245,7 +245,7 @@ def test_adopted_factors_hold_for_their_gpu_whatever_was_measured_here(unknown: 
         ({"factors": [1.0]}, "is damaged: its measurements are made anew"),
     ],
 )
-def test_wrong_kept_factors_are_refused_and_measured_anew(
+def test_wrong_saved_factors_are_refused_and_measured_anew(
     unknown: list[Problem], wrong: dict[str, object], message: str
 ) -> None:
     factors, timed, path = calibrate.factors_of(0), len(unknown), calibrate.record_path(0)
