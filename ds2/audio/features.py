@@ -317,7 +317,7 @@ class Features(nn.Module):
         total, total_square = x.clone(), x.square()
         for terms, earlier in ((total, sums), (total_square, squares)):
             terms[..., 0] += earlier
-            torch.cumsum(terms, 2, out=terms)
+            terms.cumsum_(2)
         steps = torch.arange(1, x.shape[2] + 1, device=x.device)
         count = (frames + steps + self.prior_frames)[:, None]
         mean = total / count
@@ -328,12 +328,7 @@ class Features(nn.Module):
         return torch.where((steps <= lengths[:, None])[:, None], normalised, 0.0)
 
     def of_rows(
-        self,
-        samples: Tensor,
-        rows: Tensor,
-        lengths: Tensor,
-        dtype: torch.dtype,
-        statistics: Tensor | None = None,
+        self, samples: Tensor, rows: Tensor, lengths: Tensor, dtype: torch.dtype, statistics: Tensor | None = None
     ) -> Tensor:
         """Return `of_windows` of rows (B,) int64 of samples (R, N), for a model that rounds features to `dtype`.
 
