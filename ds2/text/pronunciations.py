@@ -118,8 +118,10 @@ def parse_pronunciations(lines: Iterable[str], name: str, *, keep_stress: bool =
 
 
 def _is_number(text: str) -> bool:
+    if text[0] not in "+-.0123456789":  # nor nan, inf and infinity
+        return False
     try:
         float(text)
     except ValueError:
         return False
-    return text.lower() not in ("nan", "inf", "infinity")
+    return True
