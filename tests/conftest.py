@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,6 +49,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any("mark.gpu" in file.read_text("utf-8") for file in files) else True
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of garbage collections, which otherwise look through all of it again and again."""
+    gc.freeze()
 
 
 TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}

@@ -90,12 +90,12 @@ def test_evaluation_and_saving_end_and_lose_no_step(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, steps: int
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(tiny_config("train.epochs=3"), whole)
+    train(tiny_config("train.epochs=2"), whole)
     signalled(monkeypatch, owner, name)
-    assert train(tiny_config("train.epochs=3"), broken) == 143
+    assert train(tiny_config("train.epochs=2"), broken) == 143
     assert load(broken / "trainer.safetensors")[1]["progress"]["step"] == steps
     monkeypatch.undo()
-    assert train(tiny_config("train.epochs=3"), broken) == 0
+    assert train(tiny_config("train.epochs=2"), broken) == 0
     assert losses(broken) == losses(whole)
     one, other = load(whole / "trainer.safetensors")[0], load(broken / "trainer.safetensors")[0]
     assert all(torch.equal(one[key], other[key]) for key in one)

@@ -113,7 +113,7 @@ def test_short_epochs_may_go_by_without_a_save(
             "augment.time_masks=1",
         ),
         ("train.accumulate=2", "batching.utterances=2", "augment.noise_probability=0.5", "augment.gain_db=[-6,6]"),
-        ("model.cell=lstm", "train.epochs=3"),
+        ("model.cell=lstm",),
         ("train.objective=ctc_crf", "train.denominator_order=3", "train.consistency=0.2", "augment.time_masks=1"),
         ("features.normalise=running", "features.prior_s=2"),
     ],
@@ -123,9 +123,9 @@ def test_stopped_mid_epoch_and_resumed_is_the_unbroken_run(
     tiny_config: MakeConfig, tmp_path: Path, extra: tuple[str, ...], device: str
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    extra = (*extra, f"device={device}")
+    extra = ("train.epochs=2", *extra, f"device={device}")
     train(tiny_config(*extra), whole)
-    for steps in (1, 4, 5, 0):
+    for steps in (1, 4, 0):  # in both epochs, then to the end
         train(tiny_config(*extra, f"train.max_steps={steps}"), broken)
     assert losses(broken) == losses(whole)
     a, b = load(whole / "trainer.safetensors"), load(broken / "trainer.safetensors")
