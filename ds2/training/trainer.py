@@ -211,6 +211,7 @@ class Trainer:
                 self._commits, self.logged = JOINER, None
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)
+        self.files.take_over()  # all ranks have ended their writing
         self.files.confirm(counts=comm.rank == 0 and not view.fresh)  # all ranks have the state of rank 0
         self.statistics = NormStatistics(self.model, comm, shared=config.comm.batch_norm == "shared")
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, comm)
@@ -221,13 +222,14 @@ class Trainer:
     def _take_state(self, view: View) -> None:
         """Load on all ranks the state of rank 0: of its last commit, or, where no rank has one, of the run folder."""
         state, config = self.state, self.config
-        self.files.take_over()  # before the state is read: a rank that wakes up would replace it
         if self._committed.progress is not None:
             state.progress = replace(self._committed.progress)
             self.model.load_state_dict(self._committed.buffers, strict=False)
         parts, progress = state.tensors(), state.progress
-        if view.fresh and self.comm.rank == 0 and state_file(self.run_dir).is_file():
-            parts, progress = read_state(self.run_dir, config, state)
+        if view.fresh:
+            self.files.take_over()  # before the state is read: a lost rank that wakes up would replace it
+            if self.comm.rank == 0 and state_file(self.run_dir).is_file():
+                parts, progress = read_state(self.run_dir, config, state)
         commits, logged = self.comm.broadcast((self._commits, self.logged))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
         choose_factors(self.progress, self.comm)

@@ -134,6 +134,8 @@ def test_a_state_is_read_once_no_rank_that_was_lost_can_replace_it(
     monkeypatch.setattr(trainer, "read_state", read)
     trainer.Trainer._take_state(rank, View(1, [], fresh=True))
     assert read.called
+    trainer.Trainer._take_state(rank, View(2, [], fresh=False))
+    rank.files.take_over.assert_called_once()  # a rank of the former view may still write: see `regroup`
 
 
 def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_path: Path) -> None:
