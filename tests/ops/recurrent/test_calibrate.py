@@ -284,18 +284,19 @@ def test_compilers_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_measured_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_this_gpu_is_measured_once_where_it_counts_as_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("DS2_OPS_CALIBRATE", raising=False)
     monkeypatch.setattr(calibrate, "recorded_gpus", list)
+    index = torch.cuda.current_device()
     in_another_process()
     try:
-        factors = calibrate.factors_of(torch.cuda.current_device())
+        factors = calibrate.factors_of(index)
+        monkeypatch.setattr(calibrate, "time_tiles", None)
+        in_another_process()
+        assert calibrate.factors_of(index) == factors != {}
     finally:
         in_another_process()
-    assert factors
-    for links in factors.values():
-        assert all(0 <= factor < 5 for factor in links.values())
 
 
 @pytest.mark.gpu
