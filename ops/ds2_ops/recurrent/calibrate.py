@@ -106,10 +106,12 @@ def factors_of(index: int) -> Factors:
     the compiled kernels. $DS2_OPS_CALIBRATE = 0 turns that off, and while a CUDA graph is captured nothing is timed.
     Without times, as where a driver refuses, the constants follow the clock.
     """
-    name = device_facts(index).name
+    facts = device_facts(index)
+    name = facts.name
     if _adopted_factors:
         return _adopted_factors[0].get(name, {})
-    if name in recorded_gpus() or os.environ.get("DS2_OPS_CALIBRATE", "").strip() == "0" or _capturing():
+    off = os.environ.get("DS2_OPS_CALIBRATE", "").strip() == "0" or facts.capability < runtime.MIN_CAPABILITY
+    if off or name in recorded_gpus() or _capturing():
         return {}
     if name not in _factors:
         try:

@@ -16,7 +16,7 @@ from ds2_ops.recurrent import calibrate
 from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.model import Processor, step_us
-from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
 from support.op_cases import relative_error
 from support.persistent_cases import inputs
 
@@ -224,6 +224,14 @@ def test_nothing_is_timed_where_it_must_not_be(
         calibrate.adopt_factors({"another GPU": TRUE})
     assert calibrate.factors_of(0) == calibrate.measured_factors(0) == {}
     assert calibrate.choose_tile(PROBLEM, 0, None).name == by_the_clock()
+    assert not unknown
+
+
+def test_a_gpu_that_no_kernel_runs_on_is_not_measured(unknown: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
+    turing = replace(DEVICES["A10"], name="T4", capability=(7, 5))
+    monkeypatch.setattr(calibrate, "device_facts", lambda index: turing)
+    with pytest.raises(DoesNotFit, match=r"T4 has compute capability 7\.5"):
+        calibrate.choose_tile(PROBLEM, 0, None)
     assert not unknown
 
 
