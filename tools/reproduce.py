@@ -68,10 +68,7 @@ def run_command(arguments: Sequence[str], gpu: str, run_dir: Path, stop_at: floa
         if remaining_s <= 0:
             raise TimeUp("not started, the time was up")
         with subprocess.Popen(
-            [sys.executable, "-c", _DS2, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
+            [sys.executable, "-c", _DS2, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
         ) as process:
             try:
                 status = process.wait(None if remaining_s == float("inf") else remaining_s)
@@ -124,10 +121,7 @@ def noise_scale(train_events: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def report(
-    table: Table,
-    results: Mapping[str, Mapping[str, Any]],
-    unfinished: Mapping[str, str],
-    failures: Mapping[str, str],
+    table: Table, results: Mapping[str, Mapping[str, Any]], unfinished: Mapping[str, str], failures: Mapping[str, str]
 ) -> str:
     """The table in Markdown without its empty columns, and a list of the rows that have no result.
 

@@ -123,10 +123,7 @@ class SampleBlocks:
     """
 
     def __init__(
-        self,
-        features: Features,
-        block_frames: int,
-        input_buffer: Callable[[int], NDArray[np.float32]] | None = None,
+        self, features: Features, block_frames: int, input_buffer: Callable[[int], NDArray[np.float32]] | None = None
     ) -> None:
         self.features, self.block_frames = features, block_frames
         self.samples = 0  # accepted so far

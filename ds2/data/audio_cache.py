@@ -366,11 +366,7 @@ def _known(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: bool
 
 
 def _extend(
-    folder: Path,
-    files: Sequence[CacheFile],
-    keys: Sequence[bytes],
-    missing: dict[bytes, Utterance],
-    data: DataConfig,
+    folder: Path, files: Sequence[CacheFile], keys: Sequence[bytes], missing: dict[bytes, Utterance], data: DataConfig
 ) -> None:
     """Decode missing utterances that are not cheap to read into new files, as far as space permits.
 

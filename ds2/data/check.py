@@ -163,12 +163,7 @@ def check(
 
 
 def transcript_problems(
-    u: Utterance,
-    data: DataConfig,
-    alphabet: Alphabet,
-    output_frames: OutputFrames,
-    *,
-    speeds: Sequence[float] | None,
+    u: Utterance, data: DataConfig, alphabet: Alphabet, output_frames: OutputFrames, *, speeds: Sequence[float] | None
 ) -> list[tuple[str, str, str]]:
     """Return (severity, kind, message) of the problems that a manifest line shows without its audio; see `check`.
 

@@ -23,14 +23,7 @@ from ds2.audio.features import MIN_ENERGY, POWER_FLOOR, Features, preemphasise
 from ds2.export.operations import Operations, TorchOperations, Value
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel
-from ds2.model.folded import (
-    ConvWeights,
-    DirectionWeights,
-    ModuleWeights,
-    NetworkWeights,
-    RecurrentWeights,
-    TimeWindow,
-)
+from ds2.model.folded import ConvWeights, DirectionWeights, ModuleWeights, NetworkWeights, RecurrentWeights, TimeWindow
 from ds2.system import UserError
 from ds2.text.alphabet import BLANK
 

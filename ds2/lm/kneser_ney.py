@@ -346,13 +346,7 @@ class _Terms:
 
 
 def _pruned_level(
-    level: NgramCounts,
-    counts: Ints,
-    terms: _Terms,
-    threshold: int,
-    new_position: Ints,
-    size: int,
-    scratch: Scratch,
+    level: NgramCounts, counts: Ints, terms: _Terms, threshold: int, new_position: Ints, size: int, scratch: Scratch
 ) -> tuple[Level, Floats, Ints]:
     """Return the n-grams of one order after pruning; for all n-grams the probability and the position after pruning."""
     probability = scratch.zeros(len(counts), np.float64)

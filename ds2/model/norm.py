@@ -358,12 +358,7 @@ class Ragged:
 
     @classmethod
     def of(
-        cls,
-        lengths: Tensor,
-        frames: int,
-        device: torch.device,
-        keys: Tensor | None = None,
-        share: Tensor | None = None,
+        cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None, share: Tensor | None = None
     ) -> "Ragged":
         """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
         lengths = lengths.to(device, torch.int32, non_blocking=True)

@@ -57,11 +57,7 @@ def sinks_of(parameters: Sequence[Tensor], context: PassContext) -> list[Gradien
 
 
 def linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    context: PassContext,
-    biases: Sequence[Tensor] = (),
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, context: PassContext, biases: Sequence[Tensor] = ()
 ) -> Tensor:
     """Return x W^T + b, as `torch.nn.functional.linear`; the gradients of weights go to their sinks.
 

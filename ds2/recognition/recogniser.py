@@ -114,12 +114,7 @@ class Recogniser(Pipeline):
 
     @overload
     def transcribe(
-        self,
-        audio: Audio,
-        sample_rate_hz: int | None = None,
-        *,
-        channel: int = 0,
-        hot_words: HotPhrases | None = None,
+        self, audio: Audio, sample_rate_hz: int | None = None, *, channel: int = 0, hot_words: HotPhrases | None = None
     ) -> Transcript: ...
 
     @overload

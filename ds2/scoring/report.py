@@ -136,9 +136,7 @@ def _aligned(utterance: AlignedUtterance) -> str:
     for edit, reference, hypothesis in utterance.pairs():
         width = max(len(reference), len(hypothesis), 1)
         for row, cell in zip(
-            rows,
-            (reference or "*" * width, hypothesis or "*" * width, "" if edit == "C" else edit),
-            strict=True,
+            rows, (reference or "*" * width, hypothesis or "*" * width, "" if edit == "C" else edit), strict=True
         ):
             row.append(cell.ljust(width))
     counts = utterance.words

@@ -121,10 +121,7 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
     i, j = len(reference), len(hypothesis)
     for first in reversed(firsts):
         columns = [
-            (
-                rise.to_bytes(size, "little"),
-                fall.to_bytes(size, "little"),
-            )  # a bit of an int costs its length
+            (rise.to_bytes(size, "little"), fall.to_bytes(size, "little"))  # a bit of an int costs its length
             for rise, fall in _columns(hypothesis[first : first + block], masks, full, checkpoints.pop())
         ]
         while i and j > first:

@@ -220,13 +220,7 @@ class Alphabet:
             symbols = {"pronunciations": self.pronunciations.packed()}
         elif self.has_pieces:
             symbols = {"pieces": list(self.symbols[1:])}
-        return {
-            **symbols,
-            "case": self.case,
-            "replace": dict(self.replace),
-            "unknown": self.unknown,
-            **self.rules(),
-        }
+        return {**symbols, "case": self.case, "replace": dict(self.replace), "unknown": self.unknown, **self.rules()}
 
     def rules(self) -> dict[str, str]:
         """Return the settings of the normaliser that differ from their defaults."""

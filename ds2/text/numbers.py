@@ -429,10 +429,7 @@ def _spanish(language: str) -> Iterator[tuple[str, _Reader]]:
         words = _spell(str(hour), language, "spellout-cardinal-feminine") if hour < 25 else ""
         return f"{words} y {_spell(str(minute), language)}" if words and minute else words
 
-    yield (
-        r"\b(\d{1,3})\.?(º|ª|o|a|er)(?!\w)",
-        lambda m: _spell(m[1], language, f"spellout-ordinal-{endings[m[2]]}"),
-    )
+    yield (r"\b(\d{1,3})\.?(º|ª|o|a|er)(?!\w)", lambda m: _spell(m[1], language, f"spellout-ordinal-{endings[m[2]]}"))
     yield r"\b(\d{1,2}):([0-5]\d)(?!:)(?:\s?h\b)?", time
 
 

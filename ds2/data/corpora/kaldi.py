@@ -10,14 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ds2.audio.read import AUDIO_SUFFIXES
-from ds2.data.corpora.common import (
-    Entry,
-    ImporterError,
-    corpus_folder,
-    find_audio,
-    read_lines,
-    to_utterances,
-)
+from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, find_audio, read_lines, to_utterances
 from ds2.data.manifest import Utterance
 from ds2.system.files import write_text
 
