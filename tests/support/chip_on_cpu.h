@@ -59,8 +59,8 @@ struct Meeting {  // of lanes, or of threads at a named barrier, or of a cluster
     long turn = 0;
 };
 struct MBarrier {
-    int arrivals = 0, pending = 0, phase = 0;  // arrivals 0: not initialised
-    long bytes = 0;
+    int arrivals = 0, pending = 0;  // arrivals 0: not initialised
+    long phase = 0, bytes = 0;
 };
 struct Warp {
     Meeting meeting;
@@ -85,6 +85,8 @@ struct Copy {
 struct Fiber {
     fiber::Fiber context;
     bool done = false;
+    const long* awaited = nullptr;  // a count that must move on from `seen` before this fiber does
+    long seen = 0;
     std::deque<Store> stores;              // on their way
     std::deque<std::vector<Copy>> copies;  // committed
     std::vector<Copy> uncommitted;
@@ -118,6 +120,13 @@ inline Fiber& self() { return fibers[blockIdx.x * threads + threadIdx.x]; }
 inline Block& block() { return blocks[blockIdx.x]; }
 inline Warp& warp() { return block().warps[threadIdx.x / 32]; }
 inline void pause() { fiber::pause(self().context); }
+// Pauses while a count stays; no warp is resumed only to look at it.
+inline void await_change(const long& count) {
+    Fiber& own = self();
+    own.awaited = &count, own.seen = count;
+    while (count == own.seen) pause();
+    own.awaited = nullptr;
+}
 inline void fail(const std::string& what) {
     error = what + " (block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x) + ")";
     for (;;) pause();
@@ -134,7 +143,7 @@ inline void arrive(Meeting& meeting, int expected) {
 inline void meet(Meeting& meeting, int expected) {
     const long turn = meeting.turn;
     arrive(meeting, expected);
-    while (meeting.turn == turn) pause();
+    if (meeting.turn == turn) await_change(meeting.turn);
 }
 inline void meet_warp() { meet(warp().meeting, 32); }
 // All lanes give something; the last one sees it all, before any goes on.
@@ -234,6 +243,7 @@ inline bool pass(const std::vector<int>& order) {
         for (int i = w * 32; i < w * 32 + 32; i++) {
             busy |= !fibers[i].done;
             if (skipped || fibers[i].done || !error.empty()) continue;
+            if (fibers[i].awaited && *fibers[i].awaited == fibers[i].seen) continue;
             blockIdx.x = i / threads, threadIdx.x = i % threads;
             fiber::resume(fibers[i].context);
         }
@@ -392,7 +402,7 @@ inline void barrier_arrive(unsigned barrier) { chip::count_arrival(chip::barrier
 template <bool SUSPEND = false>
 void barrier_wait(unsigned barrier, unsigned parity, const char*, int) {
     const chip::MBarrier& own = chip::barrier_at(chip::block(), barrier);
-    while (own.phase % 2 == int(parity)) chip::pause();
+    while (own.phase % 2 == long(parity)) chip::await_change(own.phase);
 }
 template <int REGISTERS>
 void registers_down() {}
