@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from ds2_ops.ctc.loss import why_not as why_no_loss
+from ds2_ops.recurrent.calibrate import adopt_factors
 from torch import Tensor
 
 from ds2.audio.augment import speed_range
@@ -232,7 +233,8 @@ class Trainer:
                 parts, progress = read_state(self.run_dir, config, state)
         commits, logged = self.comm.broadcast((self._commits, self.logged))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
-        choose_factors(self.progress, self.comm)
+        # From here to the record there is no call that a lost rank could end: weights and progress belong together.
+        adopt_factors(self.progress.factors)
         self._commits, self.logged = commits, logged
         self._record()
 

@@ -129,13 +129,27 @@ def test_a_state_is_read_once_no_rank_that_was_lost_can_replace_it(
     (tmp_path / "trainer.safetensors").touch()
     comm = Mock(rank=0, broadcast=lambda value: value)
     rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=JOINER, _committed=trainer.Committed())
-    monkeypatch.setattr(trainer, "broadcast_state", Mock())
+    for name in ("broadcast_state", "adopt_factors"):
+        monkeypatch.setattr(trainer, name, Mock())
     read = Mock(side_effect=lambda *_: rank.files.take_over.assert_called_once() or ({}, Progress()))
     monkeypatch.setattr(trainer, "read_state", read)
     trainer.Trainer._take_state(rank, View(1, [], fresh=True))
     assert read.called
     trainer.Trainer._take_state(rank, View(2, [], fresh=False))
     rank.files.take_over.assert_called_once()  # a rank of the former view may still write: see `regroup`
+
+
+def test_a_state_that_has_arrived_is_recorded_before_another_rank_can_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next meeting goes back to the progress of its own step with the weights of the step that arrived."""
+    comm = Mock(rank=1, broadcast=lambda value: value)
+    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=1, _committed=trainer.Committed())
+    lost = Mock(side_effect=LostRankError("rank 0 ended"))
+    monkeypatch.setattr(trainer, "adopt_factors", Mock())
+    monkeypatch.setattr(trainer, "broadcast_state", lambda *_: setattr(comm, "broadcast", lost))
+    trainer.Trainer._take_state(rank, View(1, [], fresh=False))
+    assert rank._record.called
 
 
 def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_path: Path) -> None:
