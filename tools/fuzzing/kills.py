@@ -219,7 +219,7 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
     status = run_and_kill(command, unbroken)
     whole_s = time.monotonic() - started
     if status:
-        count.faults.append(f"the unbroken run ended with status {status}: {_last_output(unbroken)}")
+        count.faults.append(f"the unbroken run ended with status {status}: {last_output(unbroken)}")
         return count
     expected, ordinary = work.result(unbroken), {path.name for path in _temporary(unbroken)}  # torch's own caches
     while count.kills < kills and len(count.faults) < MOST_FAULTS:
@@ -239,7 +239,7 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
         else:
             status = run_and_kill(work.command(chain), chain)
         if status:
-            count.faults.append(f"chain {count.chains} ended with status {status}: {_last_output(chain)}")
+            count.faults.append(f"chain {count.chains} ended with status {status}: {last_output(chain)}")
         elif work.result(chain) != expected:
             count.faults.append(f"chain {count.chains} has another result than the unbroken run")
         else:
@@ -260,8 +260,9 @@ def _temporary(folder: Path) -> list[Path]:
     return [path for path in paths if not path.name.startswith(("ompi.", "prte.", "pmix"))]
 
 
-def _last_output(folder: Path) -> str:
-    return (folder / "output.txt").read_text(errors="replace").strip()[-300:].replace("\n", " / ")
+def last_output(folder: Path, name: str = "output.txt") -> str:
+    """The end of what commands have printed into a file of a folder."""
+    return (folder / name).read_text(errors="replace").strip()[-1000:].replace("\n", " / ")
 
 
 def run_and_kill(

@@ -5,13 +5,15 @@
     python tools/fuzz.py meetings --faults                 how soon each planted fault is detected
 
 What runs is the training loop with its views, commits, states and log (`ds2.training`, `ds2.distributed.elastic`).
-Simulated are the clock, threads, processes with their locks and signals, and what their connections carry. Processes
-are started, asked to leave, stopped and killed at random moments, also between two calls that read and write a file. A
-step of so many ranks changes the one weight in its own way, so that a step that was taken by other ranks than the log
-says changes all losses after it.
+Simulated are the clock, threads, processes with their locks and signals, what their connections carry, and the disk
+(`fuzzing.disks`), which may be full or slow for a while. Processes are started, asked to leave, stopped and killed at
+random moments, also between two calls that read and write a file, and the power may be cut. A step of so many ranks
+changes the one weight in its own way, so that a step that was taken by other ranks than the log says changes all losses
+after it.
 
+After every event: the state is complete, none before the last one that was saved, and the log has all of its steps.
 After every run: each step is in the log once, each loss and the last state are those of the ranks that the log names,
-no process ended with an error, and none waited for ever.
+no process ended with an error but that of a full disk, and none waited for ever.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import fcntl
 import hashlib
 import heapq
 import itertools
+import json
 import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -39,15 +43,16 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+from fuzzing.disks import Disk
 from fuzzing.ranks import Fault, changes, lines_of, ranks_of_steps
-from fuzzing.virtual import PlantedFault, Result, Simulation, simulate
+from fuzzing.virtual import Result, Simulation, planted, simulate
 from torch import Tensor, nn
 
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance
 from ds2.distributed import elastic
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import ElasticCommunicator, Members, View
+from ds2.distributed.elastic import JOINER, ElasticCommunicator, Members, View
 from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import STREAMS, TcpGroup
 from ds2.system import files as file_system
@@ -55,7 +60,7 @@ from ds2.system import tensor_file
 from ds2.system.messages import decode, encode
 from ds2.system.signals import Stopped
 from ds2.training import loop as training
-from ds2.training import run_folder
+from ds2.training import metrics, run_folder
 from ds2.training import state as states
 from ds2.training import trainer as trainers
 from ds2.training.inputs import EpochBatches, PreparedBatches
@@ -65,13 +70,14 @@ from ds2.training.state import TrainState, state_file
 from ds2.training.stopping import Interrupts
 from ds2.training.trainer import Committed, Trainer
 
-RANKS, BATCHES, EPOCHS = 4, 5, 4
+RANKS, BATCHES, EPOCHS = 4, 4, 3
 SILENT_S = 4.0
 STEP_S = 0.3
 POLL_S = 0.1
 LIMIT_S = 1800.0  # virtual time after which a run is stuck
 SLOW = 0.02  # of what is sent
-AT_A_CALL = 0.004  # how often a signal comes just between two calls that need each other
+KINDS = ("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join", "cut power", "bad disk")
+AT_A_CALL = (0.004, 0.03)  # how often something happens just between two calls that need each other
 PRIME = 65521
 SETTINGS = {"optim": {"name": "sgd", "momentum": 0.0}}  # that a state names: all others would be read each time
 
@@ -445,7 +451,7 @@ class SimulatedTrainer(Trainer):
         self.timer = cast(Any, SimpleNamespace(means=lambda steps: {}))
         self._plan = cast(Any, lambda epoch: [[number] for number in range(BATCHES)])
         self._batches = EpochBatches(self.loader, self._plan, EPOCHS, comm)
-        self._commits, self._committed = elastic.JOINER, Committed()
+        self._commits, self._committed = JOINER, Committed()
 
     def describe(self) -> str:
         """See `Trainer`."""
@@ -481,6 +487,7 @@ class World:
 
     def __init__(self, draw: random.Random, folder: Path) -> None:
         self.draw, self.run_dir = draw, folder / "run"
+        self.disk, self.saved = Disk(draw, self.pause), 0
         self.now_s, self.running, self.over = 0.0, cast("Thread | None", None), False
         self._events: list[tuple[float, int, Thread | Callable[[], None], int]] = []
         self._numbers = itertools.count()
@@ -491,7 +498,7 @@ class World:
         self.by_member: dict[str, Process] = {}
         self.calls: set[tuple[int, str]] = set()
         self._links: dict[tuple[int, str, str], Link] = {}
-        self.events = self.draw.randint(3, 12)
+        self.events, self._at_a_call = self.draw.randint(3, 12), self.draw.choice(AT_A_CALL)
         self.config = Config()
         self.config.comm.max_ranks, self.config.comm.timeout_s = RANKS, 60.0
         self.config.train.epochs, self.config.train.log_every_steps = EPOCHS, 1
@@ -558,14 +565,37 @@ class World:
 
     def pause(self) -> None:
         """Let a signal come now and then."""
-        if self.running is None or not self.events or self.draw.random() >= AT_A_CALL:
+        if self.running is None or not self.events or self.draw.random() >= self._at_a_call:
             return
         self.events -= 1
-        if self.draw.random() < 0.5:
+        kind = self.draw.choice(("kill", "stop", "stop", "stop", "cut power"))
+        if kind == "kill":
             self.process.kill()
-        else:
+        elif kind == "stop":
             self.process.stop(self.draw.uniform(0.1, 3 * SILENT_S))
+        else:
+            self.cut_power()
         self.running.sleep(0.0)
+
+    def cut_power(self) -> None:
+        """End all processes, and with them what the disk does not hold."""
+        for process in self.processes:
+            process.kill()
+        for folder in (self.run_dir, self.run_dir / "members"):
+            self.disk.cut_power(folder)
+        self.look()
+
+    def look(self) -> None:
+        """Note a fault where the state is not complete, is an old one, or counts on lines that the log lacks."""
+        path = state_file(self.run_dir)
+        try:
+            step = tensor_file.load(path)[1]["progress"]["step"] if self.saved or path.is_file() else 0
+        except tensor_file.CheckpointError as error:
+            self.faults.append(str(error))
+            return
+        logged = {line["step"] for line in lines_of(self.run_dir.parent) if line["event"] == "train"}
+        if step < self.saved or not logged.issuperset(range(1, step + 1)):
+            self.faults.append(f"the state is of step {step}, saved were {self.saved}, logged {sorted(logged)}")
 
     def start(self) -> None:
         """Start a process that trains."""
@@ -581,13 +611,15 @@ class World:
         except Stopped as stopped:
             process.status = stopped.status
             comm.leave()
-        except Exception:
+        except Exception as error:
             comm.leave()
-            raise
+            if os.strerror(errno.ENOSPC) not in str(error):
+                raise
         finally:
             process.dead = True
 
     def _go_on(self) -> None:
+        self.look()
         living = [process for process in self.processes if not process.dead]
         done = not living and any(process.status == 0 for process in self.processes)
         if self.now_s > LIMIT_S:
@@ -606,7 +638,7 @@ class World:
         """Do something to the processes."""
         self.events -= 1
         process = self.draw.choice(living)
-        kind = self.draw.choice(("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join"))
+        kind = self.draw.choice(KINDS)
         if kind == "kill":
             process.kill()
         elif kind == "kill all":
@@ -616,6 +648,11 @@ class World:
             process.stop(self.draw.uniform(0.1, 3 * SILENT_S))
         elif kind == "leave":
             process.signals.append(signal.SIGTERM)
+        elif kind == "cut power":
+            self.cut_power()
+        elif kind == "bad disk":
+            self.disk.is_full, self.disk.slowness = self.draw.choice(((True, 1.0), (False, 30.0)))
+            self.call_later(self.draw.uniform(1, 10), self.disk.mend)
         elif len(living) < RANKS:
             self.start()
 
@@ -648,8 +685,26 @@ def _atomic_file(world: World, path: Path) -> Iterator[Path]:
     with file_system.atomic_file(path) as partial_file:
         world.pause()
         yield partial_file
-        world.sleep(world.draw.expovariate(10))  # of a slow disk
+        world.disk.check_space()
+        world.sleep(world.disk.slowness * world.draw.expovariate(10))
         world.pause()
+    if path == state_file(world.run_dir):
+        world.saved = tensor_file.read_metadata(path)["progress"]["step"]
+
+
+def _event(world: World, write: Callable[..., None], board: RunLog, *values: Any) -> None:
+    try:
+        world.disk.check_space()
+    except OSError:
+        if board.writes:
+            board._jsonl.write('{"event": "tra')  # what there was space for
+            board._jsonl.flush()
+        raise
+    write(board, *values)
+    *_, last = {}, *lines_of(world.run_dir.parent)
+    written = (last.get("event"), last.get("step")) == values[:2]
+    if board.writes and not (written or ElasticCommunicator.superseded(cast(Any, board._superseded).__self__)):
+        world.faults.append(f"the log has no {values[0]} line of step {values[1]}")
 
 
 def _wait(world: World, futures: Sequence[Future[None]]) -> None:
@@ -676,11 +731,11 @@ def _link(world: World, source: Path, target: Path) -> None:
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Put the world's clock, threads, locks and signals under the modules."""
-    lock, draw = Lock(world), world.draw
+    lock, draw, event = Lock(world), world.draw, RunLog.event
     system = SimpleNamespace(
         **{name: getattr(os, name) for name in ("utime", "SEEK_SET", "listdir")},
         link=partial(_link, world),
-        fsync=lambda _: None,
+        fsync=world.disk.fsync,
         getpid=lambda: world.process.number,
     )
     threads = SimpleNamespace(
@@ -702,7 +757,7 @@ def simulated(world: World) -> Iterator[None]:
         (SimulatedCommunicator, "world_of", world),
         (file_system, "_is_dead", lambda _, writer: world.processes[int(writer["process"]) - 1].dead),
         (os, "getpid", lambda: world.process.number if world.running else 0),
-        (os, "fsync", _nothing),
+        (os, "fsync", world.disk.fsync),
         (tensor_file, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map))),
         (states, "config_to_dict", lambda _: SETTINGS),
         (training, "not_default", lambda _: {}),
@@ -710,6 +765,8 @@ def simulated(world: World) -> Iterator[None]:
         (run_folder, "wait", partial(_wait, world)),
         (RunFiles, "_save_model", _nothing),
         (tensor_file, "atomic_file", partial(_atomic_file, world)),
+        (metrics, "atomic_file", partial(_atomic_file, world)),
+        (RunLog, "event", lambda board, *values: _event(world, event, board, *values)),
         (trainers, "share_cores", share_cores),
         (training, "Trainer", SimulatedTrainer),
         (training, "git_commit", lambda: ""),
@@ -749,9 +806,14 @@ def run_seed(seed: int) -> Result:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _keep_agreed(self: Interrupts, name: str, value: int) -> None:
-    if name != "agreed" or value:
-        object.__setattr__(self, name, value)
+def _never_set(field: str, unset: object) -> Callable[..., None]:
+    """Plant that a field stays as it is where it should be set to a value."""
+
+    def set_field(self: Any, name: str, value: object) -> None:
+        if (name, value) != (field, unset) or not hasattr(self, field):
+            object.__setattr__(self, name, value)
+
+    return set_field
 
 
 def _keep_buffers(self: Weight, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -772,22 +834,71 @@ def _share_cores_or_fail(comm: Communicator) -> None:
         raise RuntimeError("the meeting broke") from error
 
 
-_THIS = "fuzzing.meetings"
-FAULTS: dict[str, PlantedFault] = {
-    "a step that is logged again counts for the last group": lambda: patch.object(
-        training, "_log_again", _log_as_the_last_group
-    ),
-    "a step that is repeated begins with the buffers of its first try": lambda: patch.object(
-        Weight, "load_state_dict", _keep_buffers
-    ),
-    "a signal that ranks agreed on holds among other ranks": lambda: patch.object(
-        Interrupts, "__setattr__", _keep_agreed
-    ),
-    "a rank that is lost at the end of a meeting ends the others": lambda: patch(
-        f"{_THIS}.share_cores", _share_cores_or_fail
-    ),
-    "a line that is lost with its writer is not logged again": lambda: patch.object(training, "_log_again", _nothing),
-}  # each must be detected
+def _copy_without_look(board: RunLog) -> bool:
+    with metrics.atomic_file(board._path) as copy:
+        shutil.copyfile(board._path, copy)
+    return True
+
+
+def _remove_all(files: RunFiles) -> None:
+    for folder in files.run_dir.glob(".*.partial") if files.comm.rank == 0 else ():
+        if f".{os.getpid()}." not in folder.name:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_place(path: Path, former: Any = file_system.atomic_file) -> Any:
+    return nullcontext(path) if path.suffix == ".safetensors" else former(path)
+
+
+def _begin_again(progress: Any, plan: Sequence[Any], utterances: Sequence[Any]) -> None:
+    progress.batch, progress.batches = 0, len(plan)
+
+
+def _join_lines(board: Any, run_dir: Path, former: Any = RunLog.__init__, **options: Any) -> None:
+    path = run_dir / "log.jsonl"
+    torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+    former(board, run_dir, **options)
+    if torn and board.writes:
+        board._jsonl.close()
+        os.truncate(path, path.stat().st_size - 1)
+        board._jsonl = path.open("a", encoding="utf-8")
+
+
+def _replace(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    os.link(source, target)
+
+
+def _write_in_place(members: Members, name: str, value: object) -> Path:
+    path = members._folder / name
+    path.write_text(json.dumps(value), encoding="utf-8")
+    return path
+
+
+_STARTED = SimpleNamespace(is_file=lambda: True)
+_THIS, _TRAINER = sys.modules[__name__], SimulatedTrainer
+FAULTS = planted(
+    ("a step that is logged again counts for the last group", training, "_log_again", _log_as_the_last_group),
+    ("a step that is repeated begins with the buffers of its first try", Weight, "load_state_dict", _keep_buffers),
+    ("a signal that ranks agreed on holds among other ranks", Interrupts, "__setattr__", _never_set("agreed", 0)),
+    ("a rank that is lost at the end of a meeting ends the others", _THIS, "share_cores", _share_cores_or_fail),
+    ("a line that is lost with its writer is not logged again", training, "_log_again", _nothing),
+    ("a woken rank 0 replaces the log", RunLog, "_replace_by_copy", _copy_without_look),
+    ("a woken rank 0 writes into the log", RunLog, "_replace_by_copy", lambda _: True),
+    ("a woken rank 0 removes the files of the next one", RunFiles, "take_over", _remove_all),
+    ("a woken rank 0 replaces the state that the next one has read", RunFiles, "take_over", _nothing),
+    ("a run that resumes begins its epoch again", training, "resolve_position", _begin_again),
+    ("a state is written before all have ended its step", RunFiles, "_hold", lambda files, do: files._writer.run(do)),
+    ("a process that was left behind counts its commits", _TRAINER, "__setattr__", _never_set("_commits", JOINER)),
+    ("no state is written before the first step", training, "state_file", lambda _: _STARTED),
+    ("a state is written in place", file_system, "atomic_file", _in_place),
+    ("a file is named before its content is flushed", file_system, "_sync_file", _nothing),
+    ("the name of a file is not flushed", file_system, "_sync_folder", _nothing),
+    ("the log is not flushed before the state", run_folder, "sync", _nothing),
+    ("a torn line swallows the next one", RunLog, "__init__", _join_lines),
+    ("a request is written in place", Members, "_write", _write_in_place),
+    ("a view that another process made is replaced", _THIS, "make_link", _replace),
+)  # each must be detected
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

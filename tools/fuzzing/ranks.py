@@ -33,9 +33,10 @@ from typing import Any
 
 import torch.utils.tensorboard  # noqa: F401  once, for all forked processes
 from dispatch import new_parser, parse
-from fuzzing.kills import corpus, trained, training_settings
+from fuzzing.kills import corpus, last_output, trained, training_settings
 
 from ds2.commands.compose import compose_config
+from ds2.system.files import read_log
 from ds2.training.loop import train
 
 RANKS = 4
@@ -130,8 +131,10 @@ def disturbed(folder: Path, settings: Sequence[str], draw: random.Random, count:
     while not done or running or stopped:
         time.sleep(draw.uniform(*PAUSE_S))
         if time.monotonic() - began > LIMIT_S:
-            _end([*running, *stopped])
-            raise Fault(f"not done after {LIMIT_S:.0f} s: {_last(output)}")
+            for process in [*running, *stopped]:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            raise Fault(f"not done after {LIMIT_S:.0f} s: {last_output(output.parent)}")
         for process in [process for process, until in stopped.items() if until < time.monotonic()]:
             os.kill(process, signal.SIGCONT)
             del stopped[process]
@@ -179,7 +182,7 @@ def _status(process: int, output: Path) -> int | None:
     ended, code = os.waitpid(process, os.WNOHANG)
     status = os.waitstatus_to_exitcode(code)
     if ended and status not in _EXPECTED:
-        raise Fault(f"a rank ended with status {status}: {_last(output)}")
+        raise Fault(f"a rank ended with status {status}: {last_output(output.parent)}")
     return status if ended else None
 
 
@@ -197,7 +200,7 @@ def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> No
         processes = [start((*run, *job), folder / "whole.txt", environment) for environment in environments]
         for process in processes:
             if status := os.waitpid(process, 0)[1]:
-                why = _last(folder / "whole.txt")
+                why = last_output(folder, "whole.txt")
                 raise Fault(f"the run with {world} ranks up to step {last} ended with {status}: {why}")
 
 
@@ -221,11 +224,7 @@ def changes(ranks: dict[int, int]) -> dict[int, int]:
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """The whole lines of the log of a run in `folder`."""
-    lines = []
-    for text in (folder / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):  # torn by a kill
-            lines.append(json.loads(text))
-    return lines
+    return read_log(folder / "run" / "log.jsonl")
 
 
 def start(settings: Sequence[str], output: Path, environment: dict[str, str] | None = None) -> int:
@@ -248,13 +247,3 @@ def start(settings: Sequence[str], output: Path, environment: dict[str, str] | N
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _end(processes: Sequence[int]) -> None:
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-
-
-def _last(output: Path) -> str:
-    return output.read_text(errors="replace").strip()[-3000:].replace("\n", " / ")

@@ -44,6 +44,7 @@ from fuzzing.virtual import (
     Simulation,
     StuckError,
     VirtualLoop,
+    planted,
     simulate,
 )
 from numpy.typing import NDArray
@@ -687,24 +688,25 @@ async def _send_for_ever(client: Any, socket: Any, message: Any) -> None:
     await socket.send_text(json.dumps(message))
 
 
+def _cross(pairs: Sequence[Any]) -> None:
+    resolve([(a, b) for (a, _), (_, b) in zip(pairs, reversed(pairs), strict=True)])
+
+
+_CLIENT = websocket.Client
 FAULTS: dict[str, PlantedFault] = {
-    "numbers of clients have no bounds": lambda: patch.object(vosk, "check_number", lambda value, *_: value),
-    "one failure in a batch fails all": lambda: patch.object(sessions, "run_contained", _fail_all),
     "a stream starts with the state of another": {"forgets": False},
     "the frames behind the lookahead are lost": {"finishes": False},
-    "sessions of clients that left stay open": lambda: patch.object(websocket.Client, "close_session", lambda _: None),
-    "answers are crossed": lambda: patch.object(
-        processes,
-        "resolve",
-        lambda pairs: resolve([(a, b) for (a, _), (_, b) in zip(pairs, reversed(pairs), strict=True)]),
+    **planted(
+        ("numbers of clients have no bounds", vosk, "check_number", lambda value, *_: value),
+        ("one failure in a batch fails all", sessions, "run_contained", _fail_all),
+        ("sessions of clients that left stay open", _CLIENT, "close_session", lambda _: None),
+        ("answers are crossed", processes, "resolve", _cross),
+        ("half a sample between two messages is lost", _CLIENT, "sample_reader", _HalfSampleDropped),
+        ("a client that says nothing stays for ever", _CLIENT, "receive", _receive_for_ever),
+        ("a client that takes nothing stays for ever", _CLIENT, "send", _send_for_ever),
+        ("a server that stops gives no last result", EngineClient, "end", lambda _: None),
+        ("the segments of a cancelled call are lost", engines, "replace", lambda result, **_: result),
     ),
-    "half a sample between two messages is lost": lambda: patch.object(
-        websocket.Client, "sample_reader", _HalfSampleDropped
-    ),
-    "a client that says nothing stays for ever": lambda: patch.object(websocket.Client, "receive", _receive_for_ever),
-    "a client that takes nothing stays for ever": lambda: patch.object(websocket.Client, "send", _send_for_ever),
-    "a server that stops gives no last result": lambda: patch.object(EngineClient, "end", lambda _: None),
-    "the segments of a cancelled call are lost": lambda: patch.object(engines, "replace", lambda result, **_: result),
 }  # each must be found
 
 

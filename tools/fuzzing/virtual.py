@@ -20,11 +20,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 PlantedFault = Callable[[], Any] | dict[str, bool]  # makes a context manager that plants it, or options of a run
+
+
+def planted(*rows: tuple[str, Any, str, Any]) -> dict[str, PlantedFault]:
+    """Faults by name: each puts something instead of an attribute of a module or class."""
+    return {name: partial(patch.object, *where) for name, *where in rows}
 
 
 class StuckError(AssertionError):
@@ -277,22 +284,16 @@ def simulate(simulation: Simulation, arguments: Sequence[str] | None) -> int:
     return _print_runs(simulation, seeds, options.workers)
 
 
-def _find_fault(simulation: Simulation, fault: PlantedFault, seeds: Sequence[int]) -> tuple[int, str] | None:
-    """Plant a fault; return the first seed that finds it, and how; or None."""
-    options = fault if isinstance(fault, dict) else {}
-    with nullcontext() if isinstance(fault, dict) else fault():
-        for seed in seeds:
-            if wrong := simulation.run(seed, **options).wrong:
-                return seed, wrong
-    return None
-
-
 def _print_faults(simulation: Simulation, seeds: range) -> int:
     missed = 0
     for name, fault in simulation.faults.items():
-        first = _find_fault(simulation, fault, seeds)
-        missed += first is None
-        print(f"{name}: " + (f"seed {first[0]}: {first[1][:200]}" if first else f"not found in {len(seeds)} seeds"))
+        options, began_s = fault if isinstance(fault, dict) else {}, time.monotonic()
+        with nullcontext() if isinstance(fault, dict) else fault():
+            results = ((seed, simulation.run(seed, **options).wrong) for seed in seeds)
+            seed, wrong = next((result for result in results if result[1]), (len(seeds), ""))
+        missed += not wrong
+        how = f"seed {seed}: {wrong[:200]}" if wrong else f"not found in {seed} seeds"
+        print(f"{name}: {how} ({time.monotonic() - began_s:.0f} s)", flush=True)
     return 1 if missed else 0
 
 
