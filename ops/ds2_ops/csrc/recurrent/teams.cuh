@@ -62,6 +62,12 @@ struct TeamReader {
 #pragma unroll
                 for (int k = 0; k < Shape::SUMS; k++) waits |= missing(sums.v[s][k], use);
         }
+#pragma unroll
+        for (int s = 0; s < SOURCES; s++)
+#pragma unroll
+            for (int k = 0; k < Shape::SUMS; k++)
+#pragma unroll
+                for (int e = 0; e < PER_WORD; e++) sums.v[s][k][e] &= ~1u;  // else a frame's bits depend on its number
     }
 };
 

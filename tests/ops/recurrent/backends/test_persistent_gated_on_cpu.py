@@ -14,7 +14,7 @@ from ds2_ops.recurrent.plan.units import units_choices
 from ds2_ops.recurrent.plan.wide import wide_choices
 from support.chip import Chip, Fault, Faults, assert_seen, slow, small_chip
 from support.gated_cases import both_passes, in_float64, problem
-from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
+from support.op_cases import CPU, assert_same_bits, nan_filled_memory, ragged_lengths, relative_error
 from torch import Tensor
 
 # design, blocks of a cluster, clusters of the chip, groups
@@ -119,6 +119,22 @@ def test_slow_warps_and_late_messages_change_nothing(
     cell: str, tile: Tile, shape: tuple[int, int, int], chip: Chip
 ) -> None:
     assert not wrong_results(chip, cell, tile, shape)
+
+
+@pytest.mark.slow
+def test_a_split_in_time_gives_the_same_bits(chip: Chip) -> None:
+    """Sums that a team sends through L2 carry a bit of the state's number, which must not reach the results."""
+    cell, tile, shape = "gru_before", ("portable", 2, 16, 5), (8, 40, 501)
+    (x, weight_hh, bias, h0, _), _ = problem(cell, shape, CPU, torch.bfloat16)
+
+    def run(x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        chip(the_choice(tile, cell, *shape[1:], False), 1)
+        with nan_filled_memory():
+            return persistent.forward(x, weight_hh, bias, h0, None, None, Options(cell), True)[:2]
+
+    first, h = run(x[:1], h0)
+    second, h = run(x[1:], h)
+    assert_same_bits([torch.cat([first, second]), h], run(x, h0))
 
 
 @pytest.mark.slow
