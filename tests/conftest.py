@@ -42,10 +42,31 @@ if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
 
 
+def _on_a_gpu(config: pytest.Config) -> bool:
+    return config.option.markexpr in ("gpu", "gpu and two_gpus")
+
+
+class _FailuresAtOnce:
+    """Prints why a test failed when it fails: a machine that is lent may be gone before the summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:  # a worker of xdist has none
+            terminal.write_line(f"\n{report.nodeid}\n{report.longreprtext}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `-m gpu...`, print failures at once."""
+    if _on_a_gpu(config):
+        config.pluginmanager.register(_FailuresAtOnce(config))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu...`, import only files and folders with GPU tests: a GPU machine may lack what the others import."""
-    gpu = config.option.markexpr in ("gpu", "gpu and two_gpus")
-    if not gpu or not (collection_path.is_dir() or collection_path.name.startswith("test_")):
+    if not _on_a_gpu(config) or not (collection_path.is_dir() or collection_path.name.startswith("test_")):
         return None
     files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any("mark.gpu" in file.read_text("utf-8") for file in files) else True
