@@ -17,7 +17,7 @@ import os
 import random
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -272,21 +272,28 @@ def simulate(simulation: Simulation, arguments: Sequence[str] | None) -> int:
     )
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seeds", type=int, default=1000, help="runs; with --faults the most for each")
-    parser.add_argument("--faults", action="store_true", help="plant each fault and print the first seed that finds it")
+    parser.add_argument(
+        "--faults",
+        nargs="*",
+        choices=simulation.faults,
+        metavar="FAULT",
+        help="plant each of these, by default all, and print the first seed that finds it",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     gc.freeze()  # modules are not looked through again in each run
     seeds = range(options.first, options.first + options.seeds)
-    if options.faults:
-        return _print_faults(simulation, seeds)
+    if options.faults is not None:
+        return _print_faults(simulation, options.faults or simulation.faults, seeds)
     return _print_runs(simulation, seeds, options.workers)
 
 
-def _print_faults(simulation: Simulation, seeds: range) -> int:
+def _print_faults(simulation: Simulation, names: Iterable[str], seeds: range) -> int:
     missed = 0
-    for name, fault in simulation.faults.items():
+    for name in names:
+        fault = simulation.faults[name]
         options, began_s = fault if isinstance(fault, dict) else {}, time.monotonic()
         with nullcontext() if isinstance(fault, dict) else fault():
             results = ((seed, simulation.run(seed, **options).wrong) for seed in seeds)
