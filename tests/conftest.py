@@ -47,7 +47,7 @@ def _on_a_gpu(config: pytest.Config) -> bool:
 
 
 class _FailuresAtOnce:
-    """Prints why a test failed when it fails: a machine that is lent may be gone before the summary."""
+    """Prints why a test failed as soon as it fails: a rented machine may be gone before the summary."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config

@@ -113,16 +113,13 @@ class BlockRunner:
         Args:
             after: of a stream of the same speaker that has ended: the statistics of its features are carried on.
         """
-        if after is not None and after.blocks == 0:  # it has had no step, so that its own are not there
-            after = after.previous
-        return self.slots.take(self._steps, after)
+        return self.slots.take(self._steps, None if after is None else after.with_statistics)
 
     @torch.inference_mode()
     def statistics(self, slot: Slot) -> Tensor:
         """Return a copy of the statistics (K,) of a stream's features so far, see `Features.normalise_running`."""
-        after = slot if slot.blocks else slot.previous
-        table = self.slots.state.statistics
-        return torch.zeros_like(table[0]) if after is None else table[after.index].clone()
+        table, holder = self.slots.state.statistics, slot.with_statistics
+        return torch.zeros_like(table[0]) if holder is None else table[holder.index].clone()
 
     @torch.inference_mode()
     def restore_statistics(self, slot: Slot, statistics: Tensor | None) -> None:
@@ -195,8 +192,7 @@ class BlockRunner:
         if edges:
             frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
             numbers += [s.blocks for s in slots], [s.ends for s in slots], [frames[len(block)] for block in blocks]
-            with_statistics = (slot if slot.blocks else slot.previous for slot in slots)
-            numbers.append([-1 if slot is None else slot.index for slot in with_statistics])
+            numbers.append([-1 if holder is None else holder.index for holder in (s.with_statistics for s in slots)])
         batch.fill(numbers)
         logits = batch.launch(edges) if self._recorder is not None else self._launch_or_restore(batch, edges, slots)
         self._steps, self._last_step = self._steps + 1, batch.done

@@ -97,6 +97,11 @@ class Slot:
     previous: Slot | None = None  # of a stream whose statistics of features this one goes on with, until its first step
     __weakref__: object = field(init=False, repr=False)
 
+    @property
+    def with_statistics(self) -> Slot | None:
+        """The slot that holds the statistics of this stream's features so far: its own from its first step on."""
+        return self if self.blocks else self.previous
+
 
 class SlotTable:
     """State and input of all streams. Slot 0 is for the empty rows of a batch.

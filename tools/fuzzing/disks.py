@@ -29,7 +29,7 @@ class Disk:
         self.mend()
 
     def fsync(self, descriptor: int) -> None:
-        """See os.fsync."""
+        """Stand in for os.fsync: what the file or folder holds now is certain."""
         self._pause()
         path, number = f"/proc/self/fd/{descriptor}", os.fstat(descriptor).st_ino
         if os.path.isdir(path):

@@ -82,8 +82,9 @@ def halves(problems: Iterable[Measured]) -> tuple[list[Measured], list[Measured]
 def fit(problems: Iterable[Measured]) -> Constants:
     """Find the constants of every kind of tile by which estimates come closest to what was measured."""
     return fit_constants(
-        Timed(choice.work, us, min(us for _, us in measured.times))
+        Timed(choice.work, us, best_us)
         for measured in problems
+        for best_us in [min(us for _, us in measured.times)]
         for choice, us in measured.times
     )
 

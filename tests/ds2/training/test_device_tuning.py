@@ -258,16 +258,16 @@ def test_rank_0_fits_the_constants_and_a_resumed_run_keeps_them(monkeypatch: pyt
 
     monkeypatch.setattr(device_tuning, "measured_factors", measured_factors)
     monkeypatch.setattr(device_tuning, "adopt_factors", adopted.append)
-    kept = {"NVIDIA A100-SXM4-80GB": {"portable": {"exchange": 2.0, "reads": 2.0, "products": 2.0}}}
+    of_before = {"NVIDIA A100-SXM4-80GB": {"portable": {"exchange": 2.0, "reads": 2.0, "products": 2.0}}}
     of_ranks = []
     for rank, progress in (
         *((0, Progress()), (1, Progress())),
-        *((0, Progress(step=7, factors=kept)), (1, Progress())),
+        *((0, Progress(step=7, factors=of_before)), (1, Progress())),
         *((0, Progress(step=7)), (1, Progress())),  # began without: its first steps cannot be had again
     ):
         device_tuning.choose_factors(progress, Rank(rank))
         of_ranks.append(progress.factors)
-    assert of_ranks == adopted == [first, first, kept, kept, {}, {}]
+    assert of_ranks == adopted == [first, first, of_before, of_before, {}, {}]
     assert measured == [0]
     stored = from_plain(Progress, json.loads(json.dumps(asdict(Progress(factors=first)))), "progress")
     assert stored == Progress(factors=first)

@@ -92,8 +92,8 @@ def test_a_full_disk_is_named_with_what_was_written_what_is_free_and_the_way_out
     else:
         board._board.add_scalar = fill
     assert report_errors(lambda: len(board.scalars("train", 1, {"loss": 1.0}))) == 2
-    told = capsys.readouterr().err
-    assert re.search(rf"No space left on device: '{tmp_path}/{name}'; \d+\.\d MiB are free there: free some", told)
+    printed = capsys.readouterr().err
+    assert re.search(rf"No space left on device: '{tmp_path}/{name}'; \d+\.\d MiB are free there: free some", printed)
 
 
 def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
