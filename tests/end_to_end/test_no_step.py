@@ -78,5 +78,5 @@ def test_a_warm_up_fits_the_planned_training(
     assert "never reached" not in caplog.text
     tuned = rates("tuned", "train.max_steps=6", f"checkpoint.init_from={tmp_path / 'fresh'}")
     assert tuned == pytest.approx([0.001, *[0.5] * 5]) and "1/10" in caplog.text
-    rates("stopped", "train.epochs=100", "train.max_minutes=1e-6")
+    rates("stopped", "train.epochs=100", "train.max_minutes=1e-9")
     assert "never reached optim.learning_rate=0.0005: training ended after 1 of" in caplog.text
