@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: dec
 OFF, ROOT = 0, 1  # trie nodes: outside the trie, the empty prefix
 MAX_PHRASES = 1000  # of one session
 MAX_PHRASE_CHARACTERS = 200
-_SPARE_NODES = 1024
+SPARE_NODES = 1024  # of a trie, for the hot words of sessions; more are added when they are needed
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
@@ -88,10 +88,7 @@ class Trie:
     hot: Tensor  # (N,) float64: 1 where a hot word ends
     hot_part: Tensor  # (N,) float64: the share of the shortest hot word through this node that is written here
     lookahead: Tensor  # (N,) float32: log-prob of the most probable word through this node; 0 at OFF and ROOT
-
-    def to(self, device: torch.device) -> Trie:
-        """Return the trie with its tensors on `device`."""
-        return Trie(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+    spare: int  # last rows that are no nodes yet
 
     def walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
         """:func:`walk` in this trie."""
@@ -113,6 +110,7 @@ def build_trie(
     spelling: Spelling,
     unigrams: NDArray[np.float32] = _NONE_KNOWN,
     unknown: float = 0.0,
+    spare: int = 0,
 ) -> Trie:
     """Build the trie of known and hot words.
 
@@ -125,6 +123,7 @@ def build_trie(
         unigrams: (W,) natural log-probs of the known words by position.
         unknown: log-prob of an unknown hot word. A prefix is charged the share of it that is written, as its bonus is
             paid: the whole charge would prune the word before the bonus outweighs it.
+        spare: rows to add for nodes of sessions.
 
     Raises:
         LexiconError: a hot word is empty, holds white space, or cannot be spelled.
@@ -136,13 +135,14 @@ def build_trie(
             f"hot words {bad}: give single words in the characters that the network writes: "
             f"{''.join(sorted(codes))}; phrases need decode.method=beam"
         )
-    listed = [word for word in words if codes.keys() >= set(word)]
+    writable = frozenset(codes)
+    listed = [word for word in words if writable.issuperset(word)]
     known = len(listed)
     everything = [*listed, *hot_words]
     positions = np.array([words[w] for w in listed], np.int64)
     values = np.full(len(everything), -np.inf, np.float32)
     values[:known] = unigrams[positions]
-    ends, children, lookahead = _insert([[codes[c] for c in word] for word in everything], values, len(codes) + 1)
+    ends, children, lookahead = _insert(everything, values, codes, spare)
     word = np.full(len(children), -1, np.int64)
     word[ends[:known]] = positions
     is_word = np.zeros(len(children), bool)
@@ -156,36 +156,44 @@ def build_trie(
             hot_part[node] = position / len(text)
             if text not in words:
                 lookahead[node] = max(lookahead[node], unknown * position / len(text))
-    return Trie(*(torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, lookahead)))
+    return Trie(*(torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, lookahead)), spare)
 
 
 def _insert(
-    words: Iterable[Sequence[int]], values: NDArray[np.float32], width: int
+    words: Sequence[str], values: NDArray[np.float32], codes: Mapping[str, int], spare: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
     """Insert all words at once, level by level.
 
     Returns:
-        The end node of each word, the child table (N, width), and the largest value (N,) of the words through a node.
+        The end node of each word, the child table (N, A), and the largest value (N,) of the words through a node; the
+        last `spare` rows are no nodes.
     """
-    spelled = list(words)
-    lengths = np.array([len(word) for word in spelled], dtype=np.int64)
-    nodes = np.full(len(spelled), ROOT, np.int64)
-    matrix = np.zeros((len(spelled), int(lengths.max(initial=0))), np.int64)
-    matrix[np.arange(matrix.shape[1]) < lengths[:, None]] = np.fromiter(
-        (code for word in spelled for code in word), np.int64, int(lengths.sum())
-    )
-    total, keys, largest = ROOT + 1, [np.empty(0, np.int64)], [np.zeros(ROOT + 1, np.float32)]
-    for position in range(matrix.shape[1]):
+    order = np.array(sorted(range(len(words)), key=words.__getitem__), np.int64)
+    spelled = [words[number] for number in order]
+    lengths = np.array(list(map(len, spelled)), np.int64)
+    text = np.array(spelled, np.str_)
+    characters = text.view(np.uint32).reshape(len(words), text.dtype.itemsize // 4)  # padded with 0
+    code_of = np.zeros(max(map(ord, codes), default=0) + 1, np.int64)
+    code_of[list(map(ord, codes))] = list(codes.values())
+    # In sorted order a word shares its first nodes with the word before it, and has the others to itself so far.
+    differs = characters[1:] != characters[:-1]
+    shared = np.zeros(len(words), np.int64)
+    shared[1:] = np.minimum(np.where(differs.any(1), differs.argmax(1), characters.shape[1]), lengths[:-1])
+    total, width = ROOT + 1, len(codes) + 1
+    nodes = np.full(len(words), ROOT, np.int64)
+    keys, largest = [np.empty(0, np.int64)], [np.zeros(ROOT + 1, np.float32)]
+    for position in range(lengths.max(initial=0)):
         live = np.flatnonzero(lengths > position)
-        unique, inverse = np.unique(nodes[live] * width + matrix[live, position], return_inverse=True)
-        nodes[live] = total + inverse
-        keys.append(unique)
-        largest.append(np.full(len(unique), -np.inf, np.float32))
-        np.maximum.at(largest[-1], inverse, values[live])
-        total += len(unique)
-    children = np.zeros((total, width), np.int32)
+        fresh = shared[live] <= position
+        keys.append((nodes[live] * width + code_of[characters[live, position]])[fresh])
+        nodes[live] = total - 1 + np.cumsum(fresh)
+        largest.append(np.maximum.reduceat(values[order[live]], np.flatnonzero(fresh)))
+        total += len(keys[-1])
+    children = np.zeros((total + spare, width), np.int32)
     children.reshape(-1)[np.concatenate(keys)] = np.arange(ROOT + 1, total, dtype=np.int32)
-    return nodes, children, np.concatenate(largest)
+    ends = np.empty_like(nodes)
+    ends[order] = nodes
+    return ends, children, np.concatenate([*largest, np.zeros(spare, np.float32)])
 
 
 @dataclass
@@ -226,6 +234,7 @@ class SessionTrie:
     ) -> None:
         self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, lookahead, unknown, bool(trie.hot.any())
         self.children, self.word, self.is_word = (t.numpy() for t in (trie.children, trie.word, trie.is_word))
+        self._size = len(self.word) - trie.spare
         self.bonus = hot_bonus
         self.hot, self.share = hot_bonus * trie.hot.numpy(), hot_bonus * trie.hot_part.numpy()
         self.lookahead = trie.lookahead.numpy().astype(np.float64)
@@ -234,7 +243,8 @@ class SessionTrie:
             unfinished[OFF] = -math.inf
         follow = np.zeros(len(self.word), np.int32)
         arrays = (self.children, self.word, self.is_word, self.hot, unfinished, follow)
-        self.nodes = Nodes(*(_with_spare(torch.from_numpy(a).to(device), _SPARE_NODES) for a in arrays))
+        # On a CPU they are the trie's own tables, which are large; only spare rows are ever written.
+        self.nodes = Nodes(*(torch.from_numpy(a).to(device) for a in arrays))
         self._lock = threading.Lock()
         self.phrases: dict[int, _Phrases] = {}  # by root, which is the first node
         self.roots: dict[frozenset[tuple[tuple[str, ...], float]], int] = {}
@@ -282,20 +292,16 @@ class SessionTrie:
 
     def _allocate(self, count: int) -> int:
         """Return the first of `count` free nodes in a row, growing the tables if needed."""
-        start = len(self.word)
+        start = self._size
         for first, phrases in sorted(self.phrases.items()):
             if first - start >= count:
                 break
             start = first + phrases.nodes
         missing = start + count - len(self.nodes.word)
         if missing > 0:
-            spare = max(missing, len(self.nodes.word) - len(self.word))
-            self.nodes = Nodes(*(_with_spare(tensor, spare) for tensor in vars(self.nodes).values()))
+            spare = max(missing, len(self.nodes.word) - self._size)
+            self.nodes = Nodes(*(torch.cat([t, t.new_zeros(spare, *t.shape[1:])]) for t in vars(self.nodes).values()))
         return start
-
-
-def _with_spare(tensor: Tensor, rows: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])])
 
 
 def _longest_suffix(

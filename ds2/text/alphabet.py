@@ -155,7 +155,10 @@ class Alphabet:
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
             raise AlphabetError(f"symbols {short_repr(self.symbols)} must be the blank '' and then distinct symbols")
         written = self.pronunciations.words if self.pronunciations is not None else self.symbols
-        unreachable = [text for text in written if self._composed(self._cased(text)) != text]
+        joined = "\n".join(written)  # one check of all words: a line break changes neither case nor composition
+        unreachable = []
+        if self._composed(self._cased(joined)) != joined:
+            unreachable = [text for text in written if self._composed(self._cased(text)) != text]
         if unreachable and self.pronunciations is not None:
             raise AlphabetError(
                 f"alphabet.lexicon has words such as {unreachable[:5]}, which no transcript has after alphabet.case="

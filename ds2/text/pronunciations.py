@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ def parse_pronunciations(lines: Iterable[str], name: str, *, keep_stress: bool =
             word = word[: word.rindex("(")]
         if not keep_stress:
             phones = [phone.rstrip(_STRESS) or phone for phone in phones]
-        words.setdefault(word, []).append(tuple(phones))
+        words.setdefault(word, []).append(tuple(map(sys.intern, phones)))  # a few texts, a million times in a lexicon
     if not words:
         raise PronunciationError(f"{name} has no pronunciations: write lines such as: word W ER D")
     return Pronunciations.of(words)

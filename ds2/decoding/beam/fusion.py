@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.decoding.lexicon import OFF, ROOT, LexiconError, SessionTrie, Spelling, build_trie, walk
+from ds2.decoding.lexicon import OFF, ROOT, SPARE_NODES, LexiconError, SessionTrie, Spelling, build_trie, walk
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 from ds2.text.pronunciations import Phones
@@ -86,9 +86,9 @@ class Fusion:
             unknown = float(unigrams[self._unknown_id]) + self.unknown_score
             ids = lm.ids if pronounced is None else pronounced.ids
             words = {w: i for w, i in ids.items() if w not in _SPECIAL}
-            trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown)
+            trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown, SPARE_NODES)
         else:
-            unknown, trie = 0.0, build_trie({}, options.hot_words, self.spelling)
+            unknown, trie = 0.0, build_trie({}, options.hot_words, self.spelling, spare=SPARE_NODES)
         lookahead = self.alpha if self.lexicon else 0.0
         self.trie = SessionTrie(trie, self.spelling, options.hot_word_bonus, lookahead, unknown, device)
         if lm is not None and self.by_label:
@@ -233,12 +233,21 @@ _FIRST_CHARACTER = 0xE000  # Unicode's private use area: a copy of a phone is wr
 _MOST_CHARACTERS = 6400
 
 
-class _Copy(NamedTuple):
-    """A label of the search."""
+class _Copies(dict[tuple[str, bool, int], str]):
+    """The character of each label of the search; a new label gets the next one.
 
-    phone: str
-    first: bool  # of a word
-    rank: int  # among the words of one sound, of its last phone; 0 elsewhere
+    A label is a phone, whether it is the first one of a word, and of the last phone of a word its rank among the words
+    of one sound; elsewhere this is 0.
+    """
+
+    def __missing__(self, copy: tuple[str, bool, int]) -> str:
+        if len(self) == _MOST_CHARACTERS:
+            raise LexiconError(
+                f"the words need more than {_MOST_CHARACTERS} labels: too many of them sound alike; take some out "
+                "of the lexicon"
+            )
+        self[copy] = chr(_FIRST_CHARACTER + len(self))
+        return self[copy]
 
 
 class PronouncedWords:
@@ -263,7 +272,8 @@ class PronouncedWords:
         assert alphabet.pronunciations is not None
         known = alphabet.pronunciations.words
         words = [word for word in lm.vocabulary if word in known]  # words of one sound: the most frequent come first
-        words.sort(key=lambda word: -float(lm.log_prob[lm.ids[word]]))
+        log_probs = lm.log_prob[: len(lm.vocabulary)].tolist()
+        words.sort(key=lambda word: -log_probs[lm.ids[word]])
         if not words:
             raise LexiconError(
                 "no word of the language model has a pronunciation in the network's lexicon: build the model with the "
@@ -273,36 +283,24 @@ class PronouncedWords:
         self.missing = sum(word not in known and word not in special for word in lm.vocabulary)
         self.spelled: dict[str, tuple[str, ...]] = {}
         self.ids: dict[str, int] = {}
-        self._written: dict[str, str] = {}
-        self._characters: dict[_Copy, str] = {}
+        self._vocabulary = lm.vocabulary
+        self._characters = _Copies()
         self._uses: dict[Phones, int] = {}  # words of each sound so far
         for word in words:
-            self.spelled[word] = tuple(self._spell(phones) for phones in known[word])
-            for spelling in self.spelled[word]:
-                self.ids[spelling], self._written[spelling] = lm.ids[word], word
+            self.spelled[word] = tuple([self._spell(phones) for phones in known[word]])
+            self.ids.update(dict.fromkeys(self.spelled[word], lm.ids[word]))
         sounds = {label: number for number, label in enumerate(alphabet.symbols)}
-        symbols = [WORD_MARK + text if copy.first else text for copy, text in self._characters.items()]
+        symbols = [WORD_MARK + text if first else text for (_, first, _), text in self._characters.items()]
         self.alphabet = Alphabet(("", *symbols), case="keep")
-        self.sounds = torch.tensor([0, *(sounds[copy.phone] for copy in self._characters)])
+        self.sounds = torch.tensor([0, *(sounds[phone] for phone, _, _ in self._characters)])
         self.spelling = replace(Spelling.of(self.alphabet), sounds=self.sounds)
 
     def _spell(self, phones: Phones) -> str:
         """Spell the next word of these phones."""
         rank = self._uses[phones] = self._uses.get(phones, -1) + 1
-        last = len(phones) - 1
-        return "".join(
-            self._character(_Copy(phone, at == 0, rank if at == last else 0)) for at, phone in enumerate(phones)
-        )
-
-    def _character(self, copy: _Copy) -> str:
-        if copy not in self._characters:
-            if len(self._characters) == _MOST_CHARACTERS:
-                raise LexiconError(
-                    f"the words need more than {_MOST_CHARACTERS} labels: too many of them sound alike; take some out "
-                    "of the lexicon"
-                )
-            self._characters[copy] = chr(_FIRST_CHARACTER + len(self._characters))
-        return self._characters[copy]
+        first, ranks = chain((True,), repeat(False)), chain(repeat(0, len(phones) - 1), (rank,))
+        copies = list(zip(phones, first, ranks, strict=False))  # `first` has no end
+        return "".join(map(self._characters.__getitem__, copies))
 
     def frames(self, log_probs: Tensor) -> Tensor:
         """Copy the columns of the network's log-probs (T, B, V) to those of the search (T, B, W)."""
@@ -310,11 +308,11 @@ class PronouncedWords:
 
     def text(self, spelled: Iterable[str]) -> str:
         """The text of spelled words."""
-        return " ".join(self._written[word] for word in spelled)
+        return " ".join(self._vocabulary[self.ids[word]] for word in spelled)
 
     def in_words(self, hypothesis: Hypothesis) -> Hypothesis:
         """Return a hypothesis of the search with written words, and with the network's labels."""
-        words = tuple(replace(word, text=self._written[word.text]) for word in hypothesis.words)
+        words = tuple(replace(word, text=self.text([word.text])) for word in hypothesis.words)
         labels = tuple(self.sounds[list(hypothesis.labels)].tolist())
         return replace(hypothesis, words=words, labels=labels)
 
