@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
 import io
 import tokenize
@@ -40,7 +41,7 @@ def to_config(composed: DictConfig) -> Config:
     Raises:
         ConfigError: an unknown key (such as Hydra's `+key=value`), a wrong type, or values that do not work together.
     """
-    known = {*_keys(OmegaConf.structured(Config))}
+    known = _known_keys()
     try:
         for key in _keys(composed):
             if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
@@ -95,6 +96,12 @@ def config_from_dict(values: object) -> Config:
     return config
 
 
+@functools.cache
+def _known_keys() -> dict[str, None]:
+    """The sections and settings of a configuration, in their order."""
+    return dict.fromkeys(_keys(OmegaConf.structured(Config)))
+
+
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:
     for key in node:
         yield f"{prefix}{key}"
@@ -107,7 +114,7 @@ def nearest_key(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     if leaf in _SHORT:
         return _SHORT[leaf]
-    known = [*_keys(OmegaConf.structured(Config)), "recipe"]
+    known = [*_known_keys(), "recipe"]
     if section:  # do not suggest the section itself
         known = [other for other in known if "." in other]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
