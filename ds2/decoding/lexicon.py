@@ -82,13 +82,13 @@ class Spelling:
 class Trie:
     """Prefixes of known and hot words; node 0 is everything else, node 1 the empty prefix."""
 
+    spare: int  # last rows that are no nodes yet
     children: Tensor  # (N, A) int32
     word: Tensor  # (N,) int64: position of the known word that ends here, or -1
     is_word: Tensor  # (N,) bool: a known or hot word ends here
     hot: Tensor  # (N,) float64: 1 where a hot word ends
     hot_part: Tensor  # (N,) float64: the share of the shortest hot word through this node that is written here
     lookahead: Tensor  # (N,) float32: log-prob of the most probable word through this node; 0 at OFF and ROOT
-    spare: int  # last rows that are no nodes yet
 
     def walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
         """:func:`walk` in this trie."""
@@ -156,7 +156,8 @@ def build_trie(
             hot_part[node] = position / len(text)
             if text not in words:
                 lookahead[node] = max(lookahead[node], unknown * position / len(text))
-    return Trie(*(torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, lookahead)), spare)
+    tensors = [torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, lookahead)]
+    return Trie(spare, *tensors)
 
 
 def _insert(
