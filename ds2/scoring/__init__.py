@@ -1,5 +1,5 @@
 """Scores of recognised texts.
 
 wer: alignment, error counts, the errors of a corpus. statistics: confidence intervals and tests. report: text, JSON and
-HTML.
+HTML, whose page is errors.html.
 """
