@@ -1,8 +1,8 @@
 """Seeded augmentation of waveforms, in the loader: speed, tempo, reverberation, noise, codecs, gain.
 
-First the effects; random ones take a generator. Then who draws them: every draw depends on the seed, the epoch, the
-utterance's index and the effect alone, never on worker, rank or batch. A resumed run, or a run on another number of
-ranks, sees the same audio as one without interruption.
+`augment_waveform` draws effects and applies them. A draw depends on the seed, the epoch, the utterance's index and the
+effect alone, never on worker, rank or batch. A resumed run, or a run on another number of ranks, sees the same audio as
+one without interruption.
 """
 
 from __future__ import annotations
@@ -134,16 +134,12 @@ def babble(voices: Sequence[Waveform], rng: np.random.Generator, samples: int, c
     """Draw (samples,) float32 of several voices at once, each a random part of a random utterance, at equal power.
 
     Args:
-        voices: waveforms of utterances; only those drawn are read.
-        rng: the utterance's generator.
-        samples: length; shorter utterances are repeated.
+        voices, rng, samples: as the arguments of `random_segment`.
         count: number of voices.
     """
     mixed = np.zeros(samples, np.float32)
     for _ in range(count):
-        voice = voices[int(rng.integers(len(voices)))]
-        start = int(rng.integers(max(1, len(voice) - samples + 1)))
-        part = np.resize(voice[start : start + samples], samples) if len(voice) else np.zeros(samples, np.float32)
+        part = random_segment(voices, rng, samples)
         power = float(np.square(part).mean()) if samples else 0.0
         if power > 0.0:
             mixed += part / np.float32(np.sqrt(power))
@@ -277,7 +273,7 @@ def speed_range(config: AugmentConfig) -> tuple[float, float]:
     return min(factors), max(factors)
 
 
-def recorded_noise(recordings: Sequence[Waveform], rng: np.random.Generator, samples: int) -> Waveform:
+def random_segment(recordings: Sequence[Waveform], rng: np.random.Generator, samples: int) -> Waveform:
     """Draw a random segment (samples,) float32 of a random recording, repeated where it is too short.
 
     Args:

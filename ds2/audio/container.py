@@ -32,7 +32,7 @@ def describe_damage(descriptor: int, container: str) -> str | None:
     return None if check is None else check(lambda at, n: os.pread(descriptor, n, at) if at < size else b"", size)
 
 
-def _compared(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> str:
+def _truncation(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> str:
     if present < stated < streamed:
         return f"truncated: its header says {stated} bytes of samples, the file holds {present}"
     return ""
@@ -50,9 +50,9 @@ def _chunked(read: Read, size: int) -> str:
         if name == b"ds64" and len(sizes := read(at + 8, 16)) == 16:
             long_size = struct.unpack("<8xQ", sizes)[0]
         elif name == b"data" and stated == 0xFFFFFFFF and long_size:
-            return _compared(long_size, size - at - 8, _STREAMED_BYTES_64)
+            return _truncation(long_size, size - at - 8, _STREAMED_BYTES_64)
         elif name in (b"data", b"SSND", b"BODY"):
-            return _compared(stated, size - at - 8)
+            return _truncation(stated, size - at - 8)
         at += 8 + stated + stated % 2
     return ""
 
@@ -66,7 +66,7 @@ def _wave64(read: Read, size: int) -> str:
             break
         name, stated = struct.unpack("<16sQ", head)
         if name.startswith(b"data"):
-            return _compared(stated - 24, size - at - 24, _STREAMED_BYTES_64)
+            return _truncation(stated - 24, size - at - 24, _STREAMED_BYTES_64)
         at += max(24, -(-stated // 8) * 8)
     return ""
 
@@ -80,7 +80,7 @@ def _core_audio(read: Read, size: int) -> str:
             break
         name, stated = struct.unpack(">4sQ", head)
         if name == b"data":
-            return _compared(stated, size - at - 12, _STREAMED_BYTES_64)
+            return _truncation(stated, size - at - 12, _STREAMED_BYTES_64)
         at += 12 + stated
     return ""
 
@@ -91,7 +91,7 @@ def _sun(read: Read, size: int) -> str:
     if len(head) < 12:
         return ""
     first, stated = struct.unpack(">4xII" if head.startswith(b".snd") else "<4xII", head)
-    return _compared(stated, size - first)
+    return _truncation(stated, size - first)
 
 
 def _sphere(read: Read, size: int) -> str:
@@ -100,7 +100,7 @@ def _sphere(read: Read, size: int) -> str:
     values = {parts[0]: parts[2] for line in lines if len(parts := line.split(None, 2)) == 3}
     try:
         frame = int(values[b"channel_count"]) * int(values[b"sample_n_bytes"])
-        return _compared(int(values[b"sample_count"]) * frame, size - int(lines[1]), _STREAMED_BYTES_64)
+        return _truncation(int(values[b"sample_count"]) * frame, size - int(lines[1]), _STREAMED_BYTES_64)
     except (KeyError, ValueError, IndexError):
         return ""
 

@@ -14,8 +14,8 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Generator
-from contextlib import closing
 from itertools import chain
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,10 @@ FFMPEG_SUFFIXES = (
     ".ts", ".wmv",
 )  # fmt: skip
 DEMUXERS = ("aac", "ac3", "amr", "asf", "avi", "eac3", "flac", "matroska", "mov", "mp3", "mpegts", "ogg", "wav")
+_REFUSED_CONTAINER = (
+    f"not readable as audio: its container is none of {', '.join(DEMUXERS)}. Lists and playlists of other files "
+    "are never followed; convert other audio, e.g. to FLAC"
+)
 UNKNOWN_FRAMES = 1 << 62
 """The number of frames of a file whose length is not known before its end."""
 _INSTALL = 'pip install av (the extra "media"), or put ffmpeg, 6.0 or newer, on the PATH'
@@ -129,35 +133,17 @@ def _pyav() -> Any:
 def _decode_with_pyav(package: Any, descriptor: int) -> _Blocks:
     options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none"}
     try:
-        with closing(_NamelessFile(descriptor)) as file:
+        with open(descriptor, "rb", closefd=False) as file:
+            # Without the attribute `name`: FFmpeg would take it for a path, and open other files beside it.
+            nameless = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)
             try:
-                container = package.open(file, options=options, metadata_errors="ignore", buffer_size=_BUFFER_BYTES)
+                container = package.open(nameless, options=options, metadata_errors="ignore", buffer_size=_BUFFER_BYTES)
             except package.error.ArgumentError as error:
-                raise FFmpegError(_refused_container()) from error
+                raise FFmpegError(_REFUSED_CONTAINER) from error
             with container:
                 yield from _decode_container(package, container)
     except package.FFmpegError as error:
         raise FFmpegError(f"not readable as audio: {error.strerror or error}") from error
-
-
-def _refused_container() -> str:
-    return (
-        f"not readable as audio: its container is none of {', '.join(DEMUXERS)}. Lists and playlists of other files "
-        "are never followed; convert other audio, e.g. to FLAC"
-    )
-
-
-class _NamelessFile:
-    """What PyAV reads a file through; it has no `name`, which FFmpeg would take for a path beside which others lie."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._file = open(os.dup(descriptor), "rb")  # noqa: SIM115 (`close` closes it)
-        self.read, self.seek, self.tell, self.close = (
-            self._file.read,
-            self._file.seek,
-            self._file.tell,
-            self._file.close,
-        )
 
 
 def _decode_container(package: Any, container: Any) -> _Blocks:
@@ -213,7 +199,7 @@ def _decode_with_program(descriptor: int) -> _Blocks:
         if status:
             lines = [line.decode(errors="replace").strip() for line in messages]
             if any("not on whitelist" in line for line in lines):
-                raise FFmpegError(_refused_container())
+                raise FFmpegError(_REFUSED_CONTAINER)
             raise FFmpegError(f"ffmpeg cannot read it: {lines[-1] if lines else f'it ended with status {status}'}")
     finally:
         process.kill()  # it may still be decoding when the caller needs no more

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from ds2.audio.container import describe_damage
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, is_for_ffmpeg
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system import UserError
+from ds2.system.terminal import warn_once
 
 log = logging.getLogger(__name__)
 MAX_READ_S = 3 * 3600.0  # most that read_audio returns: 0.7 GB at 16 kHz
@@ -44,6 +45,7 @@ QUIET_PEAK = 10 ** (-50 / 20)  # a file whose loudest sample is below -50 dB of 
 _MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
 MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
 
+_NO_SAMPLES = np.zeros(0, np.float32)
 _FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, by path and state
 
 
@@ -145,7 +147,9 @@ def audio_blocks(
     peak = 0.0
     with _opened(path, sample_rate_hz, lenient=lenient) as file:
         resampler = soxr.ResampleStream(file.samplerate, sample_rate_hz, 1, dtype="float32")
-        for block, last in _with_last(_mono_blocks(file, path, offset_s, duration_s, channel, lenient=lenient)):
+        blocks = _mono_blocks(file, path, offset_s, duration_s, channel, lenient=lenient)
+        for block in chain(blocks, [_NO_SAMPLES]):
+            last = block is _NO_SAMPLES
             resampled = block if file.samplerate == sample_rate_hz else resampler.resample_chunk(block, last=last)
             if len(resampled):
                 peak = max(peak, float(np.abs(resampled).max())) if lenient else peak
@@ -201,9 +205,8 @@ def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[
     A file that is damaged, as far as its header shows, is an error, or with `lenient` a warning.
     """
     try:
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         member = member_of(path)
-        descriptor = open_member(*member) if member else os.open(path, flags)
+        descriptor = open_member(*member) if member else os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except ShardError as error:
         raise AudioError(str(error)) from error
     except (OSError, ValueError) as error:
@@ -281,7 +284,9 @@ def _check_header(file: Source, path: Path) -> None:
 def _check_length(file: _ForwardFile, path: Path, descriptor: int, lenient: bool) -> None:
     damage = describe_damage(descriptor, file.format)
     if damage is None:
-        _log_unknown_length(file.format)
+        warn_once(
+            log, f"{file.format} files are not checked for truncation: convert such audio, e.g. to FLAC (logged once)"
+        )
     elif damage and lenient:
         _log_damage(path, damage)
     elif damage:
@@ -304,7 +309,7 @@ def _mono_blocks(
         _check_segment(file, path, offset_s, duration_s)
     _skip(file, first)
     if file.channels > 1 and not channel:
-        _log_averaging(file.channels)
+        warn_once(log, f"audio with {file.channels} channels is averaged to one channel (logged once)")
     done, most = 0, _FLAC_FRAMES if lenient and file.format == "FLAC" else _BLOCK_FRAMES
     while done < total:
         try:
@@ -369,45 +374,18 @@ def _skip(file: Source, frames: int) -> None:
         frames -= skipped
 
 
-def _with_last(blocks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[np.float32], bool]]:
-    previous = None
-    for block in blocks:
-        if previous is not None:
-            yield previous, False
-        previous = block
-    if previous is not None:
-        yield previous, True
-
-
 def _check_cancellation(block: NDArray[np.float32], mono: NDArray[np.float32], path: Path) -> None:
     """Warn where the average of the channels of a block (N, channels) has lost most of their power."""
     powers = np.square(block).mean(0)
     if float(np.square(mono).mean()) < _CANCELLED_POWER * float(powers.mean()):
-        _log_cancellation(path, len(powers), 1 + int(powers.argmax()))
-
-
-@lru_cache(maxsize=4096)
-def _log_cancellation(path: Path, channels: int, loudest: int) -> None:
-    log.warning(
-        "%s: the average of its %d channels has less than a tenth of their power (opposite phases, or a voice in one "
-        "channel only): choose the channel with the voice by `ds2 transcribe --channel %d` or data.channel=%d, which "
-        "is the loudest",
-        path,
-        channels,
-        loudest,
-        loudest,
-    )
+        loudest = 1 + int(powers.argmax())
+        warn_once(
+            log,
+            f"{path}: the average of its {len(powers)} channels has less than a tenth of their power (opposite phases, "
+            "or a voice in one channel only): choose the channel with the voice by "
+            f"`ds2 transcribe --channel {loudest}` or data.channel={loudest}, which is the loudest",
+        )
 
 
 def _log_damage(path: Path, damage: str) -> None:
     log.warning("%s: %s; what can be decoded is used", path, damage)
-
-
-@cache
-def _log_averaging(channels: int) -> None:
-    log.warning("audio with %d channels is averaged to one channel (logged once)", channels)
-
-
-@cache
-def _log_unknown_length(container: str) -> None:
-    log.warning("%s files are not checked for truncation: convert such audio, e.g. to FLAC (logged once)", container)

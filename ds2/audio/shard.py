@@ -213,7 +213,7 @@ def open_member(path: Path, name: str) -> int:
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    with os.fdopen(os.dup(descriptor), "wb") as file:
+    with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor

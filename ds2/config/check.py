@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
-from functools import cache
 from typing import Any
 
 from ds2.config.allowed import KEY, REMOVED, Range
 from ds2.config.schema import CODECS, Config, ConfigError
+from ds2.system.terminal import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +29,14 @@ def check_allowed(section: Any, key: str = "") -> None:
     for name, value, declared in _settings(section, f"{key}." if key else ""):
         allowed = declared.metadata.get(KEY)
         if REMOVED in declared.metadata and value != declared.default:
-            _warn_once(f"{name}={value} has no effect since this setting was removed: {declared.metadata[REMOVED]}")
+            instead = declared.metadata[REMOVED]
+            warn_once(log, f"{name}={value} has no effect since this setting was removed: {instead}")
         elif isinstance(allowed, tuple):
             _require(value in allowed, f"{name}={value!r} is not one of {', '.join(allowed)}")
         elif isinstance(allowed, Range):
             numbers = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
             fits = not allowed.lengths or len(numbers) in allowed.lengths
             _require(fits and all(number in allowed for number in numbers), f"{name}={value}: allowed are {allowed}")
-
-
-@cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
 
 
 def _settings(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:

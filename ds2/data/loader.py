@@ -26,7 +26,7 @@ from ds2.audio.augment import (
     babble,
     coloured_noise,
     of_epoch,
-    recorded_noise,
+    random_segment,
     utterance_rng,
 )
 from ds2.audio.read import AudioError
@@ -248,7 +248,7 @@ def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) 
         else:
             # Segments of one long recording per colour: to make noise for each utterance takes most of a worker's time.
             recordings = [coloured_noise(np.random.default_rng(0), _NOISE_SAMPLES, e) for e in augment.noise_colours]
-    recorded = partial(recorded_noise, recordings)
+    recorded = partial(random_segment, recordings)
     if not augment.babble_share:
         return _Augmentation(augment, recorded)
 

@@ -300,7 +300,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
     if path == STANDARD_INPUT:
         yield sys.stdin.buffer
         return
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device, which may never end"

@@ -1,4 +1,4 @@
-"""Terminal output: control characters in texts of files are escaped, not executed; progress of long work."""
+"""Output for people: control characters are escaped, not executed; warnings that are logged once; progress."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import TracebackType
 from typing import TextIO, cast
 
@@ -43,6 +44,12 @@ class VisibleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
         return visible(super().format(record))
+
+
+@lru_cache(maxsize=4096)
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log a warning, once a process for each message."""
+    logger.warning("%s", message)
 
 
 @contextmanager

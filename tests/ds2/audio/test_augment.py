@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ds2.audio.augment import augment_waveform, coloured_noise, recorded_noise, speed_range, utterance_rng
+from ds2.audio.augment import augment_waveform, coloured_noise, random_segment, speed_range, utterance_rng
 from ds2.config.schema import AugmentConfig
 
 RATE = 16000
@@ -153,7 +153,7 @@ def test_recorded_noise_takes_random_segments_and_repeats_short_ones() -> None:
     recordings = [np.arange(1000, dtype=np.float32), -np.arange(1, 4, dtype=np.float32)]
     starts = set()
     for seed in range(40):
-        segment = recorded_noise(recordings, np.random.default_rng(seed), 10)
+        segment = random_segment(recordings, np.random.default_rng(seed), 10)
         assert len(segment) == 10
         if segment[0] >= 0:
             assert np.array_equal(np.diff(segment), np.ones(9))
@@ -161,4 +161,4 @@ def test_recorded_noise_takes_random_segments_and_repeats_short_ones() -> None:
         else:
             assert np.array_equal(segment, np.resize([-1.0, -2.0, -3.0], 10))
     assert 10 < len(starts) < 40
-    assert not recorded_noise([np.zeros(0, np.float32)], np.random.default_rng(0), 5).any()
+    assert not random_segment([np.zeros(0, np.float32)], np.random.default_rng(0), 5).any()

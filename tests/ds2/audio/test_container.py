@@ -13,6 +13,7 @@ import soundfile
 
 from ds2.audio import read as audio
 from ds2.audio.read import END_TOLERANCE_S, AudioError, audio_info, read_audio
+from ds2.system.terminal import warn_once
 
 RATE_HZ = 16000
 SECONDS = 3
@@ -104,7 +105,7 @@ def test_a_header_written_to_a_pipe_promises_nothing(tmp_path: Path, kind: str) 
 def test_of_other_containers_it_is_said_that_nobody_checks(
     container: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    audio._log_unknown_length.cache_clear()
+    warn_once.cache_clear()
     path = tmp_path / "a.bin"
     written(path, container, "PCM_16")
     with caplog.at_level(logging.WARNING):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ds2.audio import read as audio
 from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio, reads_cheaply
+from ds2.system.terminal import warn_once
 
 SECONDS = 3
 FORMATS = {
@@ -88,7 +89,7 @@ def test_raw_is_16_bit_little_endian_mono_at_the_asked_rate(tmp_path: Path, suff
 
 
 def test_channels_are_averaged_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    audio._log_averaging.cache_clear()
+    warn_once.cache_clear()
     soundfile.write(tmp_path / "a.wav", np.stack([np.full(160, 0.5), np.full(160, 0.25)], 1), 16000, subtype="FLOAT")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
