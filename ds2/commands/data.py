@@ -20,7 +20,8 @@ from ds2.commands.compose import compose_config, overridden_keys
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data.check import check
-from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
+from ds2.data.corpora import FORMATS, RECIPES, import_corpus, prepare
+from ds2.data.corpora.kaldi import export_kaldi
 from ds2.data.manifest import (
     UNITS,
     Conditions,
@@ -64,7 +65,7 @@ def make_parser() -> Parser:
     )
 
     imported = commands.add_parser("import", help="corpus layout to manifest")
-    imported.add_argument("format", choices=FORMATS)
+    imported.add_argument("format", choices=list(FORMATS))
     imported.add_argument("folder", type=Path, help="of the corpus; for csv and deepspeech_pytorch the table itself")
     imported.add_argument("manifest", type=Path, help="JSON-lines file to write")
     imported.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")

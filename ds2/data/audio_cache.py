@@ -9,7 +9,6 @@ sample, samples, CRC-32 of them, two halves of the key) for each utterance, int6
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -173,18 +172,15 @@ class CacheFile:
 
     def discard(self) -> None:
         """Remove the file unless its path holds a new one by now; processes that have it open can still read it."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
                 self.path.unlink()
 
     def _read(self, size: int, offset: int) -> bytes:
-        parts, count = [], 0
-        while count < size and (part := os.pread(self._file.fileno(), size - count, offset + count)):
-            parts.append(part)  # one read returns at most 2 GiB
-            count += len(part)
-        if count < size:
-            raise CacheError(f"it ends at byte {offset + count}, {size - count} bytes too early")
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        content = os.pread(self._file.fileno(), size, offset)
+        if len(content) < size:
+            raise CacheError(f"it ends at byte {offset + len(content)}, {size - len(content)} bytes too early")
+        return content
 
 
 def _write_at(descriptor: int, content: bytes, offset: int) -> None:
@@ -275,9 +271,9 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
         return AudioStore(utterances, data.sample_rate_hz, channel=data.channel)
     folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz, data.channel)
     files = _open_files(folder)
-    missing = {key: u for key, u in zip(keys, utterances, strict=True) if not member_of(u.audio_filepath)}
-    for key in _known(files, keys, cheap_too=data.cache == "auto"):
-        missing.pop(key, None)
+    known = _places(files, keys, cheap_too=data.cache == "auto")[:, 0] != _NOT_CACHED
+    listed = zip(keys, utterances, known, strict=True)
+    missing = {key: u for key, u, is_known in listed if not (is_known or member_of(u.audio_filepath))}
     if missing:
         try:
             _extend(folder, files, keys, missing, data)
@@ -358,11 +354,6 @@ def _places(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: boo
     matches = inside[(cached[order[at[inside]]] == requested[inside]).all(axis=1)]
     places[matches] = rows[order[at[matches]]]
     return places
-
-
-def _known(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: bool) -> list[bytes]:
-    known = _places(files, keys, cheap_too=cheap_too)[:, 0] != _NOT_CACHED
-    return [key for key, is_known in zip(keys, known, strict=True) if is_known]
 
 
 def _extend(

@@ -148,8 +148,8 @@ def check(
     shared = Counter(u.audio_filepath for _, u in listed)
     findings: list[Finding] = []
     for (split, u), measured in zip(listed, probes, strict=True):
-        atomic_file = shared[u.audio_filepath] == 1 and not u.offset_s
-        problems = _audio_problems(u, measured, data, atomic_file)
+        is_whole_file = shared[u.audio_filepath] == 1 and not u.offset_s
+        problems = _audio_problems(u, measured, data, is_whole_file)
         problems += transcript_problems(
             u, data, alphabet, output_frames, speeds=speed_range(augment) if split == "train" else None
         )
@@ -263,7 +263,7 @@ def _probe_all(utterances: Sequence[Utterance], data: DataConfig) -> list[Probe]
             return probes
 
 
-def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, atomic_file: bool) -> list[tuple[str, str, str]]:
+def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, is_whole_file: bool) -> list[tuple[str, str, str]]:
     wanted_hz = data.sample_rate_hz
     if measured.error:
         return [("error", measured.kind, measured.error)]
@@ -285,7 +285,7 @@ def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, atomic_file
         else:
             when = "once, for the audio cache"
         problems.append(("warning", "rate", f"{measured.rate_hz} Hz, is resampled to {wanted_hz} Hz {when}"))
-    if atomic_file and measured.file_s - u.duration_s > END_TOLERANCE_S:
+    if is_whole_file and measured.file_s - u.duration_s > END_TOLERANCE_S:
         reason = f"the manifest says {u.duration_s:.3f} s, the file lasts {measured.file_s:.3f} s; the rest is not used"
         problems.append(("warning", "duration", reason))
     return problems

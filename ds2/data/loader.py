@@ -7,17 +7,15 @@ all ranks take the same number of steps, and a resumed run continues with plan[s
 from __future__ import annotations
 
 import atexit
-import logging
-import multiprocessing
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ds2.audio.augment import (
@@ -37,7 +35,6 @@ from ds2.system.machine import usable_cores
 from ds2.system.signals import init_worker, kill_workers
 from ds2.text.alphabet import Alphabet, AlphabetError
 
-log = logging.getLogger(__name__)
 _BUCKETS = 10  # by duration, each shuffled separately
 _MAX_WORKERS = 8
 _PREFETCH_BATCHES = 2  # per worker
@@ -174,9 +171,9 @@ class SpeechLoader:
             dataset,
             batch_size=None,
             sampler=self._order,
-            collate_fn=_as_is,
+            collate_fn=lambda batch: batch,
             num_workers=workers,
-            worker_init_fn=_start_worker,
+            worker_init_fn=lambda _: init_worker(),
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
             persistent_workers=workers > 0,
@@ -226,9 +223,6 @@ def worker_count(workers: int, *, on_gpu: bool) -> int:
     -1 means one per usable core, at most 8, for training on a GPU, and none on a CPU: there the step needs all cores,
     and with a cache passing batches between processes costs more than making them.
     """
-    if "fork" not in multiprocessing.get_all_start_methods():
-        log.warning("data.workers=%d is ignored: this system cannot fork, so the training process loads audio", workers)
-        return 0
     if workers >= 0:
         return workers
     return min(_MAX_WORKERS, usable_cores()) if on_gpu else 0
@@ -285,9 +279,9 @@ class _Batches(Dataset["Batch | AudioError"]):
             return error
         labels = [self.labels[self.label_ends[p] : self.label_ends[p + 1]] for p in positions]
         return Batch(
-            _padded(waveforms, torch.float32),
+            _padded(waveforms),
             torch.tensor([len(w) for w in waveforms], dtype=torch.int64),
-            _padded(labels, torch.int64),
+            _padded(labels),
             torch.tensor([len(row) for row in labels], dtype=torch.int64),
             torch.tensor(positions, dtype=torch.int64),
         )
@@ -310,20 +304,9 @@ def _encoded(utterance: Utterance, alphabet: Alphabet | None) -> list[int]:
         raise AlphabetError(f"{utterance.source or utterance.name}: {error}") from error
 
 
-def _padded(rows: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
-    padded = torch.zeros((len(rows), max(map(len, rows), default=0)), dtype=dtype)
-    array = padded.numpy()
-    for row, values in zip(array, rows, strict=True):
-        row[: len(values)] = values
-    return padded
-
-
-def _as_is(item: Any) -> Any:
-    return item
+def _padded(rows: Sequence[np.ndarray]) -> Tensor:
+    """Return rows (N,) of any lengths as one tensor (B, N), 0 after each."""
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
 atexit.register(kill_workers)
-
-
-def _start_worker(worker: int) -> None:
-    init_worker()

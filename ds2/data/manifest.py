@@ -1,4 +1,4 @@
-"""Utterances, the JSON-lines manifests that list them, with NeMo's keys, and what splits, filters and counts lists."""
+"""Utterances; manifests, JSON lines with NeMo's keys that list them; splits, filters and statistics of lists."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Utterances for training, dev and test of a run, and what changed in their files since it last started.
 
-Manifests are prepared where missing, read and checked. Changes are of names, sizes and times of audio files, and of a
-sample of content: a record holds one row a file (a shard of many utterances is one file), and rows for a sample of
-single utterances whose audio is read. So a start costs one `stat` a file and at most 16 MiB of reading, whatever the
-size of the corpus.
+Manifests are prepared where missing, read and checked. A run records its corpus to find changes: name, size and
+modification time of each file (a shard of many utterances is one file), and a digest of some content of 256 sampled
+recordings. So a start costs one `stat` a file and reads at most 16 MiB, whatever the size of the corpus.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ds2.data.corpora.common import ImporterError
-from ds2.data.corpora.kaldi import export_kaldi, import_kaldi
+from ds2.data.corpora.kaldi import import_kaldi
 from ds2.data.corpora.layouts import (
     import_an4,
     import_csv,
@@ -20,32 +20,25 @@ from ds2.data.corpora.layouts import (
     parts,
 )
 from ds2.data.corpora.shards import import_shar, import_webdataset
+from ds2.data.corpora.synthetic import make_corpus
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
-
-__all__ = [
-    "FORMATS",
-    "RECIPES",
-    "ImporterError",
-    "export_kaldi",
-    "import_an4",
-    "import_corpus",
-    "import_csv",
-    "import_deepspeech_pytorch",
-    "import_folder",
-    "import_kaldi",
-    "import_librispeech",
-    "import_shar",
-    "import_webdataset",
-    "prepare",
-]
 
 log = logging.getLogger(__name__)
 
 _DEV_FRACTION = 0.05
 _DEV_SEED = 1
 _LEARNERS_HELD_OUT, _LJSPEECH_HELD_OUT = 25, 60  # speakers and utterances that recipe=english tests with
-FORMATS = ("folder", "csv", "kaldi", "librispeech", "an4", "deepspeech_pytorch", "webdataset", "shar")
-RECIPES = ("an4", "english", "librispeech", "librispeech_5h", "synthetic")
+FORMATS: dict[str, tuple[Callable[..., list[Utterance]], str]] = {
+    "folder": (import_folder, "encoding"),
+    "csv": (import_csv, ""),
+    "kaldi": (import_kaldi, ""),
+    "librispeech": (import_librispeech, "split"),
+    "an4": (import_an4, "split"),
+    "deepspeech_pytorch": (import_deepspeech_pytorch, "encoding"),
+    "webdataset": (import_webdataset, ""),
+    "shar": (import_shar, ""),
+}
+"""The importer of each layout, and the argument that it has beside `folder` and `skip_bad`."""
 
 
 def import_corpus(
@@ -62,28 +55,18 @@ def import_corpus(
     Raises:
         ImporterError: an unknown format, a split or encoding of a layout that has none, or an error of the importer.
     """
-    files = {"folder": import_folder, "deepspeech_pytorch": import_deepspeech_pytorch}
-    if encoding and format not in files:
-        raise ImporterError(f"--encoding is for {' and '.join(files)}; texts of format {format} are UTF-8")
-    if format == "librispeech":
-        return import_librispeech(folder, split, skip_bad=skip_bad)
-    if format == "an4":
-        return import_an4(folder, split or "train", skip_bad=skip_bad)
-    importers: dict[str, Callable[..., list[Utterance]]] = {
-        "kaldi": import_kaldi,
-        "csv": import_csv,
-        "webdataset": import_webdataset,
-        "shar": import_shar,
-    }
     if format not in FORMATS:
         raise ImporterError(f"unknown format {format!r}; one of {', '.join(FORMATS)}")
-    if split:
+    importer, argument = FORMATS[format]
+    if encoding and argument != "encoding":
+        encoded = " and ".join(name for name, (_, own) in FORMATS.items() if own == "encoding")
+        raise ImporterError(f"--encoding is for {encoded}; texts of format {format} are UTF-8")
+    if split and argument != "split":
         raise ImporterError(
             f"format {format} has no parts, so --split {split!r} is not allowed; give the folder of the part"
         )
-    if format in files:
-        return files[format](folder, skip_bad=skip_bad, encoding=encoding)
-    return importers[format](folder, skip_bad=skip_bad)
+    value = split or encoding
+    return importer(folder, skip_bad=skip_bad, **({argument: value} if value else {}))
 
 
 def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Path]:
@@ -101,21 +84,10 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
     Raises:
         ImporterError: an unknown recipe, the corpus is not at `corpus`, or it cannot be imported.
     """
-    recipes: dict[str, Callable[[str | Path], Mapping[str, Sequence[Utterance]]]] = {
-        "an4": _an4,
-        "english": _english,
-        "librispeech": _librispeech,
-        "librispeech_5h": _librispeech_5h,
-    }
-    work_dir = Path(work_dir)
-    if name == "synthetic":
-        from ds2.data.corpora.synthetic import make_corpus
-
-        splits: Mapping[str, Sequence[Utterance]] = make_corpus(work_dir / "audio")
-    elif name in recipes:
-        splits = recipes[name](corpus)
-    else:
+    if name not in RECIPES:
         raise ImporterError(f"data.prepare={name!r} is not one of {', '.join(RECIPES)}; or set data.train")
+    work_dir = Path(work_dir)
+    splits = RECIPES[name](work_dir / "audio" if name == "synthetic" else corpus)
     written = {}
     for part, utterances in splits.items():
         written[part] = work_dir / f"{part}.jsonl"
@@ -190,3 +162,13 @@ def _librispeech_5h(corpus: str | Path) -> dict[str, list[Utterance]]:
             f"{root}: expected train-clean-5 and dev or dev-clean-2, found {', '.join(present) or 'no folders'}"
         )
     return {"train": import_librispeech(root, "train-clean-5"), "dev": import_librispeech(root, dev)}
+
+
+RECIPES: dict[str, Callable[[str | Path], dict[str, list[Utterance]]]] = {
+    "an4": _an4,
+    "english": _english,
+    "librispeech": _librispeech,
+    "librispeech_5h": _librispeech_5h,
+    "synthetic": make_corpus,
+}
+"""The parts of each recipe's corpus, by its folder; of `synthetic` by the folder for its audio."""

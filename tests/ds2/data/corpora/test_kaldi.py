@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 from support.corpora_cases import facts, write_audio, write_text
 
-from ds2.data.corpora import (
-    ImporterError,
-    export_kaldi,
-    import_kaldi,
-)
+from ds2.data.corpora.common import ImporterError
+from ds2.data.corpora.kaldi import export_kaldi, import_kaldi
 from ds2.data.manifest import Utterance
 
 
