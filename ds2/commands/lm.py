@@ -18,6 +18,7 @@ from ds2.config.schema import AlphabetConfig
 from ds2.lm.files import load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
+from ds2.lm.recurrent import load_recurrent
 from ds2.lm.sentences import SentenceReader, perplexity, tokenise
 from ds2.system.files import check_writable
 from ds2.text.alphabet import Alphabet
@@ -108,8 +109,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _ppl(arguments: argparse.Namespace) -> int:
-    if lm_train.is_recurrent(arguments.lm):
-        return lm_train.ppl(arguments)
+    if arguments.lm.suffix == ".safetensors":
+        lm_train.print_perplexity(load_recurrent(arguments.lm), arguments.text)
+        return 0
     model = load_ngram(arguments.lm)
     _print_perplexity(model, arguments.text, _stored_alphabet(model), arguments.unknown)
     return 0

@@ -14,7 +14,7 @@ from ds2.commands.common import NumberArgument, real
 from ds2.config.allowed import KEY, UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.lm.ngram import LanguageModelError
-from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape, save_recurrent
 from ds2.lm.recurrent_training import StateFile, TrainingProgress, TrainingSettings, TrainingText, train
 from ds2.lm.sentences import SentenceReader
 from ds2.system.files import check_writable
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
     """
     output: Path = arguments.output
     check_writable(output, state_file(output))
-    reader = SentenceReader(arguments.text, unit_of(alphabet), alphabet, arguments.unknown)
+    reader = SentenceReader(arguments.text, alphabet.unit, alphabet, arguments.unknown)
     text = TrainingText.of(reader, alphabet)
     print(f"read {reader.report()}", flush=True)
     device = resolve_device(arguments.device)
@@ -107,11 +107,6 @@ def state_file(output: Path) -> Path:
     return output.parent / f"{output.name}.state"
 
 
-def unit_of(alphabet: Alphabet) -> str:
-    """Return the unit of an alphabet's labels, as n-gram models name it."""
-    return "piece" if alphabet.has_pieces else "character"
-
-
 def print_perplexity(model: RecurrentLM, texts: list[Path]) -> None:
     """Print the perplexity of texts per word and per label; of manifests, the transcripts are used.
 
@@ -127,7 +122,7 @@ def print_perplexity(model: RecurrentLM, texts: list[Path]) -> None:
     labels = sum(len(model.alphabet.spell(line)) for line in lines) + len(lines)
     print(
         f"held out: {len(lines)} lines, {words} words: perplexity {math.exp(-log_prob / (words + len(lines))):.2f} a "
-        f"word with those of any spelling, {-log_prob / labels / math.log(2):.3f} bits a label"
+        f"word, of any spelling, {-log_prob / labels / math.log(2):.3f} bits a label"
     )
 
 
@@ -141,14 +136,3 @@ def _show(passed: TrainingProgress) -> None:
 
 def _settings(kind: type[Any], arguments: argparse.Namespace) -> Any:
     return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})
-
-
-def is_recurrent(path: Path) -> bool:
-    """Return whether a file is a recurrent language model, by its name."""
-    return path.suffix == ".safetensors"
-
-
-def ppl(arguments: argparse.Namespace) -> int:
-    """`ds2 lm ppl` of a recurrent model."""
-    print_perplexity(load_recurrent(arguments.lm), arguments.text)
-    return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import multiprocessing
-import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import LexiconError, Spelling, as_written, build_trie
 from ds2.lm.files import arpa_file
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
+from ds2.system.machine import usable_cores
 from ds2.system.terminal import stderr_without
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
@@ -46,11 +46,6 @@ def find_package(name: str, project: str, method: str) -> Any:
         raise DecodeError(
             f"decode.method={method} needs the package {project}: pip install {project}, or take decode.method=beam"
         ) from error
-
-
-def thread_count(options: DecodeConfig) -> int:
-    """Return the number of utterances to search in parallel."""
-    return options.threads or len(os.sched_getaffinity(0))
 
 
 def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:
@@ -88,9 +83,9 @@ class NativeSearch:
 
     It follows pyctcdecode, as our search does: with equal settings both keep the same prefixes. Differences: it reads
     models of words only and has no lexicon (see `LexiconSearch`). In alphabets of pieces it joins prefixes that spell
-    one text in several ways, where ours joins them at the end. It charges a hypothesis that ends in a space an unknown
-    empty word; so with a language model we close every utterance with a frame that is a space for certain, all
-    hypotheses get the same charge, and the best are ranked again without it.
+    one text in several ways, where ours joins them at the end. To a hypothesis that ends in a space it adds the score
+    of an unknown empty word. With a language model we therefore append a frame in which the space is certain: all
+    hypotheses then have this score, and the best are ranked again without it.
     """
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
@@ -103,7 +98,7 @@ class NativeSearch:
         build_trie({}, options.hot_words, Spelling.of(alphabet))  # refuses hot words that the network cannot write
         self.options, self.splitter = options, ScoreSplitter(alphabet, options, lm)
         self.closing_space = Spelling.of(alphabet).space if lm is not None else -1
-        self.threads = thread_count(options)
+        self.threads = options.threads or usable_cores()
         if lm is None:
             self.decoder = package.BeamSearchDecoder(list(alphabet.symbols))
             return
@@ -190,7 +185,7 @@ class LexiconSearch:
             _, score = self.model.score(start, index)
             self.trie.insert([*map(labels.__getitem__, word), self.space], index, score)
         self.trie.smear(self.decoding.SmearingMode.MAX)
-        self.workers = thread_count(options)
+        self.workers = options.threads or usable_cores()
         self.pool: ProcessPoolExecutor | None = None
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
@@ -267,7 +262,7 @@ class CtcdecodeSearch:
             "beam_width": options.beam,
             "cutoff_top_n": len(alphabet),
             "cutoff_prob": 1.0,
-            "num_processes": thread_count(options),
+            "num_processes": options.threads or usable_cores(),
             "blank_id": 0,
             "log_probs_input": True,
         }

@@ -205,11 +205,6 @@ def read_arpa(path: Path) -> NGram:
     return _Reader(path).read()
 
 
-def _least_line_bytes(n: int) -> int:
-    """The shortest line of an n-gram: a digit, a space, n words of one letter with spaces between, a line end."""
-    return 2 * n + 2
-
-
 class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -232,10 +227,11 @@ class _Reader:
         if self._path.suffix in (".gz", ".xz") or not self._path.is_file():
             return
         size = self._path.stat().st_size
-        if count * _least_line_bytes(n) > size:
+        needed = count * (2 * n + 2)  # a digit, a space, n words of one letter with spaces between, the end of the line
+        if needed > size:
             raise self._error(
-                f"the header promises {count} {n}-grams, which need {count * _least_line_bytes(n)} bytes or more, but "
-                f"the file has {size}: it is truncated or damaged, copy it again"
+                f"the header promises {count} {n}-grams, which need {needed} bytes or more, but the file has {size}: "
+                "it is truncated or damaged, copy it again"
             )
 
     def read(self) -> NGram:

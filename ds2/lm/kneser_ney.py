@@ -323,7 +323,9 @@ def _levels(
     ):
         total, gamma = _masses(level, counts, discount, threshold, len(lower), size, scratch)
         if n > 1:
-            levels[-1].backoff[:] = _backoffs(gamma, new_position)
+            for part in slices(len(gamma)):
+                at, stays = new_position[part], new_position[part] >= 0
+                levels[-1].backoff[at[stays]] = np.log(np.maximum(gamma[part][stays], _LEAST_MASS))
         terms = _Terms(discount, total, gamma, lower)
         made, probability, position = _pruned_level(level, counts, terms, threshold, new_position, size, scratch)
         if not len(made):
@@ -390,8 +392,3 @@ def _masses(
     for part in slices(contexts):  # histories without continuation back off with weight 1
         gamma[part] = np.divide(gamma[part], total[part], where=total[part] > 0, out=np.ones(len(gamma[part])))
     return total, gamma
-
-
-def _backoffs(gamma: Floats, new_position: Ints) -> NDArray[np.float32]:
-    parts = [np.log(np.maximum(gamma[part][new_position[part] >= 0], _LEAST_MASS)) for part in slices(len(gamma))]
-    return np.concatenate(parts).astype(np.float32)

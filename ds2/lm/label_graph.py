@@ -43,14 +43,13 @@ def label_model(
     """
     if reserved := {UNKNOWN, START, END}.intersection(alphabet.symbols):
         raise LanguageModelError(f"the alphabet has the reserved symbol {', '.join(sorted(reserved))}: rename it")
-    unit = "piece" if alphabet.has_pieces else "character"
     sentences = (
-        SentenceReader(texts, unit, alphabet)
+        SentenceReader(texts, alphabet.unit, alphabet)
         if texts
         else (label_tokens(alphabet.encode(text), alphabet) for text in transcripts)
     )
     thresholds = [0, 0, prune][:order]
-    return estimate(sentences, order, thresholds, unit=unit, alphabet=alphabet.to_dict()).model
+    return estimate(sentences, order, thresholds, unit=alphabet.unit, alphabet=alphabet.to_dict()).model
 
 
 class LabelScorer:
@@ -67,7 +66,7 @@ class LabelScorer:
         lacking = sum(token not in model.ids for token in tokens)
         unknown = model.ids[UNKNOWN]
         self.ids = np.array([unknown, *(model.ids.get(token, unknown) for token in tokens)])
-        self.log_share = np.where(self.ids == unknown, -np.log(max(1, lacking)), 0.0)  # (V,) added to each label's
+        self.log_share = np.where(self.ids == unknown, -np.log(max(1, lacking)), 0.0)  # (V,), of each label
 
     def __call__(self, labels: Iterable[int]) -> float:
         """Return the log-prob of a label sequence and of its end, in nats."""

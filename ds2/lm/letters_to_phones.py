@@ -45,7 +45,7 @@ class LettersToPhones:
         sample = pairs if len(pairs) <= _FIRST_WORDS else random.Random(0).sample(pairs, _FIRST_WORDS)
         scores = _first_scores(sample)
         for _ in range(_ROUNDS - 1):
-            scores = _scores_of(units for pair in sample if (units := _align(*pair, scores)))
+            scores = _logarithms(Counter(unit for pair in sample for unit in _align(*pair, scores)))
         aligned = [units for pair in pairs if (units := _align(*pair, scores))]
         if not aligned:
             raise PronunciationError(
@@ -144,10 +144,6 @@ def _first_scores(pairs: Sequence[tuple[str, Phones]]) -> dict[Unit, float]:
                 counts[letter, phones[place : place + 1]] += 1
             counts[letter, ()] += 1
     return _logarithms(counts)
-
-
-def _scores_of(aligned: Iterable[Sequence[Unit]]) -> dict[Unit, float]:
-    return _logarithms(Counter(unit for units in aligned for unit in units))
 
 
 def _logarithms(counts: Counter[Unit]) -> dict[Unit, float]:

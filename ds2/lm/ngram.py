@@ -98,7 +98,8 @@ class NGram:
                     f"the language model is damaged at {part.start} to {part.stop}: transitions lead to no state or "
                     "suffixes form a cycle: copy the file again or build the model again"
                 )
-            if not (_are_log_probs(self.log_prob[part]) and bool(torch.isfinite(self.backoff[part]).all())):
+            log_prob, backoff = self.log_prob[part], self.backoff[part]
+            if not bool((log_prob.isfinite() & (log_prob <= _ROUNDING)).all() and backoff.isfinite().all()):
                 raise LanguageModelError(f"the language model is damaged: {_BAD_NUMBERS}")
         return self
 
@@ -112,10 +113,6 @@ class NGram:
         return [
             self.ids.get(SPACE if token == " " and self.unit == "character" else token, unknown) for token in tokens
         ]
-
-    def start_states(self, count: int) -> Tensor:
-        """Return the state of a sentence start `count` times, (count,) int64 on the model's device."""
-        return torch.full((count,), self.start(), device=self.keys.device)
 
     def score_batch(self, states: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
         """Score one word for each of N states, without synchronising with the device.
@@ -252,11 +249,6 @@ class NGram:
                 f"{message}. Build it with the network's normalisation: ds2 lm build --model MODEL"
             )
         log.warning("%s; the network never writes them", message)
-
-
-def _are_log_probs(values: Tensor) -> bool:
-    """Whether all values are finite and, up to rounding, at most 0."""
-    return bool((torch.isfinite(values) & (values <= _ROUNDING)).all())
 
 
 def longest_match(

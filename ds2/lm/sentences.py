@@ -156,7 +156,7 @@ def perplexity(model: NGram, sentences: Iterable[list[str]]) -> Perplexity:
         for row, sentence in zip(words, batch, strict=True):
             row[: len(sentence)] = torch.tensor(sentence)
         words = words.to(model.keys.device)
-        states = model.start_states(len(batch))
+        states = torch.full((len(batch),), model.start(), device=model.keys.device)
         for t in range(words.shape[1]):
             live = int((lengths > t).sum())
             scores, states = model.score_batch(states[:live], words[:live, t])

@@ -88,20 +88,15 @@ class AlphabetError(UserError):
     """An invalid alphabet, or a transcript with characters outside it; the message names the characters."""
 
 
-@dataclass(frozen=True)
-class _StoredAlphabet:
-    """An alphabet in a file."""
+@dataclass(kw_only=True)
+class _StoredAlphabet(AlphabetConfig):
+    """An alphabet in a file of a model: its settings, of which three are always there, and the pronunciations."""
 
-    case: str
-    unknown: str
-    replace: dict[str, str]
+    case: str = field()
+    unknown: str = field()
+    replace: dict[str, str] = field()
     symbols: str = ""
-    pieces: list[str] = field(default_factory=list)
     pronunciations: str = ""  # packed
-    locale: str = _RULES["locale"]
-    unicode: str = _RULES["unicode"]
-    numbers: str = _RULES["numbers"]
-    punctuation: str = _RULES["punctuation"]
 
 
 class _Table(dict[int, str]):
@@ -194,11 +189,7 @@ class Alphabet:
                 f"alphabet.pieces lacks {missing}: it needs the word mark and each character of alphabet.symbols to "
                 "spell every word. `ds2 data pieces` adds them"
             )
-        pronunciations = read_pronunciations(Path(config.lexicon)) if config.lexicon else None
-        phones = () if pronunciations is None else pronunciations.phones
-        symbols = ("", *(phones or config.pieces or config.symbols))
-        rules: dict[str, Any] = {key: getattr(config, key) for key in _RULES} | {"pronunciations": pronunciations}
-        return cls(symbols, config.case, tuple(sorted(config.replace.items())), config.unknown, **rules)
+        return cls._of(config, read_pronunciations(Path(config.lexicon)) if config.lexicon else None)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
@@ -207,11 +198,14 @@ class Alphabet:
             fields = from_plain(_StoredAlphabet, stored, "alphabet")
         except FieldError as error:
             raise AlphabetError(str(error)) from error
-        pronunciations = Pronunciations.unpacked(fields.pronunciations) if fields.pronunciations else None
+        return cls._of(fields, Pronunciations.unpacked(fields.pronunciations) if fields.pronunciations else None)
+
+    @classmethod
+    def _of(cls, config: AlphabetConfig, pronunciations: Pronunciations | None) -> Alphabet:
         phones = () if pronunciations is None else pronunciations.phones
-        symbols = ("", *(phones or fields.pieces or fields.symbols))
-        rules: dict[str, Any] = {key: getattr(fields, key) for key in _RULES} | {"pronunciations": pronunciations}
-        return cls(symbols, fields.case, tuple(sorted(fields.replace.items())), fields.unknown, **rules)
+        symbols = ("", *(phones or config.pieces or config.symbols))
+        rules: dict[str, Any] = {key: getattr(config, key) for key in _RULES} | {"pronunciations": pronunciations}
+        return cls(symbols, config.case, tuple(sorted(config.replace.items())), config.unknown, **rules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the alphabet as plain containers for checkpoints, without the blank.
@@ -236,6 +230,11 @@ class Alphabet:
     def has_pieces(self) -> bool:
         """Whether the symbols are pieces of words."""
         return any(symbol.startswith(WORD_MARK) for symbol in self.symbols)
+
+    @property
+    def unit(self) -> str:
+        """What a label writes, by the names of `ds2.lm.ngram.UNITS`: a piece or a character."""
+        return "piece" if self.has_pieces else "character"
 
     def starts_word(self, label: int) -> bool:
         """Whether a label begins a word or separates two: white space, a piece with the word mark, or any phone."""

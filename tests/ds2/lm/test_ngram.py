@@ -57,7 +57,7 @@ def test_queries_agree(model: NGram, tmp_path: Path, monkeypatch: pytest.MonkeyP
     walk = ArpaWalk(model, tmp_path)
     draw = random.Random(5)
     size, rows = len(model.vocabulary), 30
-    states, singles = model.start_states(rows), [model.start()] * rows
+    states, singles = torch.full((rows,), model.start()), [model.start()] * rows
     histories: list[tuple[str, ...]] = [("<s>",)] * rows
     for _ in range(12):
         words = [draw.randrange(size) for _ in range(rows)]
@@ -206,7 +206,7 @@ def test_damaged_metadata_of_a_binary_are_named(tmp_path: Path) -> None:
         ({"entry_starts": "abc"}, "metadata.entry_starts: is 'abc', expected a list"),
         ({"entry_starts": [0, starts[1] + 1, *starts[2:]]}, "do not fit"),
         ({"state_starts": [0, 1, 2**62]}, "metadata.state_starts"),
-        ({"alphabet": {"case": "lower"}}, "metadata.alphabet.unknown: is missing"),
+        ({"alphabet": {"case": "lower"}}, "metadata.alphabet.replace: is missing"),
         ({"alphabet": 7}, "metadata.alphabet: is 7"),
         ({"format": "x"}, "format: is missing or not a whole number"),
         ({"format": 99}, "install a newer ds2"),
