@@ -193,7 +193,7 @@ def add_word_times(
 
 
 class IncrementalAligner:
-    """Aligns the labels of one stream; holds the frames that are not aligned for good, and the runs that are.
+    """Aligns the labels of one stream: holds the frames whose alignment may change, and the aligned labels before them.
 
     Args:
         alphabet: of the labels.

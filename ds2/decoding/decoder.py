@@ -54,7 +54,7 @@ class Decoder(Protocol):
     A decoder that derives from this class needs `start` alone: it then steps one stream after the other.
 
     Attributes:
-        hot_characters: that hot words of a session may have; none: this decoder takes no hot words.
+        hot_characters: the characters that hot words of a session may have; empty if the decoder takes no hot words.
     """
 
     hot_characters: frozenset[str] = frozenset()
@@ -151,9 +151,9 @@ class ChangedDecoder(Decoder):
     """A decoder whose hypotheses are changed, such as by a calibration of confidences.
 
     Args:
-        decoder: any.
-        change: from a hypothesis of it to the one that is returned.
-        hot_words: of all streams, which then have none of their own; None: each stream has its own.
+        decoder: of the hypotheses.
+        change: maps a hypothesis of the decoder to the one that is returned.
+        hot_words: of every stream; streams then take none of their own. None: each stream has its own.
     """
 
     def __init__(

@@ -80,10 +80,8 @@ def _joined(
     valid = torch.arange(frames, device=device)[:, None] < lengths.to(device, non_blocking=True)
     best = log_probs.argmax(2, keepdim=True)
     followed = (log_probs >= options.label_min_log_prob).scatter_(2, best, True)
-    if options.lexicon:
-        followed[:, :, BLANK] = (
-            True  # else a prefix that no word continues with the followed labels would have no extension
-        )
+    if options.lexicon:  # the only extension of a prefix that no word continues with the other labels
+        followed[:, :, BLANK] = True
     silent = ~followed[:, :, BLANK + 1 :].any(2)
     starts = valid.clone()  # the first frames of packed ones
     starts[1:] &= ~(silent[1:] & silent[:-1])

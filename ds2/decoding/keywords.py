@@ -1,9 +1,9 @@
 """Keywords in endless audio: typed phrases among all the words that a beam search recognises.
 
-A keyword competes with every word of the language model, over the same frames and in the same context, so `seven` is
-told from `heaven` and `seventeen`. It has a bonus (natural log), which is the threshold of a likelihood ratio: the
-search writes the keyword where the best path with it is less probable than the best path without it by no more than
-that. The bonus follows from the false alarms that the user allows, by what was measured on speech (`ds2 lm tune`).
+A keyword competes with every word of the language model, over the same frames and in the same context: the search does
+not take `heaven` or `seventeen` for `seven`. A keyword has a bonus, the threshold of a likelihood ratio: the search
+writes it where the best path with it is less probable than the best path without it by at most the bonus (natural log).
+The bonus follows from the false alarms that the user allows, by measurements on speech (`ds2 lm tune`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: flo
     if not 0 < false_alarms < math.inf:
         raise DecodeError(f"false_alarms={false_alarms}: give a number an hour above 0, such as {FALSE_ALARMS}")
     listed = keywords if isinstance(keywords, str) else [phrase for phrase in keywords if phrase != OTHERS]
-    graph = compile_phrases(listed, search.written)
+    graph = compile_phrases(listed, search.network_alphabet)
     bonus = keyword_bonus(search.options.keyword_alarms, false_alarms)
     spotting = ChangedDecoder(decoder, partial(only_keywords, graph=graph), dict.fromkeys(texts_of(graph), bonus))
     try:

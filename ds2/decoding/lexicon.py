@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class LexiconError(DecodeError):
 
 
 def as_written(hot_words: HotWords, alphabet: Alphabet) -> dict[str, float | None]:
-    """Return hot words as the network writes them: normalised like transcripts; of equal ones the last bonus counts."""
+    """Return hot words as the network writes them: normalised like transcripts. Of equal ones the last is used."""
     return {alphabet.normalise(phrase)[0]: bonus for phrase, bonus in hot_words.items()}
 
 
@@ -264,9 +264,9 @@ class SessionTrie:
         with self._lock:
             if key not in self.roots:
                 added = _SessionNodes(self, words)
-                first = self._allocate(len(added.word))
+                first = self._allocate(len(added.nodes))
                 added.write(self.nodes, first)
-                self.roots[key], self.phrases[first] = first, _Phrases(key, len(added.word))
+                self.roots[key], self.phrases[first] = first, _Phrases(key, len(added.nodes))
                 self.has_hot = True
             self.phrases[self.roots[key]].users += 1
             return self.roots[key]
@@ -320,18 +320,25 @@ def _longest_suffix(
     return ()
 
 
+@dataclass
+class _Node:
+    """A node of a set of phrases; see `Nodes`. Nodes of the same set have negative numbers."""
+
+    children: NDArray[np.int64]  # (A,)
+    word: int = -1
+    is_word: bool = False
+    hot: float = 0.0
+    share: float = 0.0  # the largest share of a bonus that is paid up to this node
+    lookahead: float = -math.inf
+    follow: int = 0
+
+
 class _SessionNodes:
     """The nodes of one set of phrases, numbered -1, -2, ... until they are written into the tables."""
 
     def __init__(self, trie: SessionTrie, phrases: Mapping[tuple[str, ...], float]) -> None:
         self.trie = trie
-        self.children: list[NDArray[np.int64]] = []
-        self.word: list[int] = []
-        self.is_word: list[bool] = []
-        self.hot: list[float] = []
-        self.share: list[float] = []
-        self.lookahead: list[float] = []
-        self.follow: list[int] = []
+        self.nodes: list[_Node] = []
         totals = {phrase: sum(map(len, phrase)) for phrase in phrases}
         roots: dict[tuple[str, ...], int] = {(): self._copy(ROOT)}
         ends: dict[tuple[str, ...], int] = {}
@@ -344,74 +351,65 @@ class _SessionNodes:
             for prefix in sorted(with_prefix) if length else []:
                 suffix = suffixes[prefix] = _longest_suffix(prefix, suffixes, roots)
                 roots[prefix] = self._copy(roots[suffix])
-                self.follow[~ends[prefix]] = roots[prefix]
+                self.nodes[~ends[prefix]].follow = roots[prefix]
             for prefix in sorted(with_prefix):
                 own: set[int] = set()
                 done = sum(map(len, prefix))
                 for phrase in with_prefix[prefix]:
                     bonus = phrases[phrase]
                     self._raise_share(roots[prefix], bonus * done / totals[phrase])
-                    node = self._insert(roots[prefix], own, phrase[length], done, totals[phrase], bonus)
-                    ends[phrase[: length + 1]] = node
+                    end = self._insert(roots[prefix], own, phrase[length], done, totals[phrase], bonus)
+                    ends[phrase[: length + 1]] = end
                     if len(phrase) == length + 1:
-                        self.hot[~node] = bonus + (self.hot[~node] if length else 0.0)
+                        node = self.nodes[~end]
+                        node.hot = bonus + (node.hot if length else 0.0)
 
     def _insert(self, root: int, own: set[int], word: str, done: int, total: int, bonus: float) -> int:
         """Copy the nodes of a word from a root on, with their shares of a bonus; return the last node."""
         node, path = root, []
         for position, character in enumerate(word, start=1):
             code = self.trie.codes[character]
-            child = int(self.children[~node][code])
+            child = int(self.nodes[~node].children[code])
             if child not in own:
                 child = self._copy(child)
                 own.add(child)
-                self.children[~node][code] = child
+                self.nodes[~node].children[code] = child
             node = child
             path.append(node)
             self._raise_share(node, bonus * (done + position) / total)
-        if self.word[~node] < 0:
-            for position, passed in enumerate(path, start=1):
-                charge = self.trie.unknown * position / len(word)
-                self.lookahead[~passed] = max(self.lookahead[~passed], charge)
-        self.is_word[~node] = True
+        if self.nodes[~node].word < 0:
+            for position, number in enumerate(path, start=1):
+                passed = self.nodes[~number]
+                passed.lookahead = max(passed.lookahead, self.trie.unknown * position / len(word))
+        self.nodes[~node].is_word = True
         return node
 
     def _raise_share(self, node: int, share: float) -> None:
         """Set the share of a node to the largest one of the phrases through it."""
-        if abs(share) > abs(self.share[~node]):
-            self.share[~node] = share
+        if abs(share) > abs(self.nodes[~node].share):
+            self.nodes[~node].share = share
 
     def _copy(self, node: int) -> int:
         """Add a copy of a node of this set, of the trie, or of no node yet (OFF); return its number."""
         base = self.trie
         if node < 0:
-            at = ~node
-            numbers = (self.hot[at], self.share[at], self.lookahead[at])
-            self._add(self.children[at].copy(), self.word[at], self.is_word[at], numbers, self.follow[at])
+            copy = replace(self.nodes[~node], children=self.nodes[~node].children.copy())
         elif node == OFF:
-            self._add(np.zeros(base.children.shape[1], np.int64), -1, False, (0.0, 0.0, -math.inf), 0)
+            copy = _Node(np.zeros(base.children.shape[1], np.int64))
         else:
-            numbers = (float(base.hot[node]), float(base.share[node]), float(base.lookahead[node]))
-            self._add(base.children[node].astype(np.int64), int(base.word[node]), bool(base.is_word[node]), numbers, 0)
-        return -len(self.word)
-
-    def _add(
-        self, children: NDArray[np.int64], word: int, is_word: bool, numbers: tuple[float, float, float], follow: int
-    ) -> None:
-        self.children.append(children)
-        self.word.append(word)
-        self.is_word.append(is_word)
-        for column, number in zip((self.hot, self.share, self.lookahead), numbers, strict=True):
-            column.append(number)
-        self.follow.append(follow)
+            tables = (base.word, base.is_word, base.hot, base.share, base.lookahead)
+            copy = _Node(base.children[node].astype(np.int64), *(table[node].item() for table in tables))
+        self.nodes.append(copy)
+        return -len(self.nodes)
 
     def write(self, nodes: Nodes, first: int) -> None:
         """Write the nodes into tables, from row `first` on."""
-        numbered = (np.stack(self.children), np.array(self.follow))
+        columns = {f.name: np.array([getattr(node, f.name) for node in self.nodes]) for f in fields(_Node)}
+        numbered = (columns["children"], columns["follow"])
         children, follow = (np.where(a < 0, first - 1 - a, a).astype(np.int32) for a in numbered)
-        unfinished = np.array(self.share)
+        unfinished = columns["share"]
         if self.trie.alpha:
-            unfinished += self.trie.alpha * np.array(self.lookahead)
-        arrays = (children, np.array(self.word), np.array(self.is_word), np.array(self.hot), unfinished, follow)
+            unfinished += self.trie.alpha * columns["lookahead"]
+        arrays = (children, columns["word"], columns["is_word"], columns["hot"], unfinished, follow)
         for tensor, array in zip(vars(nodes).values(), arrays, strict=True):
             tensor[first : first + len(array)] = torch.from_numpy(array).to(tensor.device)

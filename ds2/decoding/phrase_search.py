@@ -36,10 +36,11 @@ _NEVER = -math.inf
 
 
 class PhraseStates:
-    """The states of a path, in one row of numbers, and where each may come from.
+    """The states of the search, which are numbered, and the words that may stand before each word.
 
-    P labels of all words, W words: states 0 .. P-1 write a label, P .. 2P-1 the blank after it, then W write a space
-    after a word and W stay quiet after that space; two the same for what is before a phrase; two are other speech.
+    W words have P labels in all. State p < P writes label p, state P + p the blank after it. State 2 P + w writes the
+    space after word w, state 2 P + W + w the silence after that space. The last four states are the space and the
+    silence before a phrase, and the first frame and the other frames of other speech.
     """
 
     def __init__(self, graph: PhraseGraph, alphabet: Alphabet) -> None:
@@ -65,10 +66,11 @@ class PhraseStates:
         self.count = self.other + 1
 
     def _find_sources(self, graph: PhraseGraph) -> None:
-        """For each word find what may be before it: word w (w), word w and a blank (W + w), no phrase (2 W).
+        """List the sources of each word: w is word w, W + w is word w and a blank, 2 W is the start of a phrase.
 
-        Without spaces a word that begins with the last label of the one before needs a blank between them, so words are
-        told apart by their first label too, and words that end a phrase are themselves before the next one.
+        Words with the same sources share a row. In an alphabet without a space, a word that begins with the last label
+        of the word before needs a blank between them: there, words of a row have their first label in common too, and
+        a word that ends a phrase is a source of the words that begin one.
         """
         words = graph.words
         spaced = self.space >= 0
@@ -192,7 +194,7 @@ class _Stream:
         return new, moves
 
     def _root(self, ended: NDArray[np.float64], ended_from: NDArray[np.int64]) -> tuple[float, int]:
-        """The best path that has just ended a phrase or other speech."""
+        """Return score and state of the best path that has just ended a phrase or other speech."""
         s, old = self.states, self.scores
         last = int(s.exits[ended[s.exits].argmax()])
         ways = [(float(ended[last]), int(ended_from[last]))]
@@ -200,7 +202,7 @@ class _Stream:
         return max(ways, key=lambda way: way[0])
 
     def _finalise(self) -> None:
-        """Make the path final as far as all paths agree."""
+        """Read the part that all paths share: its words are final."""
         if len(self.moves) > self.most_pending:
             best = int(self.scores.argmax())
             self.scores[np.arange(len(self.scores)) != best] = _NEVER
@@ -222,7 +224,7 @@ class _Stream:
         return path[::-1]
 
     def hypothesis(self, *, at_end: bool) -> Hypothesis:
-        """The best hypothesis so far; `at_end`: of whole phrases."""
+        """Return the best hypothesis so far; `at_end`: the best one of whole phrases."""
         s = self.states
         state = int(self.scores.argmax())
         if at_end:

@@ -143,7 +143,7 @@ class BatchedBeamSearch:
 
 
 def _without_shared(beams: Beams) -> tuple[Beams, list[list[int]]]:
-    """Take the first labels that all prefixes share away from them."""
+    """Remove the first labels that all prefixes of a stream share; return the beams, and the labels by stream."""
     counts = beams.shared_counts()
     if not counts.any():
         return beams, [[] for _ in counts]
@@ -203,7 +203,8 @@ class BeamDecoder(Decoder):
                 f"decode.beam={options.beam} is not allowed with decode.method=beam: give {_MAX_BEAM} or less, "
                 "or choose decode.method=native"
             )
-        self.written, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
+        self.network_alphabet, self.options = alphabet, options
+        self.frame_s, self.device = frame_s, device
         self.second_pass = second_pass
         self.pronounced = _pronounced(alphabet, lm)
         self.alphabet = alphabet if self.pronounced is None else self.pronounced.alphabet
@@ -224,7 +225,7 @@ class BeamDecoder(Decoder):
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode whole utterances: on a GPU by one launch, and one alignment of each utterance."""
-        check_log_probs(log_probs, lengths, len(self.written))
+        check_log_probs(log_probs, lengths, len(self.network_alphabet))
         if not len(lengths):
             return []
         log_probs = self._searched(log_probs)
@@ -246,7 +247,7 @@ class BeamDecoder(Decoder):
         return BeamDecoding(self, rows, {**self.phrases, **self._as_searched(hot_words or {})})
 
     def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        check_log_probs(log_probs, lengths, len(self.written), allow_empty=True)
+        check_log_probs(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
         self._step(decodings, self._searched(log_probs), lengths)
 
     def best(self, decodings: Sequence[BeamDecoding]) -> list[list[Hypothesis]]:
@@ -266,19 +267,20 @@ class BeamDecoder(Decoder):
         return _by_decoding([self._in_words(row) for row in nbest], decodings)
 
     def _searched(self, log_probs: Tensor) -> Tensor:
-        """Log-probs (T, B, V) of the network as those of the labels of the search."""
+        """Return log-probs (T, B, W) float32 of the labels of the search, from those (T, B, V) of the network."""
         log_probs = log_probs.float().to(self.device)
         return log_probs if self.pronounced is None else self.pronounced.frames(log_probs)
 
     def _as_searched(self, hot_words: HotWords) -> dict[str, float | None]:
-        """Hot words and phrases in the characters of the search."""
-        written = as_written(hot_words, self.written)
+        """Return hot words and phrases in the characters of the search's alphabet."""
+        written = as_written(hot_words, self.network_alphabet)
         if self.pronounced is None:
             return written
         spelled = self.pronounced.spell_phrases(list(written))
         return {way: bonus for phrase, bonus in written.items() for way in spelled[phrase]}
 
     def _in_words(self, hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+        """Return hypotheses with written words and the network's labels, where the search has labels of its own."""
         return hypotheses if self.pronounced is None else [self.pronounced.in_words(h) for h in hypotheses]
 
     def _step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
