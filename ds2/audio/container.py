@@ -128,11 +128,6 @@ def _ogg_checksum(page: bytes) -> bytes:
     return remainder.to_bytes(4, "big").translate(_MIRRORED)
 
 
-def _self_checked(read: Read, size: int) -> str:
-    """Formats whose decoder notices truncation, or that state no length."""
-    return ""
-
-
 _CHECKS: dict[str, Callable[[Read, int], str]] = {
     **dict.fromkeys(("WAV", "WAVEX", "RF64", "AIFF", "SVX"), _chunked),
     "W64": _wave64,
@@ -140,5 +135,6 @@ _CHECKS: dict[str, Callable[[Read, int], str]] = {
     "AU": _sun,
     "NIST": _sphere,
     "OGG": _ogg,
-    **dict.fromkeys(("FLAC", "MP3", "RAW"), _self_checked),
+    # Their decoders notice truncation, or they state no length.
+    **dict.fromkeys(("FLAC", "MP3", "RAW"), lambda read, size: ""),
 }

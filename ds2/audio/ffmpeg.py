@@ -114,20 +114,13 @@ class FFmpegAudio:
 
 
 def _decode(descriptor: int) -> _Blocks:
-    package = _pyav()
-    if package is not None:
-        return _decode_with_pyav(package, descriptor)
-    if shutil.which("ffmpeg"):
-        return _decode_with_program(descriptor)
-    raise FFmpegError(f"libsndfile does not read this format: {_INSTALL}")
-
-
-def _pyav() -> Any:
     try:
         import av
     except ImportError:
-        return None
-    return av
+        if shutil.which("ffmpeg"):
+            return _decode_with_program(descriptor)
+        raise FFmpegError(f"libsndfile does not read this format: {_INSTALL}") from None
+    return _decode_with_pyav(av, descriptor)
 
 
 def _decode_with_pyav(package: Any, descriptor: int) -> _Blocks:

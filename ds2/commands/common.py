@@ -92,11 +92,7 @@ def _nearest(word: str, allowed: Iterable[object]) -> str:
 
 
 def own_folders(arguments: Sequence[str]) -> list[Path]:
-    """Return the folders that `--config-dir` names.
-
-    Raises:
-        ConfigError: one that is no folder.
-    """
+    """Return the folders that `--config-dir` names; raises ConfigError for one that is no folder."""
     return _without_config_dirs(arguments)[1]
 
 
@@ -157,7 +153,7 @@ def manifests_of(model_file: Path, paths: Sequence[str | Path], configured: Sequ
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, which need not be given; `chosen_model` chooses."""
+    """Add the optional MODEL; `chosen_model` has the default."""
     parser.add_argument(
         "model",
         type=Path,
@@ -207,8 +203,8 @@ def add_phrases(parser: argparse.ArgumentParser) -> None:
         "--allowance",
         type=real(0, 100),
         metavar="NATS",
-        help="how much less probable than other speech a phrase may be, natural log a letter: more finds more phrases, "
-        f"and more that were not said (default {DEFAULT_ALLOWANCE})",
+        help="how much less probable than other speech a phrase may be, natural log a letter: a larger value finds "
+        f"more phrases, and more that nobody said (default {DEFAULT_ALLOWANCE})",
     )
 
 
@@ -218,7 +214,7 @@ def add_false_alarms(parser: argparse.ArgumentParser) -> None:
         "--false-alarms",
         type=real(0, 1e6, above=True),
         metavar="N",
-        help="keywords an hour that nobody said, of each keyword: more finds more (default "
+        help="how often an hour each keyword may be found that nobody said: a larger value finds more (default "
         f"{FALSE_ALARMS}); needs a model whose settings have decode.keyword_alarms, and does not go with --allowance",
     )
 

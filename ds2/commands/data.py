@@ -44,7 +44,7 @@ from ds2.text.pronunciations import Phones, Pronunciations, read_pronunciations
 from ds2.text.unknown_characters import alphabet_lines, text_language
 
 log = logging.getLogger(__name__)
-_SHOWN_OF_A_KIND = 5
+_SHOWN_OF_A_KIND, _SHOWN_WORDS = 5, 10
 _BASE_SYMBOLS = " '"
 _OVERRIDE = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=")
 
@@ -70,7 +70,6 @@ def make_parser() -> Parser:
     imported.add_argument("manifest", type=Path, help="JSON-lines file to write")
     imported.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
     imported.add_argument("--skip-bad", action="store_true", help="leave out what has no usable audio or text")
-
     imported.add_argument(
         "--encoding", default="", metavar="NAME", help="of transcript files that are not Unicode: cp1252, cp1254, ..."
     )
@@ -90,7 +89,7 @@ def make_parser() -> Parser:
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
 
-    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet, _add_normalise, add_lexicon):
+    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet, _add_normalise, _add_lexicon):
         add(commands)
 
     return parser
@@ -369,7 +368,7 @@ def _add_normalise(commands: Any) -> None:
     parser = commands.add_parser(
         "normalise",
         usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
-        help="show what an alphabet makes of a text: ds2 data normalise 'in 1995' alphabet=english_text",
+        help="show a text as an alphabet normalises it: ds2 data normalise 'in 1995' alphabet=english_text",
     )
     parser.add_argument("arguments", nargs="+", metavar="TEXT", help="texts; - reads lines from standard input")
     parser.set_defaults(run=_normalise)
@@ -396,10 +395,7 @@ def _normalise(options: argparse.Namespace) -> int:
     return status
 
 
-_SHOWN = 10
-
-
-def add_lexicon(commands: Any) -> None:
+def _add_lexicon(commands: Any) -> None:
     """Declare `ds2 data lexicon`."""
     parser = commands.add_parser(
         "lexicon", help="pronunciations of the words of texts and language models, for alphabet.lexicon"
@@ -414,10 +410,10 @@ def add_lexicon(commands: Any) -> None:
     parser.add_argument(
         "--no-guess", action="store_true", help="leave out words that the dictionary lacks, instead of a guess"
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_lexicon)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _lexicon(options: argparse.Namespace) -> int:
     from ds2.lm.letters_to_phones import LettersToPhones  # imported late: the other data commands need no torch
 
     check_writable(options.output)
@@ -444,13 +440,13 @@ def _run(options: argparse.Namespace) -> int:
         f"{options.dictionary} and were guessed from their letters"
     )
     if guessed:
-        common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN]
+        common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN_WORDS]
         print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))
     without = sorted((word for word in unknown if word not in guessed), key=lambda word: -wanted[word])
     if without:
         lacking = sorted(set("".join(without)).difference(*dictionary.words))
         why = f"; the dictionary has no word with {' '.join(lacking)}" if lacking else ""
-        print(f"without a pronunciation: {len(without)} words, such as {', '.join(without[:_SHOWN])}{why}")
+        print(f"without a pronunciation: {len(without)} words, such as {', '.join(without[:_SHOWN_WORDS])}{why}")
     return 0
 
 

@@ -165,7 +165,7 @@ def make_parser() -> Parser:
         type=real(-100, 100),
         nargs="*",
         metavar="SNR_DB",
-        help="instead: WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms, through codecs",
+        help="report only the WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms and codecs",
     )
     parser.add_argument(
         "--latency",

@@ -65,10 +65,6 @@ def _native(inputs: DecoderInputs) -> Decoder:
     return _on_cpu(LexiconSearch if inputs.options.lexicon else NativeSearch, inputs)
 
 
-def _ctcdecode(inputs: DecoderInputs) -> Decoder:
-    return _on_cpu(CtcdecodeSearch, inputs)
-
-
 def _on_cpu(kind: type[NativeSearch | LexiconSearch | CtcdecodeSearch], inputs: DecoderInputs) -> Decoder:
     """Build the decoder of another package's search, which runs on the CPU whatever the device of the model."""
     if inputs.alphabet.pronunciations is not None:
@@ -87,7 +83,7 @@ METHODS: dict[str, Method] = {
     "greedy": Method(_greedy, frozenset()),
     "beam": Method(_beam, _WITH_LM | _PRUNED | {"keyword_alarms"}),
     "native": Method(_native, _WITH_LM | _PRUNED | {"threads"}),
-    "ctcdecode": Method(_ctcdecode, _WITH_LM | {"threads"}),
+    "ctcdecode": Method(partial(_on_cpu, CtcdecodeSearch), _WITH_LM | {"threads"}),
 }
 _EVERY_METHOD = frozenset({"method", "confidence"})
 _NEEDS = {  # the settings one of which must be set for this one to have an effect

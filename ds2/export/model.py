@@ -100,10 +100,10 @@ class StateRow:
 
     def read(self, *shape: int) -> Value:
         """The next of the last chunk's numbers, as (B, *shape)."""
-        start, count = self.size, prod(shape)
-        self.size += count
-        row = self._ops.zeros(self._like, count) if self._row is None else self._ops.cut(self._row, 1, start, self.size)
-        return self._ops.reshape(row, (0, *shape))
+        ops, start = self._ops, self.size
+        self.size += prod(shape)
+        row = ops.zeros(self._like, prod(shape)) if self._row is None else ops.slice(self._row, 1, start, self.size)
+        return ops.reshape(row, (0, *shape))
 
     def write(self, x: Value) -> None:
         """Keep for the next chunk what replaces the numbers that were read, in the same order."""
@@ -157,20 +157,20 @@ class Network:
         """Log energies (B, 1, F, T) of samples (B, N)."""
         ops, signal, window = self.ops, self.weights.features, self.weights.features.window
         x = self._masked(ops.reshape(samples, (0, 1, 1, -1)), at, _IMAGE).x
-        mirrored = ops.flip(ops.cut(x, _IMAGE, 0, window.past), _IMAGE) if window.past else None
+        mirrored = ops.slice(x, _IMAGE, 0, window.past).flip(_IMAGE) if window.past else None
         if self.tails is None:
             x = x if mirrored is None else ops.concat([mirrored, x], _IMAGE)
         else:
             x = self._with_past(x, _IMAGE, (1, 1), window, at.before, mirrored)
         parts = ops.conv(x, ops.constant(signal.transform), None, (1, window.stride), 0)
         squares, bins = parts * parts, signal.transform.shape[0] // 2
-        power = ops.cut(squares, 1, 0, bins) + ops.cut(squares, 1, bins, None)
+        power = ops.slice(squares, 1, 0, bins) + ops.slice(squares, 1, bins, None)
         if signal.mel is not None:
             power = ops.conv(power, ops.constant(signal.mel), None, (1, 1), 0)
-        power = power + signal.floor if signal.adds_floor else ops.clip(power, signal.floor, None)
+        power = power + signal.floor if signal.adds_floor else power.clamp(signal.floor, None)
         known = (at.known + (window.past - window.length + window.stride)) // window.stride
         progress = SourcePosition(at.before // window.stride, known, self._delay(window))
-        return ops.transpose(ops.log(power), (0, 2, 1, 3)), progress
+        return power.log().permute(0, 2, 1, 3), progress
 
     def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
         """Log-probs (B, T, V) of log energies (B, 1, F, T); in frames that are not valid the blank is certain."""
@@ -179,7 +179,7 @@ class Network:
         frames = self._masked(normalised, at, _IMAGE)
         for conv in network.convs:
             frames = self._conv(frames, conv)
-        x = ops.reshape(ops.transpose(frames.x, (0, 3, 1, 2)), (0, 0, -1))
+        x = ops.reshape(frames.x.permute(0, 3, 1, 2), (0, 0, -1))
         frames = LayerFrames(x, frames.at, frames.valid)
         for module in network.modules:
             frames = self._module(frames, module)
@@ -188,7 +188,7 @@ class Network:
         blank = torch.full((len(network.bias),), NEVER)
         blank[BLANK] = 0.0
         valid = ops.reshape(frames.valid, (0, -1, 1))
-        log_probs = ops.where(valid, ops.log_softmax(logits), ops.constant(blank))
+        log_probs = ops.where(valid, logits.log_softmax(-1), ops.constant(blank))
         return LayerFrames(log_probs, frames.at, frames.valid)
 
     def _conv(self, frames: LayerFrames, conv: ConvWeights) -> LayerFrames:
@@ -198,7 +198,7 @@ class Network:
         x = ops.conv(x, ops.constant(conv.weight), ops.constant(conv.bias), conv.stride, bins)
         stride = window.stride
         after = SourcePosition(at.before // stride, (at.known + (stride - 1)) // stride, self._delay(window))
-        return self._masked(ops.clip(x, 0.0, conv.clip), after, _IMAGE)
+        return self._masked(x.clamp(0.0, conv.clip), after, _IMAGE)
 
     def _module(self, frames: LayerFrames, module: ModuleWeights) -> LayerFrames:
         ops, skip = self.ops, frames.x
@@ -217,7 +217,7 @@ class Network:
         if module.lookahead and self.tails is not None:
             waiting = TimeWindow(module.lookahead + 1, 0, 1, 0)
             joined = self._with_past(skip, _SEQUENCE, (module.layers[0].hidden,), waiting)
-            skip = ops.cut(joined, _SEQUENCE, 0, -waiting.cached)
+            skip = ops.slice(joined, _SEQUENCE, 0, -waiting.cached)
         return LayerFrames(frames.x + skip, frames.at, frames.valid)
 
     def _row_conv(self, frames: LayerFrames, weight: Tensor) -> LayerFrames:
@@ -227,7 +227,7 @@ class Network:
         x = self._with_past(frames.x, _SEQUENCE, (hidden,), window)
         total = None
         for tap in range(taps):
-            term = ops.cut(x, _SEQUENCE, tap, tap + 1 - taps or None) * ops.constant(weight[tap])
+            term = ops.slice(x, _SEQUENCE, tap, tap + 1 - taps or None) * ops.constant(weight[tap])
             total = term if total is None else total + term
         return self._masked(total, SourcePosition(frames.at.before, frames.at.known, self._delay(window)), _SEQUENCE)
 
@@ -237,7 +237,7 @@ class Network:
         ops, hidden = self.ops, layer.hidden
         x = self._divided_by_rms(frames.x, layer.rms_eps)
         z = x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
-        valid = ops.to_float(ops.reshape(frames.valid, (0, -1, 1)))
+        valid = ops.reshape(frames.valid, (0, -1, 1)).float()
         # The last gate of gru_before has a product of its own.
         ends = (2 * hidden,) if layer.cell == "gru_before" else ()
         weight_hh, *weight_hn = (ops.constant(part.t()) for part in direction.weight_hh.tensor_split(ends))
@@ -248,26 +248,26 @@ class Network:
         def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             pre = inputs[0] + states[0] @ weight_hh
             if layer.cell == "tanh":
-                return [ops.tanh(pre) * inputs[1]]
-            return [ops.clip(pre, 0.0, layer.clip if layer.cell == "clipped_relu" else None) * inputs[1]]
+                return [pre.tanh() * inputs[1]]
+            return [pre.clamp(0.0, layer.clip if layer.cell == "clipped_relu" else None) * inputs[1]]
 
         def lstm(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            i, f, g, o = ops.split(inputs[0] + states[0] @ weight_hh, 4)
-            c = (ops.sigmoid(f) * states[1] + ops.sigmoid(i) * ops.tanh(g)) * inputs[1]
-            return [ops.sigmoid(o) * ops.tanh(c), c]
+            i, f, g, o = (inputs[0] + states[0] @ weight_hh).chunk(4, -1)
+            c = (f.sigmoid() * states[1] + i.sigmoid() * g.tanh()) * inputs[1]
+            return [o.sigmoid() * c.tanh(), c]
 
         def gru(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            x_r, x_z, x_n = ops.split(inputs[0], 3)
-            h_r, h_z, h_n = ops.split(states[0] @ weight_hh, 3)
-            n = ops.tanh(x_n + ops.sigmoid(x_r + h_r) * (h_n + bias_hn))
-            z = ops.sigmoid(x_z + h_z)
+            x_r, x_z, x_n = inputs[0].chunk(3, -1)
+            h_r, h_z, h_n = (states[0] @ weight_hh).chunk(3, -1)
+            n = (x_n + (x_r + h_r).sigmoid() * (h_n + bias_hn)).tanh()
+            z = (x_z + h_z).sigmoid()
             return [(n + z * (states[0] - n)) * inputs[1]]
 
         def gru_before(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            x_r, x_z, x_n = ops.split(inputs[0], 3)
-            h_r, h_z = ops.split(states[0] @ weight_hh, 2)
-            n = ops.tanh(x_n + (ops.sigmoid(x_r + h_r) * states[0]) @ weight_hn[0])
-            z = ops.sigmoid(x_z + h_z)
+            x_r, x_z, x_n = inputs[0].chunk(3, -1)
+            h_r, h_z = (states[0] @ weight_hh).chunk(2, -1)
+            n = (x_n + ((x_r + h_r).sigmoid() * states[0]) @ weight_hn[0]).tanh()
+            z = (x_z + h_z).sigmoid()
             return [(n + z * (states[0] - n)) * inputs[1]]
 
         step = {"lstm": lstm, "gru_after": gru, "gru_before": gru_before}.get(layer.cell, simple)
@@ -286,7 +286,7 @@ class Network:
 
     def _masked(self, x: Value, at: SourcePosition, axis: int) -> LayerFrames:
         """Set to 0 what is before the start or past the end."""
-        position = self.ops.steps(x, axis) + (at.before - at.delay)
+        position = self.ops.arange(x, axis) + (at.before - at.delay)
         valid = (position >= 0) & (position < at.known)
         sizes = (0, 1, 1, -1) if axis == _IMAGE else (0, -1, 1)
         return LayerFrames(self.ops.where(self.ops.reshape(valid, sizes), x, 0.0), at, valid)
@@ -320,7 +320,7 @@ class Network:
             started = ops.reshape(before >= 1, (0, 1, 1, 1))
             tail = ops.where(started, tail, ops.pad(mirrored, axis, window.cached - window.past, 0))
         joined = ops.concat([tail, x], axis)
-        self.tails.write(ops.cut(joined, axis, -window.cached, None))
+        self.tails.write(ops.slice(joined, axis, -window.cached, None))
         return joined
 
 
@@ -389,9 +389,9 @@ class Exported:
         rows = [None if inputs.get(name) is None else ops.reshape(inputs[name], (0, -1)) for name in STATES]
         memory, tails = (StateRow(ops, row, signal) for row in rows[:2])
         before = length - length if rows[2] is None else rows[2]
-        past_end = ops.to_int(tails.read(1))  # frames past the stream's end in the chunks so far
+        past_end = tails.read(1).long()  # frames past the stream's end in the chunks so far
         length = ops.where(past_end >= 1, 0, length)
-        tails.write(ops.to_float(past_end + self.chunk - length))
+        tails.write((past_end + self.chunk - length).float())
         at = SourcePosition(before + past_end, before + length)
         outputs, delay = self._outputs(ops, Network(ops, self.weights, memory, tails), signal, at)
         for name, state in zip(STATES, (memory, tails), strict=False):
@@ -407,7 +407,7 @@ class Exported:
         else:
             energies = ops.reshape(signal, (0, 1, self.bins, -1))
         output = network.log_probs(energies, at)
-        frames = ops.total(ops.to_int(output.valid), 1)
+        frames = output.valid.long().sum(1)
         return {"log_probs": output.x, "frames": frames}, output.at.delay
 
     def example(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

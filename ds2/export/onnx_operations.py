@@ -19,7 +19,7 @@ _TO_THE_END = np.iinfo(np.int64).max
 
 
 class OnnxValue:
-    """A tensor of the graph; operators between it and others, or Python's numbers, add nodes."""
+    """A tensor of the graph with some operators and methods of torch's tensors, which add nodes."""
 
     def __init__(self, graph: OnnxOperations, name: str) -> None:
         self.graph, self.name = graph, name
@@ -50,6 +50,39 @@ class OnnxValue:
 
     def __and__(self, other: Any) -> OnnxValue:
         return self.graph.node("And", self, other)
+
+    def chunk(self, parts: int, axis: int) -> Sequence[OnnxValue]:
+        return self.graph.nodes("Split", [self], parts, axis=axis)
+
+    def clamp(self, low: float, high: float | None) -> OnnxValue:
+        return self.graph.node("Clip", self, float(low), None if high is None else float(high))
+
+    def flip(self, axis: int) -> OnnxValue:
+        return self.graph.node("Slice", self, [-1], [-_TO_THE_END], [axis], [-1])
+
+    def float(self) -> OnnxValue:
+        return self.graph.node("Cast", self, to=TensorProto.FLOAT)
+
+    def log(self) -> OnnxValue:
+        return self.graph.node("Log", self)
+
+    def log_softmax(self, axis: int) -> OnnxValue:
+        return self.graph.node("LogSoftmax", self, axis=axis)
+
+    def long(self) -> OnnxValue:
+        return self.graph.node("Cast", self, to=TensorProto.INT64)
+
+    def permute(self, *axes: int) -> OnnxValue:
+        return self.graph.node("Transpose", self, perm=list(axes))
+
+    def sigmoid(self) -> OnnxValue:
+        return self.graph.node("Sigmoid", self)
+
+    def sum(self, axis: int) -> OnnxValue:
+        return self.graph.node("ReduceSum", self, [axis], keepdims=0)
+
+    def tanh(self) -> OnnxValue:
+        return self.graph.node("Tanh", self)
 
 
 class OnnxOperations:
@@ -90,17 +123,11 @@ class OnnxOperations:
     def concat(self, parts: Sequence[OnnxValue], axis: int) -> OnnxValue:
         return self.node("Concat", *parts, axis=axis) if len(parts) > 1 else parts[0]
 
-    def cut(self, x: OnnxValue, axis: int, start: int, end: int | None) -> OnnxValue:
+    def slice(self, x: OnnxValue, axis: int, start: int, end: int | None) -> OnnxValue:
         return self.node("Slice", x, [start], [_TO_THE_END if end is None else end], [axis])
-
-    def flip(self, x: OnnxValue, axis: int) -> OnnxValue:
-        return self.node("Slice", x, [-1], [-_TO_THE_END], [axis], [-1])
 
     def reshape(self, x: OnnxValue, shape: Sequence[int]) -> OnnxValue:
         return self.node("Reshape", x, list(shape))
-
-    def transpose(self, x: OnnxValue, axes: Sequence[int]) -> OnnxValue:
-        return self.node("Transpose", x, perm=list(axes))
 
     def pad(self, x: OnnxValue, axis: int, before: int, after: int) -> OnnxValue:
         rank = {1: 3, 3: 4}[axis]  # of (B, T, H) and of (B, C, F, T)
@@ -108,29 +135,11 @@ class OnnxOperations:
             "Pad", x, [before if at == axis else after if at == axis + rank else 0 for at in range(2 * rank)]
         )
 
-    def split(self, x: OnnxValue, parts: int) -> Sequence[OnnxValue]:
-        return self.nodes("Split", [x], parts, axis=-1)
-
     def conv(
         self, x: OnnxValue, weight: OnnxValue, bias: OnnxValue | None, stride: Sequence[int], bins: int
     ) -> OnnxValue:
         inputs = (x, weight) if bias is None else (x, weight, bias)
         return self.node("Conv", *inputs, strides=list(stride), pads=[bins, 0, bins, 0])
-
-    def clip(self, x: OnnxValue, low: float, high: float | None) -> OnnxValue:
-        return self.node("Clip", x, float(low), None if high is None else float(high))
-
-    def sigmoid(self, x: OnnxValue) -> OnnxValue:
-        return self.node("Sigmoid", x)
-
-    def tanh(self, x: OnnxValue) -> OnnxValue:
-        return self.node("Tanh", x)
-
-    def log(self, x: OnnxValue) -> OnnxValue:
-        return self.node("Log", x)
-
-    def log_softmax(self, x: OnnxValue) -> OnnxValue:
-        return self.node("LogSoftmax", x, axis=-1)
 
     def divided_by_rms(self, x: OnnxValue, eps: float) -> OnnxValue:
         mean = self.node("ReduceMean", self.node("Mul", x, x), axes=[-1], keepdims=1)
@@ -139,27 +148,15 @@ class OnnxOperations:
     def where(self, condition: OnnxValue, x: Any, y: Any) -> OnnxValue:
         return self.node("Where", condition, x, y)
 
-    def to_float(self, x: OnnxValue) -> OnnxValue:
-        return self.node("Cast", x, to=TensorProto.FLOAT)
-
-    def to_int(self, x: OnnxValue) -> OnnxValue:
-        return self.node("Cast", x, to=TensorProto.INT64)
-
-    def total(self, x: OnnxValue, axis: int) -> OnnxValue:
-        return self.node("ReduceSum", x, [axis], keepdims=0)
-
-    def steps(self, x: OnnxValue, axis: int) -> OnnxValue:
+    def arange(self, x: OnnxValue, axis: int) -> OnnxValue:
         return self.node("Range", 0, self._size(x, axis), 1)
 
     def zeros(self, like: OnnxValue, width: int) -> OnnxValue:
-        sizes = self.concat([self.node("Unsqueeze", self._size(like, 0), [0]), self._list(width)], 0)
-        return self.node("Expand", 0.0, sizes)
+        batch = self.node("Unsqueeze", self._size(like, 0), [0])
+        return self.node("Expand", 0.0, self.node("Concat", batch, [width], axis=0))
 
     def _size(self, x: OnnxValue, axis: int) -> OnnxValue:
         return self.node("Gather", self.node("Shape", x), axis)
-
-    def _list(self, size: int) -> OnnxValue:
-        return OnnxValue(self, self._named([size]))
 
     def scan(
         self, step: Step, states: Sequence[OnnxValue], inputs: Sequence[OnnxValue], *, reverse: bool

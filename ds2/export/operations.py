@@ -10,55 +10,34 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Value = Any
-"""A tensor of the target. It has + - * // @ >= < and &, with Python's float for float32 and int for int64."""
+"""A tensor of the target: torch's, or one with some of its operators and methods, which are + - * // @ >= < &, chunk,
+clamp, flip, float, log, log_softmax, long, permute, sigmoid, sum and tanh. Python's float is float32, int is int64."""
 Step = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
-"""The next states from the states (B, H) and the inputs (B, D) of a frame; the first state is what comes out."""
+"""The next states from the states (B, H) and the inputs (B, D) of a frame; the first state is the output."""
 
 
 class Operations(Protocol):
-    """Operations whose shapes are known but for the batch, and for time for whole utterances."""
+    """What the network needs beside the methods of a `Value`, whose sizes are known but for the batch and, in whole
+    utterances, the time.
+    """
 
     def constant(self, tensor: Tensor) -> Value:
-        """Weights."""
+        """Return weights as a constant of the target, float32."""
 
     def concat(self, parts: Sequence[Value], axis: int) -> Value:
         """Concatenate along an axis."""
 
-    def cut(self, x: Value, axis: int, start: int, end: int | None) -> Value:
-        """Elements start to end along an axis; negative ones count from its end, None is the end."""
-
-    def flip(self, x: Value, axis: int) -> Value:
-        """Reverse an axis."""
+    def slice(self, x: Value, axis: int, start: int, end: int | None) -> Value:
+        """Elements from `start` to before `end` along an axis; negative numbers count from its end, None is the end."""
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
         """New sizes: 0 is the size of the same axis, -1 all that remains."""
 
-    def transpose(self, x: Value, axes: Sequence[int]) -> Value:
-        """Permute axes."""
-
     def pad(self, x: Value, axis: int, before: int, after: int) -> Value:
         """Zeros before and after along an axis."""
 
-    def split(self, x: Value, parts: int) -> Sequence[Value]:
-        """Equal parts along the last axis."""
-
     def conv(self, x: Value, weight: Value, bias: Value | None, stride: Sequence[int], bins: int) -> Value:
-        """2-D convolution (B, C, F, T), with that many zeros below and above in frequency."""
-
-    def clip(self, x: Value, low: float, high: float | None) -> Value:
-        """Values from low to high."""
-
-    def sigmoid(self, x: Value) -> Value:
-        """1 / (1 + exp(-x))."""
-
-    def tanh(self, x: Value) -> Value:
-        """Hyperbolic tangent."""
-
-    def log(self, x: Value) -> Value:
-        """Natural logarithm."""
-
-    def log_softmax(self, x: Value) -> Value:
-        """Along the last axis."""
+        """Convolve (B, C, F, T), padded with `bins` zeros below and above in frequency."""
 
     def divided_by_rms(self, x: Value, eps: float) -> Value:
         """x / sqrt(mean(x^2) + eps), the mean along the last axis."""
@@ -66,23 +45,14 @@ class Operations(Protocol):
     def where(self, condition: Value, x: Value, y: Value) -> Value:
         """x where true, else y."""
 
-    def to_float(self, x: Value) -> Value:
-        """As float32."""
-
-    def to_int(self, x: Value) -> Value:
-        """As int64."""
-
-    def total(self, x: Value, axis: int) -> Value:
-        """Sum over an axis."""
-
-    def steps(self, x: Value, axis: int) -> Value:
-        """0, 1, 2, ... to the size of an axis, int64."""
+    def arange(self, x: Value, axis: int) -> Value:
+        """0, 1, 2, ... up to the size of an axis less 1, int64."""
 
     def zeros(self, like: Value, width: int) -> Value:
         """(B, width) for the B of `like`."""
 
     def scan(self, step: Step, states: Sequence[Value], inputs: Sequence[Value], *, reverse: bool) -> tuple[Value, Any]:
-        """Run a step over the frames of inputs (B, T, D): what comes out (B, T, H), and the last states."""
+        """Run a step over the frames of inputs (B, T, D); return the first state of each (B, T, H), the last states."""
 
 
 class TorchOperations:
@@ -106,41 +76,17 @@ class TorchOperations:
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
         return torch.cat(list(parts), axis)
 
-    def cut(self, x: Tensor, axis: int, start: int, end: int | None) -> Tensor:
+    def slice(self, x: Tensor, axis: int, start: int, end: int | None) -> Tensor:
         return x[(slice(None),) * axis + (slice(start, end),)]
-
-    def flip(self, x: Tensor, axis: int) -> Tensor:
-        return x.flip(axis)
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
 
-    def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        return x.permute(list(axes))
-
     def pad(self, x: Tensor, axis: int, before: int, after: int) -> Tensor:
         return functional.pad(x, [0, 0] * (x.dim() - 1 - axis) + [before, after])
 
-    def split(self, x: Tensor, parts: int) -> Sequence[Tensor]:
-        return x.chunk(parts, -1)
-
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], bins: int) -> Tensor:
         return functional.conv2d(x, weight, bias, list(stride), (bins, 0))
-
-    def clip(self, x: Tensor, low: float, high: float | None) -> Tensor:
-        return x.clamp(low, high)
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return x.sigmoid()
-
-    def tanh(self, x: Tensor) -> Tensor:
-        return x.tanh()
-
-    def log(self, x: Tensor) -> Tensor:
-        return x.log()
-
-    def log_softmax(self, x: Tensor) -> Tensor:
-        return x.log_softmax(-1)
 
     def divided_by_rms(self, x: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], None, eps)
@@ -148,16 +94,7 @@ class TorchOperations:
     def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
         return torch.where(condition, x, y)
 
-    def to_float(self, x: Tensor) -> Tensor:
-        return x.float()
-
-    def to_int(self, x: Tensor) -> Tensor:
-        return x.long()
-
-    def total(self, x: Tensor, axis: int) -> Tensor:
-        return x.sum(axis)
-
-    def steps(self, x: Tensor, axis: int) -> Tensor:
+    def arange(self, x: Tensor, axis: int) -> Tensor:
         return torch.arange(x.shape[axis], device=x.device)
 
     def zeros(self, like: Tensor, width: int) -> Tensor:

@@ -19,7 +19,8 @@ from typing import TextIO, cast
 
 log = logging.getLogger(__name__)
 _stderr_lock = threading.Lock()
-_JOINERS = "\u200c\u200d"  # join letters in Persian, Hindi and others: part of the text
+_CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories
+_ALLOWED = "\n\t\u200c\u200d"  # of these; the last two join letters in Persian, Hindi and others
 _EVERY_S = 60.0
 
 
@@ -27,15 +28,10 @@ def visible(text: str) -> str:
     """Return the text with control and reordering characters escaped, such as \\x1b; line ends and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c in "\n\t" + _JOINERS or not _is_control(c) else _escape(c) for c in text)
-
-
-def _is_control(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(
+        c.encode("unicode_escape").decode("ascii") if unicodedata.category(c) in _CONTROL and c not in _ALLOWED else c
+        for c in text
+    )
 
 
 class VisibleFormatter(logging.Formatter):
