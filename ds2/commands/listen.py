@@ -28,7 +28,7 @@ from ds2.commands.common import (
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
-from ds2.decoding.hypothesis import Word, word_record
+from ds2.decoding.hypothesis import Word, span_record, word_record
 from ds2.decoding.keywords import measured_search
 from ds2.decoding.phrases import FALSE_ALARMS, OTHERS
 from ds2.model.checkpoint import find_model, load_model
@@ -97,8 +97,8 @@ class _Printer:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
         while live.segments:
             segment = live.segments.popleft()
-            times = {"start_s": round(segment.start_s, 3), "end_s": round(segment.end_s, 3)}
             words = [word_record(word) for word in segment.hypothesis.words]
+            times = span_record(segment.start_s, segment.end_s)
             record = times | {"text": segment.hypothesis.text, "words": words}
             print(json.dumps(record, ensure_ascii=False) if self.as_json else segment.hypothesis.text, flush=True)
         if self.partials:
@@ -121,12 +121,9 @@ class _Printer:
             if other:
                 continue
             phrase = list(group)
-            times = {"start_s": round(phrase[0].start_s, 3), "end_s": round(phrase[-1].end_s, 3)}
-            record = times | {
-                "text": " ".join(word.text for word in phrase),
-                "words": [word_record(word) for word in phrase],
-            }
-            print(json.dumps(record, ensure_ascii=False) if self.as_json else record["text"], flush=True)
+            text, records = " ".join(word.text for word in phrase), [word_record(word) for word in phrase]
+            record = span_record(phrase[0].start_s, phrase[-1].end_s) | {"text": text, "words": records}
+            print(json.dumps(record, ensure_ascii=False) if self.as_json else text, flush=True)
 
 
 def _import_sounddevice() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from ds2.commands.common import NumberArgument, real
 from ds2.config.allowed import KEY, UNLIMITED
+from ds2.config.convert import setting_comments
 from ds2.config.device import resolve_device
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, RecurrentShape, save_recurrent
@@ -24,32 +26,19 @@ from ds2.text.alphabet import Alphabet
 from ds2.training.stopping import Interrupts
 
 _FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change when a training resumes
-_HELP = {
-    "hidden": "units per layer",
-    "layers": "LSTM layers",
-    "dropout": "of the inputs of layers and of the recurrent weights, in training",
-    "epochs": "of the text",
-    "max_minutes": "stop after this time, with the learning rate at zero; 0: no limit",
-    "learning_rate": "the highest",
-    "warmup_steps": "in which it rises",
-    "weight_decay": "of AdamW",
-    "batch_tokens": "per step, padding included",
-    "join": "up to this many consecutive lines are read as one text",
-    "longest": "tokens of a text; longer ones are cut",
-    "seed": "of weights, dropout and order",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ds2 lm train` other than those of the alphabet."""
+    """Add the arguments of `ds2 lm train` other than those of the alphabet; comments of the settings are their help."""
     for kind in (RecurrentShape, TrainingSettings):
+        comments = setting_comments(sys.modules[kind.__module__])
         for field in fields(kind):
             kind_of: Any = type(field.default)
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 type=NumberArgument(kind_of, field.metadata[KEY]),
                 default=field.default,
-                help=_HELP[field.name],
+                help=comments[kind.__name__, field.name],
             )
     parser.add_argument(
         "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",

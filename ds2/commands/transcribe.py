@@ -24,7 +24,7 @@ from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_phras
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
-from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, span_record, word_record
 from ds2.decoding.phrases import OTHERS
 from ds2.model.checkpoint import find_model, load_model
 from ds2.model.shipped import DEFAULT, looks_like_model
@@ -210,11 +210,7 @@ def _write_segments(recogniser: Recogniser, name: str, args: argparse.Namespace,
         while live.segments:
             segment = live.segments.popleft()
             if args.format == "json":
-                record = {
-                    "audio_filepath": name,
-                    "start_s": round(segment.start_s, 3),
-                    "end_s": round(segment.end_s, 3),
-                }
+                record = {"audio_filepath": name, **span_record(segment.start_s, segment.end_s)}
                 print(json.dumps(record | _result(segment.hypothesis), ensure_ascii=False), flush=True)
             else:
                 text = segment.hypothesis.text
@@ -246,11 +242,7 @@ def _raw_samples(stop: StopHandler) -> Iterator[NDArray[np.float32]]:
 def _record(name: str, transcript: Transcript) -> dict[str, Any]:
     record = {"audio_filepath": name, "duration": round(transcript.duration_s, 3)}
     segments = [
-        {
-            "start_s": round(words[0].start_s, 3),
-            "end_s": round(words[-1].end_s, 3),
-            "text": " ".join(word.text for word in words),
-        }
+        {**span_record(words[0].start_s, words[-1].end_s), "text": " ".join(word.text for word in words)}
         for words in paragraphs(transcript.words)
     ]
     return record | _result(transcript.hypothesis) | {"segments": segments}

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, cast, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -227,7 +228,7 @@ class Key:
 
 def documented_keys() -> list[tuple[str, str, list[Key]]]:
     """Return the sections of the configuration as (name, docstring, settings), without removed settings."""
-    comments = _comments()
+    comments = setting_comments(schema)
     sections: list[tuple[str, str, list[Key]]] = [("", "", [])]
     for field, kind in _fields(Config):
         if is_dataclass(kind):
@@ -261,9 +262,9 @@ def _fields(owner: Any) -> Iterator[tuple[Field[Any], Any]]:
         yield field, hints[field.name]
 
 
-def _comments() -> dict[tuple[str, str], str]:
-    """Map (class, field) of the schema to its comment: on the same line, else on the lines above."""
-    source = inspect.getsource(schema)
+def setting_comments(module: ModuleType) -> dict[tuple[str, str], str]:
+    """Map (class, field) of a module's dataclasses to its comment: on the same line, else on the lines above."""
+    source = inspect.getsource(module)
     code = source.splitlines()
     by_line = {
         token.start[0]: token.string.lstrip("# ")

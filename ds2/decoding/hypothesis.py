@@ -32,14 +32,15 @@ class Word:
     confidence: float
 
 
+def span_record(start_s: float, end_s: float) -> dict[str, float]:
+    """Return a time span for JSON, rounded to milliseconds."""
+    return {"start_s": round(start_s, 3), "end_s": round(end_s, 3)}
+
+
 def word_record(word: Word) -> dict[str, str | float]:
     """Return a word for JSON, with times rounded to milliseconds."""
-    return {
-        "text": word.text,
-        "start_s": round(word.start_s, 3),
-        "end_s": round(word.end_s, 3),
-        "confidence": round(word.confidence, 4),
-    }
+    times = span_record(word.start_s, word.end_s)
+    return {"text": word.text, **times, "confidence": round(word.confidence, 4)}
 
 
 @dataclass(frozen=True)

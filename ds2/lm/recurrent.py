@@ -33,10 +33,10 @@ _BATCH_TOKENS = {"cpu": 2**13, "cuda": 2**18}  # padded tokens of a batch to sco
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """The size of a recurrent language model."""
+    """The size of a recurrent language model; `ds2 lm train --help` shows the comments."""
 
-    hidden: int = number(512, 1, 65_536)
-    layers: int = number(2, 1, 100)
+    hidden: int = number(512, 1, 65_536)  # units per layer
+    layers: int = number(2, 1, 100)  # LSTM layers
     dropout: float = number(0.1, 0, 1, below=True)  # of the inputs of layers and classifier, and of recurrent weights
 
 

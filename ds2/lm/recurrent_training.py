@@ -39,17 +39,17 @@ _KIND = "recurrent-lm-training"
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a training."""
+    """Settings of a training; `ds2 lm train --help` shows the comments."""
 
-    epochs: int = number(10, 1, COUNT)
+    epochs: int = number(10, 1, COUNT)  # passes over the text
     max_minutes: float = number(0.0, 0, UNLIMITED)  # the learning rate reaches zero after this time; 0: no limit
-    learning_rate: float = number(2e-3, 0, 1e6, above=True)
-    warmup_steps: int = number(200, 0, COUNT)
-    weight_decay: float = number(0.01, 0, 1e6)
-    batch_tokens: int = number(32_768, 1, COUNT)  # padded tokens of a step
+    learning_rate: float = number(2e-3, 0, 1e6, above=True)  # the highest
+    warmup_steps: int = number(200, 0, COUNT)  # steps in which the learning rate rises
+    weight_decay: float = number(0.01, 0, 1e6)  # of AdamW
+    batch_tokens: int = number(32_768, 1, COUNT)  # tokens of a step, padding included
     join: int = number(1, 1, 1000)  # 1 to this many consecutive lines become one text, drawn in each epoch
     longest: int = number(1000, 1, 1_000_000)  # tokens of a text; longer texts are split
-    seed: int = number(1, 0, SEED)
+    seed: int = number(1, 0, SEED)  # of weights, dropout and order
 
 
 @dataclass(frozen=True)
