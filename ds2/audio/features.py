@@ -111,7 +111,7 @@ def _hz_from_mel(mel: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Style:
+class FilterBank:
     """How a filter bank of Kaldi's kind is computed.
 
     Attributes:
@@ -134,7 +134,7 @@ def _hann(samples: int) -> Tensor:
     return torch.hann_window(samples, periodic=True, dtype=torch.float64)
 
 
-STYLES = {"kaldi_fbank": Style(_povey, kaldi_filters, True), "nemo_fbank": Style(_hann, nemo_filters, False)}
+STYLES = {"kaldi_fbank": FilterBank(_povey, kaldi_filters, True), "nemo_fbank": FilterBank(_hann, nemo_filters, False)}
 """Styles by `features.kind`: Kaldi's own, which icefall trains with and most models of sherpa-onnx use, and NeMo's."""
 
 
@@ -143,7 +143,7 @@ def lead_samples(window_samples: int, step_samples: int) -> int:
     return window_samples // 2 - step_samples // 2
 
 
-def preemphasise(windows: Tensor, style: Style) -> Tensor:
+def preemphasise(windows: Tensor, style: FilterBank) -> Tensor:
     """Return windows (..., W) less their mean where the style says so, then x[t] - 0.97 x[t - 1], x[-1] being x[0]."""
     x = windows - windows.mean(-1, keepdim=True) if style.remove_mean else windows
     return x - PREEMPHASIS * torch.cat([x[..., :1], x[..., :-1]], -1)

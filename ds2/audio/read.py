@@ -178,7 +178,7 @@ def reads_cheaply(
         return is_cheap
 
 
-class Source(Protocol):
+class AudioFile(Protocol):
     """An opened file: the part of soundfile.SoundFile that is used here, which FFmpegAudio has too."""
 
     samplerate: int
@@ -199,7 +199,7 @@ class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has 
 
 
 @contextmanager
-def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[Source]:
+def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[AudioFile]:
     """Open a file for reading; errors within the block are raised as AudioError with the file's name.
 
     A file that is damaged, as far as its header shows, is an error, or with `lenient` a warning.
@@ -234,7 +234,7 @@ def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[
 
 
 @contextmanager
-def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient: bool) -> Iterator[Source]:
+def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient: bool) -> Iterator[AudioFile]:
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
@@ -270,7 +270,7 @@ def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
     return {"samplerate": rate_hz, "channels": 1, "format": "RAW", "subtype": "PCM_16", "endian": "LITTLE"}
 
 
-def _check_header(file: Source, path: Path) -> None:
+def _check_header(file: AudioFile, path: Path) -> None:
     low, high = RATES_HZ
     if not low <= file.samplerate <= high or not 1 <= file.channels <= MAX_CHANNELS:
         raise AudioError(
@@ -293,13 +293,13 @@ def _check_length(file: _ForwardFile, path: Path, descriptor: int, lenient: bool
         raise AudioError(f"{path}: {damage}. Copy it again; if what is there is enough, convert that, e.g. to FLAC")
 
 
-def _check_channel(file: Source, path: Path, channel: int) -> None:
+def _check_channel(file: AudioFile, path: Path, channel: int) -> None:
     if channel > file.channels:
         raise AudioError(f"{path}: has no channel {channel}, its channels are 1 to {file.channels}; 0 averages them")
 
 
 def _mono_blocks(
-    file: Source, path: Path, offset_s: float, duration_s: float | None, channel: int, *, lenient: bool
+    file: AudioFile, path: Path, offset_s: float, duration_s: float | None, channel: int, *, lenient: bool
 ) -> Iterator[NDArray[np.float32]]:
     _check_channel(file, path, channel)
     rate_hz = file.samplerate
@@ -356,14 +356,14 @@ def _one_channel(block: NDArray[np.float32], channel: int) -> NDArray[np.float32
     return mono
 
 
-def _check_segment(file: Source, path: Path, offset_s: float, duration_s: float | None) -> None:
+def _check_segment(file: AudioFile, path: Path, offset_s: float, duration_s: float | None) -> None:
     length_s = file.frames / file.samplerate
     if offset_s >= length_s or (duration_s is not None and offset_s + duration_s > length_s + END_TOLERANCE_S):
         segment = f"from {offset_s:g} s" + (f" to {offset_s + duration_s:g} s" if duration_s is not None else " on")
         raise AudioError(f"{path}: the segment {segment} goes past the end of the file, which is {length_s:.3f} s long")
 
 
-def _skip(file: Source, frames: int) -> None:
+def _skip(file: AudioFile, frames: int) -> None:
     if isinstance(file, soundfile.SoundFile) and file.format != "MP3" and soundfile.SoundFile.seekable(file):
         file.seek(frames)
         return

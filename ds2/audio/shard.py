@@ -35,7 +35,7 @@ class ShardError(UserError):
     """A shard is damaged or lacks a member; the message says which and why."""
 
 
-class Member(NamedTuple):
+class ShardMember(NamedTuple):
     """Position of an audio file in its shard."""
 
     name: str
@@ -85,10 +85,10 @@ class Shard:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ShardMember]:
         """Return all members, sorted by name."""
         names = self._names.tolist()
-        return [Member(names[row].decode(), *values) for row, values in enumerate(self._rows.tolist())]
+        return [ShardMember(names[row].decode(), *values) for row, values in enumerate(self._rows.tolist())]
 
     def missing(self, names: Sequence[str]) -> list[str]:
         """Return the names that are not members."""
@@ -116,14 +116,14 @@ class Shard:
             raise ShardError(f"{self.path}: {name} is damaged (its checksum is wrong); {_REPAIR}")
         return content
 
-    def _read_index(self, index: Path) -> list[Member]:
+    def _read_index(self, index: Path) -> list[ShardMember]:
         try:
             head, _, rest = index.read_bytes().partition(b"\n")
             facts = json.loads(head)
             if facts["version"] != _VERSION or facts["crc"] != zlib.crc32(rest):
                 raise ValueError("another version or damaged")
             lines = [line.split(" ", 4) for line in rest.decode().split("\n")[:-1]]
-            members = [Member(line[4], *map(int, line[:4])) for line in lines]
+            members = [ShardMember(line[4], *map(int, line[:4])) for line in lines]
             stated_bytes, self.made_from = int(facts["bytes"]), str(facts["made_from"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ShardError(f"{index}: not an index of a shard ({error}); {_REPAIR}") from error
@@ -131,20 +131,20 @@ class Shard:
             raise ShardError(f"{self.path}: has {self._bytes} bytes, its index states {stated_bytes}; {_REPAIR}")
         return members
 
-    def _read_headers(self) -> list[Member]:
-        members = list[Member]()
+    def _read_headers(self) -> list[ShardMember]:
+        members = list[ShardMember]()
         try:
             with tarfile.open(self.path, "r:") as tar:
                 for header in tar:
                     if header.issparse():
                         raise tarfile.TarError(f"{header.name} is a sparse file, whose bytes do not lie in one piece")
                     if header.isfile():
-                        members.append(Member(header.name.removeprefix("./"), header.offset_data, header.size))
+                        members.append(ShardMember(header.name.removeprefix("./"), header.offset_data, header.size))
         except (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
             raise ShardError(f"{self.path}: not a shard ({error}); {_REPAIR}") from error
         return members
 
-    def _check(self, members: list[Member]) -> None:
+    def _check(self, members: list[ShardMember]) -> None:
         names = set[str]()
         for name, offset, size, *_ in members:
             try:
@@ -165,7 +165,7 @@ class Shard:
             names.add(name)
 
 
-def write_index(shard: Path, members: Iterable[Member], made_from: str) -> None:
+def write_index(shard: Path, members: Iterable[ShardMember], made_from: str) -> None:
     """Write the index of a complete shard; `made_from` is a digest of its sources."""
     rest = "".join(f"{m.offset} {m.size} {m.crc} {m.samples} {m.name}\n" for m in members)
     facts = {

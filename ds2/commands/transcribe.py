@@ -32,7 +32,7 @@ from ds2.recognition.captions import cues, paragraphs, srt, vtt
 from ds2.recognition.recogniser import Recogniser, Transcript, transcribe_file
 from ds2.system.files import check_writable, temporary_folder, write_text
 from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals
-from ds2.system.terminal import Progress, visible
+from ds2.system.terminal import ProgressBar, visible
 
 _STDIN = "-"
 _CAPTIONS = {"srt": srt, "vtt": vtt}
@@ -151,18 +151,18 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _progress(files: Sequence[tuple[str, Path]], *, shown: bool) -> Progress:
+def _progress(files: Sequence[tuple[str, Path]], *, shown: bool) -> ProgressBar:
     """Count the files, or of a single one the seconds of its audio."""
     if len(files) > 1:
-        return Progress("transcribing", len(files), "files", shown=shown)
+        return ProgressBar("transcribing", len(files), "files", shown=shown)
     name, duration_s = files[0][0], None
     if name != _STDIN and Path(name).suffix.lower() not in FFMPEG_SUFFIXES:  # these are decoded for their length
         with suppress(AudioError):
             duration_s = audio_info(name).duration_s
-    return Progress(f"transcribing {name}", duration_s, "s of audio", shown=shown)
+    return ProgressBar(f"transcribing {name}", duration_s, "s of audio", shown=shown)
 
 
-def _of_one(progress: Progress, name: str, done: int, read_s: float) -> None:
+def _of_one(progress: ProgressBar, name: str, done: int, read_s: float) -> None:
     """Show how much of one of several files was read, after `done` files."""
     progress.what = f"transcribing {Path(name).name}, {read_s:.0f} s of it"
     progress.update(done)
@@ -175,7 +175,7 @@ def _write_whole(
     output: Path | None,
     *,
     alone: bool,
-    progress: Progress,
+    progress: ProgressBar,
     watch: Callable[[float], None],
 ) -> None:
     """Transcribe a file; write the transcript to `output` and print both names, or print it if `output` is None."""

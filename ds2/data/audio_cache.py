@@ -199,7 +199,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         utterances: U utterances.
         sample_rate_hz: rate of the waveforms.
         files: cache files that hold some of them.
-        places: (U, 2) index of the file and row in it of each utterance; file -1 decodes. None decodes all.
+        locations: (U, 2) index of the file and row in it of each utterance; file -1 decodes. None decodes all.
         channel: of the files, from 1; 0 averages all.
     """
 
@@ -208,7 +208,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         utterances: Sequence[Utterance],
         sample_rate_hz: int,
         files: Sequence[CacheFile] = (),
-        places: NDArray[np.int64] | None = None,
+        locations: NDArray[np.int64] | None = None,
         *,
         channel: int = 0,
     ) -> None:
@@ -216,7 +216,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         self.sample_rate_hz = sample_rate_hz
         self.channel = channel
         self.files = files
-        self._places = np.full((len(utterances), 2), _NOT_CACHED) if places is None else places
+        self._locations = np.full((len(utterances), 2), _NOT_CACHED) if locations is None else locations
 
     def __len__(self) -> int:
         return len(self.utterances)
@@ -224,11 +224,11 @@ class AudioStore(Sequence[NDArray[np.float32]]):
     @property
     def cached(self) -> int:
         """Number of utterances that are read from the cache."""
-        return int((self._places[:, 0] != _NOT_CACHED).sum())
+        return int((self._locations[:, 0] != _NOT_CACHED).sum())
 
     def __getitem__(self, position: int) -> NDArray[np.float32]:  # type: ignore[override]  # no slices
         """Return the waveform of one utterance; raises AudioError where it is not cached and cannot be decoded."""
-        file, row = self._places[position].tolist()
+        file, row = self._locations[position].tolist()
         pcm = None if file == _NOT_CACHED else self._cached(self.files[file], row, position)
         if pcm is None:
             pcm = decode(self.utterances[position], self.sample_rate_hz, self.channel)
@@ -271,7 +271,7 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
         return AudioStore(utterances, data.sample_rate_hz, channel=data.channel)
     folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz, data.channel)
     files = _open_files(folder)
-    known = _places(files, keys, cheap_too=data.cache == "auto")[:, 0] != _NOT_CACHED
+    known = _locate(files, keys, cheap_too=data.cache == "auto")[:, 0] != _NOT_CACHED
     listed = zip(keys, utterances, known, strict=True)
     missing = {key: u for key, u, is_known in listed if not (is_known or member_of(u.audio_filepath))}
     if missing:
@@ -285,16 +285,16 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
                 error,
             )
         files = _open_files(folder)
-    places = _places(files, keys)
-    used = sorted(set(places[:, 0].tolist()) - {_NOT_CACHED})
+    locations = _locate(files, keys)
+    used = sorted(set(locations[:, 0].tolist()) - {_NOT_CACHED})
     for file in used:
         with suppress(OSError):  # the cache may be another user's
             os.utime(files[file].path)
     renumbered = np.full(len(files) + 1, _NOT_CACHED)
     renumbered[used] = np.arange(len(used))
-    places[:, 0] = renumbered[places[:, 0]]
+    locations[:, 0] = renumbered[locations[:, 0]]
     used_files = [files[file] for file in used]
-    return AudioStore(utterances, data.sample_rate_hz, used_files, places, channel=data.channel)
+    return AudioStore(utterances, data.sample_rate_hz, used_files, locations, channel=data.channel)
 
 
 def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int, channel: int = 0) -> list[bytes]:
@@ -338,12 +338,12 @@ def _open_files(folder: Path) -> list[CacheFile]:
     return files
 
 
-def _places(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: bool = False) -> NDArray[np.int64]:
+def _locate(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: bool = False) -> NDArray[np.int64]:
     """Return (U, 2): file and row of each key, -1 where no file has it."""
     requested = np.frombuffer(b"".join(keys), "<i8").reshape(-1, 2)
-    places = np.full((len(keys), 2), _NOT_CACHED)
+    locations = np.full((len(keys), 2), _NOT_CACHED)
     if not files:
-        return places
+        return locations
     cached, counts = np.concatenate([f.keys for f in files]), np.concatenate([f.counts for f in files])
     rows = np.concatenate([np.stack([np.full(len(f.keys), n), np.arange(len(f.keys))], 1) for n, f in enumerate(files)])
     chosen = slice(None) if cheap_too else counts > 0
@@ -352,8 +352,8 @@ def _places(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: boo
     at = np.searchsorted(cached[order, 0], requested[:, 0])
     inside = np.flatnonzero(at < len(order))
     matches = inside[(cached[order[at[inside]]] == requested[inside]).all(axis=1)]
-    places[matches] = rows[order[at[matches]]]
-    return places
+    locations[matches] = rows[order[at[matches]]]
+    return locations
 
 
 def _extend(
@@ -374,7 +374,7 @@ def _extend(
     if cheap:
         _write_cheap(folder, [key for key in missing if key in cheap])
     costly = {key: utterance for key, utterance in missing.items() if key not in cheap}
-    used = {file for file, _ in _places(files, keys).tolist()}
+    used = {file for file, _ in _locate(files, keys).tolist()}
     fitting = _free_space(folder, {file.path for n, file in enumerate(files) if n in used}, costly, data)
     if fitting and (errors := _write_files(folder, fitting, data)):
         raise AudioError(summarise_errors(errors, total))

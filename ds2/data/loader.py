@@ -163,14 +163,14 @@ class SpeechLoader:
         self.utterances = utterances
         self.audio = open_audio(utterances, data)
         augmentation = None if augment is None else _augmentation(augment, data, self.audio)
-        dataset = _Batches(self.audio, utterances, alphabet, seed, augmentation)
+        dataset = _BatchDataset(self.audio, utterances, alphabet, seed, augmentation)
         on_gpu = device.type == "cuda"
         workers = worker_count(data.workers, on_gpu=on_gpu)
-        self._order = _Order()
+        self._planned = _PlannedBatches()
         self._loader: DataLoader[Batch | AudioError] = DataLoader(
             dataset,
             batch_size=None,
-            sampler=self._order,
+            sampler=self._planned,
             collate_fn=lambda batch: batch,
             num_workers=workers,
             worker_init_fn=lambda _: init_worker(),
@@ -196,7 +196,7 @@ class SpeechLoader:
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
         """
-        self._order.plans = plans
+        self._planned.plans = plans
         for item in self._loader:
             if isinstance(item, AudioError):
                 # A new error: raising `item` makes a reference cycle of this frame and its traceback, and torch takes
@@ -205,7 +205,7 @@ class SpeechLoader:
             yield item
 
 
-class _Order(Sampler[tuple[int, list[int]]]):
+class _PlannedBatches(Sampler[tuple[int, list[int]]]):
     """The order of a loader's batches: (epoch, positions) of each."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) 
     return _Augmentation(augment, noise)
 
 
-class _Batches(Dataset["Batch | AudioError"]):
+class _BatchDataset(Dataset["Batch | AudioError"]):
     """Maps (epoch, positions) to a batch, or to the AudioError of an utterance, which torch would change if raised."""
 
     def __init__(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ds2.audio.read import AudioError
-from ds2.audio.shard import Member, Shard, ShardError, write_index
+from ds2.audio.shard import Shard, ShardError, ShardMember, write_index
 from ds2.data.audio_cache import content_keys, decode, summarise_errors
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.files import atomic_file
@@ -36,7 +36,7 @@ _USTAR_BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenShards:
     """Result of `write_shards`."""
 
     utterances: list[Utterance]
@@ -53,7 +53,7 @@ def write_shards(
     *,
     channel: int = 0,
     skip_bad: bool = False,
-) -> Written:
+) -> WrittenShards:
     """Write utterances as shards `000000.tar`, ... with their indices, and `manifest.jsonl` after the last.
 
     Members are KEY.flac, 16 bits at the rate, with exactly the samples that training reads from the utterance's own
@@ -98,7 +98,7 @@ def write_shards(
             summarise_errors(errors, len(utterances)) + "\nCorrect the corpus, or leave them out (--skip-bad)"
         )
     write_manifest(folder / MANIFEST, made)
-    return Written(made, len(parts), reused, errors)
+    return WrittenShards(made, len(parts), reused, errors)
 
 
 def _parts(utterances: Sequence[Utterance], shard_s: float) -> Iterator[tuple[int, Sequence[Utterance]]]:
@@ -112,7 +112,7 @@ def _parts(utterances: Sequence[Utterance], shard_s: float) -> Iterator[tuple[in
     yield first, utterances[first:]
 
 
-def _read_existing(path: Path, made_from: str, first: int) -> dict[int, Member] | None:
+def _read_existing(path: Path, made_from: str, first: int) -> dict[int, ShardMember] | None:
     """Return the members of an existing shard of the same utterances, by position in the list; None without one."""
     with suppress(ShardError):
         shard = Shard(path)
@@ -129,14 +129,14 @@ def _write(
     channel: int,
     threads: ThreadPool,
     progress: tqdm,
-) -> tuple[dict[int, Member], list[AudioError]]:
+) -> tuple[dict[int, ShardMember], list[AudioError]]:
     def encode(utterance: Utterance) -> tuple[bytes, int] | AudioError:
         try:
             return _flac(pcm := decode(utterance, sample_rate_hz, channel), sample_rate_hz), len(pcm)
         except AudioError as error:
             return error
 
-    members, failed, step = dict[int, Member](), list[AudioError](), _CHUNK_PER_CORE * usable_cores()
+    members, failed, step = dict[int, ShardMember](), list[AudioError](), _CHUNK_PER_CORE * usable_cores()
     with (
         atomic_file(path) as partial,
         partial.open("wb") as file,
@@ -152,7 +152,7 @@ def _write(
                 content, samples = encoded
                 name = f"{_key(first + position, part[position])}.flac"
                 offset = file.tell() + _USTAR_BLOCK
-                members[first + position] = Member(name, offset, len(content), zlib.crc32(content), samples)
+                members[first + position] = ShardMember(name, offset, len(content), zlib.crc32(content), samples)
                 _add(tar, name, content)
                 _add(tar, name.replace(".flac", ".json"), _facts(part[position], samples / sample_rate_hz))
     return members, failed

@@ -106,7 +106,7 @@ class _OpenWord:
     position: int  # of the label that was written last
 
 
-class _Stream:
+class _PhraseStream:
     """One stream: scores of all states, the steps of paths that still disagree, and the words that are final."""
 
     def __init__(self, states: PhraseStates, allowance: float, frame_s: float) -> None:
@@ -342,7 +342,7 @@ class PhraseDecoding(Decoding):
 
     def __init__(self, decoder: PhraseDecoder, rows: int) -> None:
         self.decoder = decoder
-        self.streams = [_Stream(decoder.states, decoder.allowance, decoder.frame_s) for _ in range(rows)]
+        self.streams = [_PhraseStream(decoder.states, decoder.allowance, decoder.frame_s) for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.decoder.alphabet), allow_empty=True)

@@ -30,7 +30,7 @@ from ds2.scoring.report import kaldi_line, most_errors, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
 from ds2.system.machine import VERSION
-from ds2.system.terminal import Progress
+from ds2.system.terminal import ProgressBar
 from ds2.text.alphabet import Alphabet, fold
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def evaluate(
         loader = recognition_loader(utterances, data, recogniser.device, workers)
         shown = comm is None or comm.rank == 0
         share = len(utterances) / (1 if comm is None else comm.world)  # of this rank, about
-        with Progress(f"evaluating {path}", share, "utterances", shown=shown) as progress:
+        with ProgressBar(f"evaluating {path}", share, "utterances", shown=shown) as progress:
             watch = counting(progress)
             hypotheses = recogniser.recognise(
                 loader, batch_audio_s=batch_audio_s, comm=comm, by_speaker=by_speaker, watch=watch
@@ -161,7 +161,7 @@ def worst_recordings(evaluation: Evaluation, data: DataConfig, count: int) -> di
     return recordings
 
 
-def counting(progress: Progress) -> Callable[[list[int], Tensor, Tensor], None]:
+def counting(progress: ProgressBar) -> Callable[[list[int], Tensor, Tensor], None]:
     """Return a function that counts the utterances of the batches that `Recogniser.logits` yields."""
 
     def count(indices: list[int], logits: Tensor, lengths: Tensor) -> None:
@@ -276,7 +276,7 @@ def robustness(
     data = replace(data, workers=workers)
     for name, augment in conditions(snrs_db).items():
         loader = SpeechLoader(utterances, data, recogniser.device, augment=augment, seed=_DEGRADE_SEED)
-        with Progress(name, len(utterances), "utterances") as progress:
+        with ProgressBar(name, len(utterances), "utterances") as progress:
             hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, watch=counting(progress))
         yield name, score(utterances, hypotheses, recogniser.alphabet, phones=recogniser.writes_phones)
 

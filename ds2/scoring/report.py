@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ds2.scoring.statistics import Interval, PairedTest
+from ds2.scoring.statistics import ConfidenceInterval, PairedTest
 from ds2.scoring.wer import AlignedUtterance, ErrorCounts, Report
 from ds2.system.files import write_text
 
@@ -116,7 +116,7 @@ def write_report(
     write_text(folder / "errors.html", html_page(report, title, summary(report), recordings))
 
 
-def _interval_line(interval: Interval, unit: str) -> str:
+def _interval_line(interval: ConfidenceInterval, unit: str) -> str:
     return (
         f"{100 * interval.confidence:.0f} % interval of the WER: {100 * interval.low:.2f} .. {100 * interval.high:.2f} "
         f"(bootstrap over {interval.units} {unit})"
@@ -161,7 +161,7 @@ def _counts(counts: ErrorCounts) -> dict[str, Any]:
     }
 
 
-def _interval(interval: Interval) -> dict[str, Any]:
+def _interval(interval: ConfidenceInterval) -> dict[str, Any]:
     return {key: _finite(value) for key, value in asdict(interval).items()}
 
 

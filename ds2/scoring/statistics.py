@@ -20,7 +20,7 @@ class ScoringError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Interval:
+class ConfidenceInterval:
     """An interval of a rate or a difference of rates, as fractions; `units` is the number of resampled units."""
 
     low: float
@@ -38,7 +38,7 @@ class PairedTest:
     """
 
     difference: float
-    interval: Interval
+    interval: ConfidenceInterval
     p_value: float
 
 
@@ -50,7 +50,7 @@ def bootstrap_interval(
     confidence: float = 0.95,
     replicates: int = _REPLICATES,
     seed: int = 1,
-) -> Interval:
+) -> ConfidenceInterval:
     """Return the percentile bootstrap interval of sum(errors) / sum(lengths) (Bisani and Ney 2004).
 
     The errors of a speaker's utterances are correlated. Resampling of speakers (`groups`) gives a wider interval that
@@ -76,7 +76,7 @@ def bootstrap_interval(
     errors, lengths = _by_group(errors, groups), _by_group(lengths, groups)
     units = len(errors)
     if not lengths.sum():
-        return Interval(float("nan"), float("nan"), units, confidence)
+        return ConfidenceInterval(float("nan"), float("nan"), units, confidence)
     # Units with equal errors and words are interchangeable: the counts of each kind have a multinomial distribution.
     base = int(lengths.max()) + 1
     kinds, alike = np.unique(errors * base + lengths, return_counts=True)
@@ -88,7 +88,7 @@ def bootstrap_interval(
         rates.append((drawn @ (kinds // base))[words > 0] / words[words > 0])
     tail = 50 * (1 - confidence)
     low, high = np.percentile(np.concatenate(rates), [tail, 100 - tail])
-    return Interval(float(low), float(high), units, confidence)
+    return ConfidenceInterval(float(low), float(high), units, confidence)
 
 
 def paired_test(

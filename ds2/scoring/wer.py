@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
+from ds2.scoring.statistics import ConfidenceInterval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 MOST_CELLS = 10**11  # of the table of one utterance, a minute or two
@@ -268,12 +268,12 @@ class Report:
         return Counter(pair for u in self.utterances if u.words.errors for pair in u.pairs() if pair[0] != CORRECT)
 
     @cached_property
-    def interval(self) -> Interval:
+    def interval(self) -> ConfidenceInterval:
         """95 % bootstrap interval of the WER over utterances."""
         return bootstrap_interval(*self.errors_and_lengths())
 
     @cached_property
-    def speaker_interval(self) -> Interval | None:
+    def speaker_interval(self) -> ConfidenceInterval | None:
         """95 % bootstrap interval of the WER over speakers; None if fewer than two are known."""
         speakers = [u.speaker for u in self.utterances]
         if not self.has_speakers or len(set(speakers)) < 2:

@@ -113,7 +113,7 @@ def safe_output() -> Iterator[None]:
         sys.stdout = stdout
 
 
-class Progress:
+class ProgressBar:
     """Shows how much of some work is done, on the error stream.
 
     Args:
@@ -163,7 +163,7 @@ class Progress:
         if self._bar is not None:
             self._bar.clear()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(

@@ -44,7 +44,7 @@ class ImporterError(UserError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CorpusEntry:
     """An utterance that a corpus lists, before its audio is read."""
 
     audio: Path  # as listed; the file may have another extension
@@ -56,7 +56,7 @@ class Entry:
     end_s: float | None = None  # None: to the end of the file
 
 
-def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequence[str] = ()) -> list[Utterance]:
+def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: Sequence[str] = ()) -> list[Utterance]:
     """Find each entry's audio and read its duration from the header, in parallel.
 
     Args:
@@ -197,7 +197,7 @@ def corpus_folder(folder: str | Path, source: str = "") -> Path:
     return path
 
 
-def _measure(entry: Entry) -> Utterance | str:
+def _measure(entry: CorpusEntry) -> Utterance | str:
     audio = find_audio(entry.audio)
     if audio is None:
         return f"{entry.source}: no audio at {entry.audio}, nor with another extension"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ds2.audio.read import AUDIO_SUFFIXES
-from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, find_audio, read_lines, to_utterances
+from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, find_audio, read_lines, to_utterances
 from ds2.data.manifest import Utterance
 from ds2.system.files import write_text
 
@@ -48,7 +48,7 @@ def import_kaldi(folder: str | Path, *, skip_bad: bool = False) -> list[Utteranc
         used.add(name)
         audio = _audio_path(root, *recordings[recording])
         speaker = "" if speakers.get(name) == name else speakers.get(name, "")
-        entries.append(Entry(audio, text, source, speaker, languages.get(name, ""), offset_s, end_s))
+        entries.append(CorpusEntry(audio, text, source, speaker, languages.get(name, ""), offset_s, end_s))
     listed = segments or recordings
     problems += [f"{listed[name][0]}: {name} has no line in text" for name in listed if name not in used]
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)

@@ -18,7 +18,7 @@ import soundfile
 
 from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_info
 from ds2.data.corpora.common import (
-    Entry,
+    CorpusEntry,
     ImporterError,
     corpus_folder,
     find_audio,
@@ -59,7 +59,7 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str =
     for path, text in sorted(texts.items()):
         if text:
             folders = path.relative_to(root).parts[:-1]
-            entries.append(Entry(path.with_suffix(""), text, str(path), speaker=folders[0] if folders else ""))
+            entries.append(CorpusEntry(path.with_suffix(""), text, str(path), speaker=folders[0] if folders else ""))
     if not entries and not problems:
         raise ImporterError(f"{root}: holds no NAME.txt; write each transcript beside its recording: 001.wav, 001.txt")
     transcribed = {path.with_suffix("") for path in transcripts}
@@ -97,7 +97,7 @@ def import_an4(folder: str | Path, split: str = "train", *, skip_bad: bool = Fal
         if path.name not in texts:
             raise ImporterError(f"{source}: {path.name} has no line in an4_{split}.transcription")
         text_source, text = texts.pop(path.name)
-        entries.append(Entry(root / "wav" / path, text, text_source, speaker=path.parent.name))
+        entries.append(CorpusEntry(root / "wav" / path, text, text_source, speaker=path.parent.name))
     if texts:
         source, _ = next(iter(texts.values()))
         raise ImporterError(f"{source}: {len(texts)} transcriptions are not in an4_{split}.fileids: {', '.join(texts)}")
@@ -126,7 +126,7 @@ def import_librispeech(folder: str | Path, split: str = "", *, skip_bad: bool = 
             speaker, dash, _ = name.partition("-")
             if not dash or not text:
                 raise ImporterError(f"{source}: {line!r} is not 'READER-CHAPTER-NUMBER WORDS'")
-            entries.append(Entry(transcript.parent / name, text.strip(), source, speaker=speaker))
+            entries.append(CorpusEntry(transcript.parent / name, text.strip(), source, speaker=speaker))
     if not entries:
         raise ImporterError(f"{root}: holds no *.trans.txt; give a folder in LibriSpeech's layout")
     return to_utterances(entries, skip_bad=skip_bad)
@@ -192,7 +192,7 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
                 raise ImporterError(f"{source}: {len(row)} fields, the header has {len(header)}")
             field = {kind: "" if index is None else row[index].strip() for kind, index in column.items()}
             audio = _find_listed(path.parent, field["audio"])
-            entries.append(Entry(audio, field["text"], source, field["speaker"], field["lang"]))
+            entries.append(CorpusEntry(audio, field["text"], source, field["speaker"], field["lang"]))
     except csv.Error as error:
         raise ImporterError(f"{path}:{reader.line_num}: {error}") from error
     return to_utterances(entries, skip_bad=skip_bad)
@@ -215,7 +215,7 @@ def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False, encod
         f"{source}: transcript {unread[transcript]}" for source, _, transcript in listed if transcript in unread
     ]
     entries = [
-        Entry(_find_listed(path.parent, audio), texts[transcript], source)
+        CorpusEntry(_find_listed(path.parent, audio), texts[transcript], source)
         for source, audio, transcript in listed
         if transcript in texts
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.audio.shard import Shard, ShardError, check_members
-from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, to_utterances
+from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, to_utterances
 from ds2.data.corpora.layouts import COLUMNS
 from ds2.data.manifest import Utterance
 from ds2.system.files import read_byte_lines
@@ -26,7 +26,7 @@ def import_webdataset(folder: str | Path, *, skip_bad: bool = False) -> list[Utt
         ImporterError: no tar files, one that is damaged, a sample without audio or text, or unusable audio.
     """
     root = corpus_folder(folder)
-    entries, problems = list[Entry](), list[str]()
+    entries, problems = list[CorpusEntry](), list[str]()
     for path in _find_files(root, "*.tar", "NAME.tar with samples KEY.flac and KEY.json or KEY.txt"):
         try:
             shard = Shard(path)
@@ -50,7 +50,7 @@ def import_shar(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance
         ImporterError: no cuts, a file that is damaged, a cut without audio or text, or unusable audio.
     """
     root = corpus_folder(folder)
-    entries, problems = list[Entry](), list[str]()
+    entries, problems = list[CorpusEntry](), list[str]()
     for path in _find_files(root, "cuts.*.jsonl*", "cuts.N.jsonl.gz with recording.N.tar"):
         tar = path.with_name(f"recording.{path.name.split('.')[1]}.tar")
         try:
@@ -81,7 +81,7 @@ def _find_files(root: Path, pattern: str, expected: str) -> list[Path]:
     return files
 
 
-def _measured(entries: list[Entry], problems: list[str], *, skip_bad: bool) -> list[Utterance]:
+def _measured(entries: list[CorpusEntry], problems: list[str], *, skip_bad: bool) -> list[Utterance]:
     check_members(entry.audio for entry in entries)  # reads the headers of each shard once
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
 
@@ -96,7 +96,7 @@ def _samples(shard: Shard) -> dict[str, list[tuple[str, str]]]:
     return samples
 
 
-def _sample(shard: Shard, key: str, listed: list[tuple[str, str]]) -> Entry:
+def _sample(shard: Shard, key: str, listed: list[tuple[str, str]]) -> CorpusEntry:
     source, members = f"{shard.path}: {key}", dict(listed)
     if len(members) < len(listed):
         raise ImporterError(f"{source}: two members of one kind among {', '.join(name for _, name in listed)}")
@@ -112,7 +112,7 @@ def _sample(shard: Shard, key: str, listed: list[tuple[str, str]]) -> Entry:
             fields["text"] = " ".join(_decoded(shard.read(members[kind]), source).split())
     if not fields["text"]:
         raise ImporterError(f"{source}: no transcript: KEY.json with one of {', '.join(COLUMNS['text'])}, or KEY.txt")
-    return Entry(shard.path / audio[0], fields["text"], source, fields["speaker"], fields["lang"])
+    return CorpusEntry(shard.path / audio[0], fields["text"], source, fields["speaker"], fields["lang"])
 
 
 def _by_id(shard: Shard) -> dict[str, str]:
@@ -121,7 +121,7 @@ def _by_id(shard: Shard) -> dict[str, str]:
     return {name.removesuffix(end): name for name, end in suffixes.items() if end.lower() in AUDIO_SUFFIXES}
 
 
-def _cut(tar: Path, names: dict[str, str], source: str, line: bytes) -> Entry:
+def _cut(tar: Path, names: dict[str, str], source: str, line: bytes) -> CorpusEntry:
     cut = _object(line, source)
     spoken = cut.get("supervisions")
     if not isinstance(spoken, list) or not all(isinstance(part, dict) for part in spoken):
@@ -133,7 +133,7 @@ def _cut(tar: Path, names: dict[str, str], source: str, line: bytes) -> Entry:
         raise ImporterError(f"{source}: cut {name!r} has no text")
     shared = {key: {_text(part, (key,), source) for part in spoken} for key in ("speaker", "language")}
     speaker, language = (values.pop() if len(values) == 1 else "" for values in shared.values())
-    return Entry(tar / names[name], " ".join(filter(None, texts)), source, speaker, language)
+    return CorpusEntry(tar / names[name], " ".join(filter(None, texts)), source, speaker, language)
 
 
 def _object(content: bytes, source: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Progress: a line a minute without a terminal, a bar on one."""
+"""ProgressBar: a line a minute without a terminal, a bar on one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import termios
 
 import pytest
 
-from ds2.system.terminal import Progress
+from ds2.system.terminal import ProgressBar
 
 
 def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     now = [0.0]
-    with Progress("reading", 200, "files", clock=lambda: now[0]) as progress:
+    with ProgressBar("reading", 200, "files", clock=lambda: now[0]) as progress:
         for done in range(1, 201):
             now[0] += 1.0
             progress.update(done)
@@ -28,7 +28,7 @@ def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) ->
     caplog.clear()
     for shown, total in ((False, 9.0), (True, None)):
         now[0] = 0.0
-        progress = Progress("reading", total, "s", shown=shown, clock=lambda: now[0])
+        progress = ProgressBar("reading", total, "s", shown=shown, clock=lambda: now[0])
         now[0] = 61.0
         progress.update(5)
     assert [record.getMessage() for record in caplog.records] == ["reading: 5 s"]
@@ -36,8 +36,8 @@ def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) ->
 
 def test_on_a_terminal_a_bar_and_standard_output_stays_clean() -> None:
     code = (
-        "from ds2.system.terminal import Progress\n"
-        "with Progress('a\\x1bb', 2, 'files') as progress:\n"
+        "from ds2.system.terminal import ProgressBar\n"
+        "with ProgressBar('a\\x1bb', 2, 'files') as progress:\n"
         "    progress.update(1); progress.clear(); print('text'); progress.update(2)\n"
     )
     ours, theirs = pty.openpty()
