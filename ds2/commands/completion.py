@@ -6,9 +6,10 @@ The script holds all words, so that completing a word starts no process of Pytho
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.resources import files
 
 import ds2.commands
 from ds2.commands.common import ALL_SETTINGS, Parser
@@ -16,60 +17,7 @@ from ds2.commands.compose import config_dir
 from ds2.commands.train import HYDRA_OPTIONS
 from ds2.config.convert import documented_keys
 
-_BASH = """\
-# Completion of ds2 for bash, by `ds2 completion bash`:
-#     ds2 completion bash > ~/.local/share/bash-completion/completions/ds2
-_ds2() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}" option="${{COMP_WORDS[COMP_CWORD-1]}}" prefix="" word words="" values=""
-    local command="${{COMP_WORDS[*]:1:COMP_CWORD-1}}"
-    if [[ "$current" == "=" ]]; then  # readline splits KEY=VALUE into three words
-        prefix="$option=" current=""
-    elif [[ "$option" == "=" ]]; then
-        prefix="${{COMP_WORDS[COMP_CWORD-2]}}="
-    fi
-    [[ -n "$prefix" ]] && option="${{prefix%=}}"
-{cases}
-    COMPREPLY=()
-    if [[ -n "$values" ]]; then
-        COMPREPLY=($(compgen -W "$values" -- "$current"))
-        return
-    fi
-    for word in $(compgen -W "$words" -- "$prefix$current"); do
-        [[ -z "$prefix$current" && "$word" == @(-*|*=|decode=*) ]] || COMPREPLY+=("${{word#"$prefix"}}")
-    done
-    [[ "${{COMPREPLY[*]}}" == *= ]] && compopt -o nospace
-}}
-complete -o default -F _ds2 ds2
-"""
-_ZSH = """\
-#compdef ds2
-# Completion of ds2 for zsh, by `ds2 completion zsh`: write it to a file _ds2 in a folder of $fpath.
-_ds2() {{
-    local option="${{words[CURRENT-1]}}" command="${{words[2,CURRENT-1]}}" candidates="" values=""
-    [[ "${{words[CURRENT]}}" == --*=* ]] && option="${{words[CURRENT]%%=*}}" && compset -P '*='
-{cases}
-    if [[ -n "${{values// }}" ]]; then
-        compadd -- ${{=values}}
-        return
-    fi
-    _files
-    [[ -n "$values" ]] && return
-    [[ -z "${{words[CURRENT]}}" ]] && candidates="${{${{=candidates}}:#(-*|*=|decode=*)}}"
-    compadd -- ${{${{=candidates}}:#*=}}
-    compadd -S "" -- ${{(M)${{=candidates}}:#*=}}
-}}
-compdef _ds2 ds2
-"""
-_FISH = """\
-# Completion of ds2 for fish, by `ds2 completion fish`:
-#     ds2 completion fish > ~/.config/fish/completions/ds2.fish
-function __ds2_after
-    set -l words (commandline -opc)
-    set -l last (math 1 + (count $argv))
-    test (count $words) -ge $last; and test "$words[2..$last]" = "$argv"
-end
-{lines}
-"""
+_CASES = "# THE CASES OF ALL COMMANDS\n"  # a line of completion.bash, .zsh and .fish, which are the rest of the scripts
 _DIRECTLY = "test (count (commandline -opc)) -eq {count}"
 
 
@@ -93,8 +41,8 @@ class Command:
         """Return groups with their choices, and keys that end in `=`."""
         if self.settings is None:
             return []
-        files = sorted(config_dir().glob("*/*.yaml"), key=lambda path: (path.parent.name != "recipe", path))
-        groups = [f"{path.parent.name}={path.stem}" for path in files]
+        choices = sorted(config_dir().glob("*/*.yaml"), key=lambda path: (path.parent.name != "recipe", path))
+        groups = [f"{path.parent.name}={path.stem}" for path in choices]
         keys = [f"{key.name}=" for _, _, section in documented_keys() for key in section]
         return [word for word in (*groups, *keys) if word.startswith(self.settings)]
 
@@ -110,11 +58,10 @@ def run(arguments: Sequence[str]) -> int:
     """`ds2 completion SHELL`: print the script; 0."""
     shell = make_parser().parse_args(arguments).shell
     tree = list(command_tree())
-    if shell == "fish":
-        print(_FISH.format(lines="\n".join(_fish_lines(tree))), end="")
-    else:
-        words = "words" if shell == "bash" else "candidates"  # words is a variable of zsh's own
-        print({"bash": _BASH, "zsh": _ZSH}[shell].format(cases=_cases(tree, words)), end="")
+    words = "words" if shell == "bash" else "candidates"  # words is a variable of zsh's own
+    lines = _fish_lines(tree) if shell == "fish" else _cases(tree, words)
+    script = files("ds2.commands").joinpath(f"completion.{shell}").read_text(encoding="utf-8")
+    print(script.replace(_CASES, "".join(f"{line}\n" for line in lines)), end="")
     return 0
 
 
@@ -155,7 +102,7 @@ def _commands(name: str, parser: Parser) -> Iterator[Command]:
         yield from _commands(f"{name} {sub_command}", its_parser)
 
 
-def _cases(tree: Sequence[Command], words: str) -> str:
+def _cases(tree: Sequence[Command], words: str) -> Iterable[str]:
     """Return statements for bash and zsh that set the variable `words`, or `values` behind an option with a value.
 
     One blank in `values` stands for any value, such as a file.
@@ -176,14 +123,14 @@ def _cases(tree: Sequence[Command], words: str) -> str:
         if cases:
             lines += ['        case "$option" in', *(f"        {case} ;;" for case in cases), "        esac"]
         lines.append("        ;;")
-    return "\n".join([*lines, "    esac"])
+    return [*lines, "    esac"]
 
 
 def _section(settings: str) -> str:
     return f"{settings or 'all'}_settings"
 
 
-def _fish_lines(tree: Sequence[Command]) -> Iterator[str]:
+def _fish_lines(tree: Sequence[Command]) -> Iterable[str]:
     for command in tree:
         count = len(command.name.split())
         directly = _DIRECTLY.format(count=count + 1)
