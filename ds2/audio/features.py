@@ -159,7 +159,8 @@ class Features(nn.Module):
 
     Frame t covers samples [t * step - lead, t * step - lead + window). Only whole windows are frames. A frame depends
     on its own samples alone, not on batch, padding or chunks. With features.normalise=running it depends on earlier
-    ones too: mean and variance are those of the training set, weighted as `prior_s` of speech, and all frames so far.
+    frames too: mean and variance are those of all frames so far and of the training set, which counts as `prior_s`
+    seconds of speech.
     The spectrogram has window / 2 + 1 bins (161 at 16 kHz, 20 ms), as in Deep Speech 2 (section 4 of the persistent RNN
     paper: 20 ms windows, 10 ms steps); the window is a periodic Hann window and power is divided by its energy.
     `lead` is 0 except for kaldi_fbank and nemo_fbank (see `ds2.audio.features`): their first windows begin before

@@ -53,7 +53,7 @@ class Finding:
     source: str  # "manifest:line"
     name: str
     message: str
-    excess: float = 0.0  # how bad it is, for kinds that have a measure
+    excess: float = 0.0  # size of the problem, for kinds that have a measure
 
 
 @dataclass

@@ -21,8 +21,8 @@ from ds2.system.machine import VERSION
 from ds2.text.alphabet import BLANK, Alphabet
 
 SHERPA_VERSIONS = {"kaldi_fbank": "for sherpa-onnx up to 2.0.0", "nemo_fbank": "for sherpa-onnx from 2.0.1 on"}
-"""Which of them computes which features, by `features.kind`; nothing in a file can say what it wants."""
-STRIDE = 4  # feature frames of an output frame, which its times and endpoints take for granted
+"""The versions of sherpa-onnx by the `features.kind` that they compute; a file cannot state which it needs."""
+STRIDE = 4  # feature frames per output frame that sherpa-onnx assumes for its times and endpoints
 _WAY_OUT = "or export for another runtime with --interface plain"
 
 
@@ -57,28 +57,28 @@ def why_not_sherpa(config: Config) -> str | None:
 
 
 def sherpa_metadata(loaded: LoadedModel, chunk_frames: int, states: Mapping[str, Tensor]) -> dict[str, str]:
-    """The keys that sherpa-onnx reads; a chunk is as long as it moves on, since the states hold what came before."""
+    """Return the keys that sherpa-onnx reads. Chunks do not overlap: the states hold the frames before a chunk."""
     sizes = {f"{name}_dim{axis}": states[name].shape[axis] for name in STATES[:2] for axis in (1, 2, 3)}
     numbers = {
         "window_size": chunk_frames,
         "chunk_shift": chunk_frames,
         "subsampling_factor": loaded.model.time_stride,
-        "vocab_size": len(loaded.alphabet) - 1,  # it counts the blank itself
+        "vocab_size": len(loaded.alphabet) - 1,  # sherpa-onnx adds the blank
         **sizes,
     }
     return {key: str(number) for key, number in numbers.items()}
 
 
 def sherpa_tail_s(loaded: LoadedModel, chunk_frames: int, delay: int) -> float:
-    """Silence that a client sends after the last word: sherpa-onnx drops what does not fill a chunk and a frame.
+    """Return the seconds of silence that a client sends after the last word.
 
-    Frames up to the last must come out `delay` output frames later, and a chunk runs when one frame more is ready.
+    The last frame comes out `delay` output frames late, and sherpa-onnx runs a chunk only when one frame more is ready.
     """
     return (delay * loaded.model.time_stride + chunk_frames + 1) * loaded.features.step_s
 
 
 def sherpa_tokens(alphabet: Alphabet) -> str:
-    """The lines of tokens.txt; a line with a number alone stands for the space."""
+    """Return the lines of tokens.txt; a line with a number alone stands for the space."""
     return "".join(
         f"{'<blk>' if label == BLANK else symbol} {label}\n" for label, symbol in enumerate(alphabet.symbols)
     )

@@ -39,7 +39,7 @@ class FeatureWeights:
     transform: Tensor  # (2 F, 1, 1, W): cosines, then sines
     mel: Tensor | None  # (M, F, 1, 1)
     floor: float
-    adds_floor: bool  # else energies below it become it
+    adds_floor: bool  # true: the floor is added; false: lower energies are raised to it
     window: TimeWindow  # in samples
     scale: Tensor  # (1, 1, F, 1): 1 / deviation
     shift: Tensor  # ... - mean / deviation
@@ -99,18 +99,18 @@ class StateRow:
         self.size = 0
 
     def read(self, *shape: int) -> Value:
-        """The next of the last chunk's numbers, as (B, *shape)."""
+        """Return the next numbers of the row, which the last chunk wrote, as (B, *shape)."""
         ops, start = self._ops, self.size
         self.size += prod(shape)
         row = ops.zeros(self._like, prod(shape)) if self._row is None else ops.slice(self._row, 1, start, self.size)
         return ops.reshape(row, (0, *shape))
 
     def write(self, x: Value) -> None:
-        """Keep for the next chunk what replaces the numbers that were read, in the same order."""
+        """Append (B, ...) to the next chunk's row; reads and writes have the same order and sizes."""
         self._next.append(self._ops.reshape(x, (0, -1)))
 
     def row(self) -> Value:
-        """The next chunk's row."""
+        """Return the next chunk's row (B, K)."""
         return self._ops.concat(self._next, 1)
 
 
@@ -154,7 +154,7 @@ class Network:
         self.ops, self.weights, self.memory, self.tails = ops, weights, memory, tails
 
     def energies(self, samples: Value, at: SourcePosition) -> tuple[Value, SourcePosition]:
-        """Log energies (B, 1, F, T) of samples (B, N)."""
+        """Return log energies (B, 1, F, T) of samples (B, N), and their position."""
         ops, signal, window = self.ops, self.weights.features, self.weights.features.window
         x = self._masked(ops.reshape(samples, (0, 1, 1, -1)), at, _IMAGE).x
         mirrored = ops.slice(x, _IMAGE, 0, window.past).flip(_IMAGE) if window.past else None
@@ -173,7 +173,7 @@ class Network:
         return power.log().permute(0, 2, 1, 3), progress
 
     def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
-        """Log-probs (B, T, V) of log energies (B, 1, F, T); in frames that are not valid the blank is certain."""
+        """Return log-probs (B, T, V) of log energies (B, 1, F, T); invalid frames have a certain blank."""
         ops, signal, network = self.ops, self.weights.features, self.weights.network
         normalised = energies * ops.constant(signal.scale) + ops.constant(signal.shift)
         frames = self._masked(normalised, at, _IMAGE)

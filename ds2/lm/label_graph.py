@@ -80,9 +80,9 @@ class LabelScorer:
 def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
     """Compose a model of labels with the topology of CTC.
 
-    The weight of a label sequence is its probability with its end, but for the rounding of weights. The longest
-    histories back off: their node has the arcs of n-grams, weighted by what they add to the probability after the
-    shorter history, and the node of that as its parent. All other nodes have arcs to all labels.
+    The weight of a label sequence is its probability, the end included, apart from the rounding of weights. A node of a
+    longest history has arcs only for the labels of its n-grams, weighted by what the n-gram adds to the back-off
+    probability; its parent is the node of the shorter history. All other nodes have arcs to all labels.
 
     Raises:
         LanguageModelError: the model is not interpolated, or the graph would have more than `MOST_ARCS` arcs.

@@ -117,10 +117,10 @@ class ProgressBar:
     """Shows how much of some work is done, on the error stream.
 
     Args:
-        what: is done, in a few words; may be changed meanwhile.
+        what: the work, in a few words; may be changed later.
         total: amount of work; None if it is not known.
         unit: of the amounts.
-        shown: False shows nothing, as on ranks past 0.
+        shown: False shows nothing, as on all ranks but 0.
         clock: returns seconds.
     """
 

@@ -1,7 +1,7 @@
 """Numbers of transcripts as words: years, ordinals, money, percent, times, fractions, signs.
 
-Number words are those of Unicode's CLDR, by unicode-rbnf. The forms of _LANGUAGES are read in those languages, plain
-numbers in all. A form without a sure reading stays as it is, and `unread_numbers` names it.
+Number words are those of Unicode's CLDR, by unicode-rbnf. Plain numbers become words in all languages; ordinals, money
+and the like in those of _LANGUAGES. One that may be read in several ways stays as it is; `unread_numbers` names it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Money:
 
 @dataclass(frozen=True)
 class _Forms:
-    """How a language reads forms that hold more than a number."""
+    """The words that a language adds to a number with a sign, a unit or a currency."""
 
     percent: str
     to: str  # between the ends of a range
@@ -133,7 +133,7 @@ _GERMAN_DATIVE = _words("in an auf aus bei mit nach von zu vor unter über hinte
 
 
 def spell_numbers(text: str, language: str) -> str:
-    """Return the text with numbers as words; forms without a sure reading stay as they are.
+    """Return the text with numbers as words; a number that may be read in several ways stays as it is.
 
     Numbers that start with 0 or have more than twelve digits are read digit by digit. Hyphens and commas of number
     words become spaces.
