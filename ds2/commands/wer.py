@@ -57,23 +57,14 @@ def _score(args: argparse.Namespace) -> None:
         if absent:
             print(f"{path}: {len(absent)} missing hypotheses count as empty: {first_names(absent)}", file=sys.stderr)
         prepare = str.lower if args.lower else str
-        reports.append(
-            corpus_report(
-                [prepare(line.text) for line in references.values()],
-                [prepare(text) for text in texts],
-                names=names,
-                speakers=speakers,
-            )
-        )
+        spoken, recognised = [prepare(line.text) for line in references.values()], list(map(prepare, texts))
+        reports.append(corpus_report(spoken, recognised, names=names, speakers=speakers))
     report = reports[0]
     print(format_report(report), end="")
     if args.fold:
-        folded = corpus_report(
-            [fold(" ".join(u.reference)) for u in report.utterances],
-            [fold(" ".join(u.hypothesis)) for u in report.utterances],
-            names=names,
-            speakers=speakers,
-        )
+        spoken = [fold(" ".join(u.reference)) for u in report.utterances]
+        recognised = [fold(" ".join(u.hypothesis)) for u in report.utterances]
+        folded = corpus_report(spoken, recognised, names=names, speakers=speakers)
         print(f"\nwithout case and punctuation:\n{summary(folded)}")
     if args.errors:
         print(f"\n{format_alignments(report)}", end="")

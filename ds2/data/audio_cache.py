@@ -242,11 +242,8 @@ class AudioStore(Sequence[NDArray[np.float32]]):
             return file.samples(row)
         except CacheError as error:
             log.warning(
-                "audio cache %s is damaged: samples of %s: %s. They are decoded again. The file is removed; the next "
-                "start writes a new one. Check the disk",
-                file.path,
-                self.utterances[position].name,
-                error,
+                f"audio cache {file.path} is damaged: samples of {self.utterances[position].name}: {error}. They are "
+                "decoded again. The file is removed; the next start writes a new one. Check the disk"
             )
             file.discard()
             return None
@@ -279,10 +276,8 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
             _extend(folder, files, keys, missing, data)
         except OSError as error:
             log.warning(
-                "audio cache %s not written (%s): every epoch decodes its audio again. Free the disk, set "
-                "data.work_dir to a larger one, or silence this with data.cache=none",
-                folder,
-                error,
+                f"audio cache {folder} not written ({error}): every epoch decodes its audio again. Free the disk, set "
+                "data.work_dir to a larger one, or silence this with data.cache=none"
             )
         files = _open_files(folder)
     locations = _locate(files, keys)
@@ -314,14 +309,8 @@ def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int, channel: 
             except OSError as error:
                 raise AudioError(f"{u.audio_filepath}: {error.strerror} ({u.source or u.name})") from error
             stats[file] = (stat.st_size, stat.st_mtime_ns)
-        facts = [
-            sample_rate_hz,
-            str(u.audio_filepath.absolute()),
-            *stats[file],
-            u.offset_s,
-            u.duration_s,
-            *[channel] * (channel > 0),
-        ]
+        facts = [sample_rate_hz, str(u.audio_filepath.absolute()), *stats[file], u.offset_s, u.duration_s]
+        facts += [channel] if channel else []
         keys.append(hashlib.sha256(json.dumps(facts).encode()).digest()[:KEY_BYTES])
     return keys
 
@@ -408,16 +397,11 @@ def _free_space(
         remaining -= needed[key]
     if len(fitting) < len(costly):
         log.warning(
-            "audio cache %s: no space for %d of %d utterances: they need %.2f GB, %.2f GB are available "
-            "(data.cache_gb=%g; %.2f GB of the disk stay free): every epoch decodes them again. Raise data.cache_gb, "
-            "free the disk, set data.work_dir to a larger one, or silence this with data.cache=none",
-            folder,
-            len(costly) - len(fitting),
-            len(costly),
-            sum(needed.values()) / 1e9,
-            max(0.0, available) / 1e9,
-            data.cache_gb,
-            _SPARE_BYTES / 1e9,
+            f"audio cache {folder}: no space for {len(costly) - len(fitting)} of {len(costly)} utterances: they need "
+            f"{sum(needed.values()) / 1e9:.2f} GB, {max(0.0, available) / 1e9:.2f} GB are available "
+            f"(data.cache_gb={data.cache_gb:g}; {_SPARE_BYTES / 1e9:.2f} GB of the disk stay free): each epoch decodes "
+            "them again. Raise data.cache_gb, free the disk, set data.work_dir to a larger one, or silence this with "
+            "data.cache=none"
         )
     return fitting
 

@@ -319,19 +319,13 @@ def _pace_outliers(listed: Sequence[tuple[str, Utterance]]) -> list[Finding]:
     centre = median(pace for _, _, pace in paced)
     deviation = 1.4826 * median(abs(pace - centre) for _, _, pace in paced)
     limit = max(math.log(_OUTLIER_FACTOR), _OUTLIER_DEVIATIONS * deviation)
-    return [
-        Finding(
-            "warning",
-            "pace",
-            split,
-            u.source,
-            u.name,
-            f"{u.duration_s:.2f} s for {len(u.text)} characters is {math.exp(pace - centre):.2g} times the usual time",
-            abs(pace - centre),
-        )
-        for split, u, pace in paced
-        if abs(pace - centre) > limit
-    ]
+    findings = []
+    for split, u, pace in paced:
+        if abs(pace - centre) > limit:
+            times = f"is {math.exp(pace - centre):.2g} times the usual time"
+            message = f"{u.duration_s:.2f} s for {len(u.text)} characters {times}"
+            findings.append(Finding("warning", "pace", split, u.source, u.name, message, abs(pace - centre)))
+    return findings
 
 
 def _notes(splits: Mapping[str, Sequence[Utterance]], alphabet: Alphabet) -> list[str]:

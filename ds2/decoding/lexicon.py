@@ -90,10 +90,6 @@ class Trie:
     hot_part: Tensor  # (N,) float64: the share of the shortest hot word through this node that is written here
     lookahead: Tensor  # (N,) float32: log-prob of the most probable word through this node; 0 at OFF and ROOT
 
-    def walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
-        """:func:`walk` in this trie."""
-        return walk(self.children, nodes, characters)
-
 
 def walk(children: Tensor, nodes: Tensor, characters: Tensor) -> Tensor:
     """Return the nodes that `characters` (..., L), zero-padded codes, lead to from `nodes` (...)."""

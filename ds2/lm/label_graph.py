@@ -72,7 +72,7 @@ class LabelScorer:
         """Return the log-prob of a label sequence and of its end, in nats."""
         state, total = self.model.start(), 0.0
         for label in labels:
-            log_prob, state = self.model._query(state, int(self.ids[label]))
+            log_prob, state = self.model.query(state, int(self.ids[label]))
             total += log_prob + float(self.log_share[label])
         return total + self.model.finish(state)
 

@@ -169,11 +169,11 @@ class NGram:
 
     def score(self, state: int, token: str) -> tuple[float, int]:
         """Return log p(token | state) and the next state; tokens outside the vocabulary are <unk>."""
-        return self._query(state, self.token_ids((token,))[0])
+        return self.query(state, self.token_ids((token,))[0])
 
     def finish(self, state: int) -> float:
         """Return log p(</s> | state)."""
-        return self._query(state, self.ids[END])[0]
+        return self.query(state, self.ids[END])[0]
 
     def sentence(self, tokens: Sequence[str]) -> list[float]:
         """Return the log-probs of the tokens of a sentence and of its end.
@@ -198,29 +198,27 @@ class NGram:
         return memoryview(np.require(getattr(self, name).cpu().numpy(), requirements="A"))  # may be unaligned
 
     @cached_property
-    def _query(self) -> Callable[[int, int], tuple[float, int]]:
+    def query(self) -> Callable[[int, int], tuple[float, int]]:
+        """A function of a state and a word's id that returns the log-prob of the word and the next state."""
         keys, log_prob, following, backoff, suffix = map(self._view, TENSORS)
         size, depth = len(self.vocabulary), self.order - 1
 
         @lru_cache(maxsize=_CACHED_QUERIES)
         def query(state: int, word: int) -> tuple[float, int]:
+            penalty = 0.0
             try:
-                return walk(state, word)
+                for _ in range(depth):  # the greatest length of a suffix chain; ends in a damaged model too
+                    if not state:
+                        break
+                    key = state * size + word
+                    entry = bisect_left(keys, key)
+                    if entry < len(keys) and keys[entry] == key:
+                        return penalty + log_prob[entry], following[entry]
+                    penalty += backoff[state]
+                    state = suffix[state]
+                return penalty + log_prob[word], following[word]
             except IndexError as error:  # a damaged model that was not checked
                 raise LanguageModelError(f"the language model is damaged: {_BAD_NUMBERS}") from error
-
-        def walk(state: int, word: int) -> tuple[float, int]:
-            penalty = 0.0
-            for _ in range(depth):  # the greatest length of a suffix chain; ends in a damaged model too
-                if not state:
-                    break
-                key = state * size + word
-                entry = bisect_left(keys, key)
-                if entry < len(keys) and keys[entry] == key:
-                    return penalty + log_prob[entry], following[entry]
-                penalty += backoff[state]
-                state = suffix[state]
-            return penalty + log_prob[word], following[word]
 
         return query
 

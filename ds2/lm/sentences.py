@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from ds2.lm.ngram import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError, NGram
 from ds2.system.files import read_lines
+from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet, describe
 
 _BATCH_SENTENCES = 4096
@@ -32,8 +32,8 @@ def tokenise(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
 def _transcript(line: str, where: str) -> str:
     """Return the transcript of a line of a manifest."""
     try:
-        record = json.loads(line) if line.strip() else {"text": ""}
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line) if line.strip() else {"text": ""}
+    except ValueError as error:
         raise LanguageModelError(f"{where} is not JSON ({error}): a plain text must not be called .jsonl") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):

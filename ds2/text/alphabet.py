@@ -71,12 +71,6 @@ def fold(text: str, locale: str = "") -> str:
     return " ".join(drop_punctuation(lower(unicodedata.normalize("NFC", text), locale), keep="'").split())
 
 
-def check_locale(locale: str) -> None:
-    """Raise NormaliseError if a locale is not a language code; an empty one is allowed."""
-    if locale and not _CODE.fullmatch(locale):
-        raise NormaliseError(f"alphabet.locale={locale!r}: use a language code such as tr, az, de or pt_BR")
-
-
 def _language(locale: str) -> str:
     return re.split(r"[-_]", locale.lower())[0]
 
@@ -143,7 +137,8 @@ class Alphabet:
                 f"alphabet.punctuation={self.punctuation!r} must be keep or drop"
             )
         check_numbers(self.numbers)
-        check_locale(self.locale)
+        if self.locale and not _CODE.fullmatch(self.locale):
+            raise NormaliseError(f"alphabet.locale={self.locale!r}: use a language code such as tr, az, de or pt_BR")
         if any("\ud800" <= character <= "\udfff" for character in "".join(self.symbols)):
             raise AlphabetError("symbols hold half of a surrogate pair, which is not a character")
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}

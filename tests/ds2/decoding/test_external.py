@@ -15,7 +15,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
+from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie, walk
 from ds2.decoding.methods import make_decoder
 from ds2.lm.files import read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
@@ -112,7 +112,7 @@ def test_every_node_looks_ahead_to_the_likeliest_word_below_it() -> None:
     prefixes = {word[:size] for word in [*words, unknown] for size in range(1, len(word) + 1)}
     for prefix in prefixes:
         codes = torch.tensor([spelling.codes[character] for character in prefix])
-        node = trie.walk(torch.tensor(ROOT), codes)
+        node = walk(trie.children, torch.tensor(ROOT), codes)
         below = [value for word, value in values if word.startswith(prefix)]
         assert float(trie.lookahead[node]) == pytest.approx(max([*below, shares.get(prefix, -np.inf)]), rel=1e-6)
     assert trie.lookahead.numel() == len(prefixes) + 2
