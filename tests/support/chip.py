@@ -14,7 +14,7 @@ from ds2_ops.recurrent import layer
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
-from support.kernel_on_cpu import CSRC, SUPPORT, compile_kernel, host_arguments, patch_run
+from support.kernel_on_cpu import CSRC, compile_kernel, host_arguments, patch_run
 
 _KERNELS = tuple(f"recurrent/{name}.cuh" for name in ("projection", "cluster", "grid_narrow", "grid_wide", "units"))
 Fault = tuple[str, str, str]  # header, what it says, what it is to say
@@ -27,7 +27,6 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 def _library(source: Source, faults: Faults) -> ctypes.CDLL:
     # All that is hardware, at once; the kernels' own headers see its shared memory.
     headers = {
-        "ptx/sync.cuh": (SUPPORT / "chip_on_cpu.h").read_text(),
         "ptx/grid_barrier.cuh": "#pragma once\n",
         "ptx/poll.cuh": "#pragma once\n",
         "ptx/number.cuh": "#pragma once\n",
@@ -42,7 +41,8 @@ def _library(source: Source, faults: Faults) -> ctypes.CDLL:
         headers[name] = text.replace(right, wrong)
     shape = "Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES"
     launch = f"chip::launch(blocks, {shape}, seed, KERNEL)"
-    library = ctypes.CDLL(str(compile_kernel(source, headers, "const char*", "int blocks, int seed", launch)))
+    parameters = "int blocks, int seed"
+    library = ctypes.CDLL(str(compile_kernel(source, "chip_on_cpu", headers, "const char*", parameters, launch)))
     library.run.restype = ctypes.c_char_p
     return library
 

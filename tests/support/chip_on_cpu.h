@@ -2,20 +2,12 @@
 // their own source runs without a GPU, and at its worst. Warps run in random order, and some rest for long; stores to global
 // memory are seen late and in any order, sums for other blocks land late, and so do copies into shared memory; every misuse of
 // a barrier is an error. Written in place of all of csrc/ptx; of the number types, bf16 only.
+//
+// Kernels include this file; chip_on_cpu.cpp, which is compiled once for all of them, has the rest.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
-#include <random>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "fiber_on_cpu.h"
 
 #define __device__
 #define __global__
@@ -30,7 +22,7 @@ struct alignas(16) uint4 {
 struct uint2 {
     unsigned x, y;
 };
-inline Index threadIdx, blockIdx, gridDim;
+extern Index threadIdx, blockIdx, gridDim;
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
@@ -52,129 +44,23 @@ T __ldg(const T* at) {
 
 namespace chip {
 
-constexpr int LONGEST_REST = 60, IDLE_PASSES = 1000;  // of the scheduler
+extern int threads, cluster;  // of a block, blocks of a cluster
 
-struct Meeting {  // of lanes, or of threads at a named barrier, or of a cluster
-    int arrived = 0, expected = 0;
-    long turn = 0;
-};
-struct MBarrier {
-    int arrivals = 0, pending = 0;  // arrivals 0: not initialised
-    long phase = 0, bytes = 0;
-};
-struct Warp {
-    Meeting meeting;
-    const void* given[32];
-    int resting = 0;
-};
-struct Block {
-    std::vector<char> memory;
-    Meeting named[16];
-    std::map<unsigned, MBarrier> barriers;  // by address
-    std::vector<Warp> warps;
-};
-struct Store {
-    unsigned* at;
-    unsigned word;
-};
-struct Copy {
-    unsigned to;
-    const void* from;
-    int bytes;  // of a word; the others become 0
-};
-struct Fiber {
-    fiber::Fiber context;
-    bool done = false;
-    const long* awaited = nullptr;  // a count that must move on from `seen` before this fiber does
-    long seen = 0;
-    std::deque<Store> stores;              // on their way
-    std::deque<std::vector<Copy>> copies;  // committed
-    std::vector<Copy> uncommitted;
-};
-struct Message {  // of st.async
-    int block;
-    unsigned to, barrier, words[4];
-    int count;
-};
-
-inline int threads, cluster;
-inline std::vector<Fiber> fibers;
-inline std::vector<Block> blocks;
-inline std::vector<Meeting> clusters;
-inline std::vector<Message> messages;
-inline std::mt19937 random;
-inline std::function<void()> kernel;
-inline std::string error;
-inline bool progress;  // anything that another warp could wait for
-
-// Arrays that the kernel before reads or writes until every thread has waited for its end: their contents come then.
-struct Held {
-    char* at;
-    std::vector<char> contents;
-};
-inline std::vector<Held> held;
-inline Meeting everyone;
-inline unsigned grid_word;  // of the barrier over the grid
-
-inline Fiber& self() { return fibers[blockIdx.x * threads + threadIdx.x]; }
-inline Block& block() { return blocks[blockIdx.x]; }
-inline Warp& warp() { return block().warps[threadIdx.x / 32]; }
-inline void pause() { fiber::pause(self().context); }
-// Pauses while a count stays; no warp is resumed only to look at it.
-inline void await_change(const long& count) {
-    Fiber& own = self();
-    own.awaited = &count, own.seen = count;
-    while (count == own.seen) pause();
-    own.awaited = nullptr;
-}
-inline void fail(const std::string& what) {
-    error = what + " (block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x) + ")";
-    for (;;) pause();
-}
-
-inline void arrive(Meeting& meeting, int expected) {
-    if (meeting.expected && meeting.expected != expected) fail("threads disagree on a barrier's count");
-    meeting.expected = expected;
-    if (++meeting.arrived < expected) return;
-    meeting.arrived = meeting.expected = 0;
-    meeting.turn++;
-    progress |= &meeting != &warp().meeting;  // warps that poll meet for ever
-}
-inline void meet(Meeting& meeting, int expected) {
-    const long turn = meeting.turn;
-    arrive(meeting, expected);
-    if (meeting.turn == turn) await_change(meeting.turn);
-}
-inline void meet_warp() { meet(warp().meeting, 32); }
+void pause();
+[[noreturn]] void fail(const char* what);
+void meet_warp();
+// Takes what a lane gives; returns what all lanes have given if this is the last one, else null.
+const void* const* give(const void* mine);
 // All lanes give something; the last one sees it all, before any goes on.
 template <class T, class See>
 void together(const T& mine, See see) {
-    Warp& all = warp();
-    all.given[threadIdx.x % 32] = &mine;
-    if (all.meeting.arrived == 31) see([&](int lane) -> const T& { return *static_cast<const T*>(all.given[lane]); });
+    if (const void* const* all = give(&mine)) see([&](int lane) -> const T& { return *static_cast<const T*>(all[lane]); });
     meet_warp();
 }
 
-inline void await_kernel_before() {
-    if (held.empty()) return;
-    if (everyone.arrived + 1 == int(fibers.size()))
-        for (Held& array : held) {
-            for (size_t i = 0; i < array.contents.size(); i++)
-                if (array.at[i] != char(0xff)) fail("a store before the end of the kernel before");
-            std::memcpy(array.at, array.contents.data(), array.contents.size());
-        }
-    meet(everyone, int(fibers.size()));
-}
-
-inline char* shared_memory() { return block().memory.data(); }
+char* shared_memory();
 // An address of shared memory is an offset, with 1 + the block's rank above it if the block is another one.
-inline char* at(unsigned address, unsigned bytes) {
-    const unsigned rank = address >> 24, offset = address & 0xffffff;
-    Block& owner = rank ? blocks[blockIdx.x / cluster * cluster + rank - 1] : block();
-    if (offset + bytes > owner.memory.size()) fail("shared memory out of range");
-    if (offset % std::min(bytes, 16u)) fail("shared memory out of line");
-    return owner.memory.data() + offset;
-}
+char* at(unsigned address, unsigned bytes);
 template <class T>
 T load(unsigned address) {
     T v;
@@ -186,125 +72,16 @@ void store(unsigned address, T v) {
     std::memcpy(at(address, sizeof v), &v, sizeof v);
 }
 
-inline MBarrier& barrier_at(Block& owner, unsigned address) {
-    MBarrier& barrier = owner.barriers[address & 0xffffff];
-    if (barrier.arrivals == 0) fail("mbarrier that nobody has initialised");
-    return barrier;
-}
-inline void settle(MBarrier& barrier) {
-    progress = true;
-    if (barrier.pending || barrier.bytes) return;
-    barrier.phase++;
-    barrier.pending = barrier.arrivals;
-}
-inline void count_arrival(MBarrier& barrier) {
-    if (--barrier.pending < 0) fail("more arrivals at an mbarrier than its phase has");
-    settle(barrier);
-}
+void barrier_wait(unsigned barrier, unsigned parity);
+void copies_wait(int pending);
 
-inline void land(const Message& message) {
-    Block& owner = blocks[message.block];
-    std::memcpy(owner.memory.data() + (message.to & 0xffffff), message.words, 4 * message.count);
-    MBarrier& barrier = owner.barriers[message.barrier & 0xffffff];
-    if (barrier.arrivals == 0) error = "a message to an mbarrier that nobody has initialised";
-    barrier.bytes -= 4 * message.count;
-    settle(barrier);
-}
-inline void send(unsigned to, unsigned barrier, std::initializer_list<unsigned> words) {
-    if (to >> 24 != barrier >> 24) fail("a message's mbarrier is not its own block's");
-    at(to, 4 * words.size());
-    Message message{int(blockIdx.x / cluster * cluster + (to >> 24) - 1), to, barrier, {}, int(words.size())};
-    std::copy(words.begin(), words.end(), message.words);
-    messages.push_back(message);
-}
-// One store of a fiber, any, but those to one word in their order.
-inline void drain_one(Fiber& fiber) {
-    if (fiber.stores.empty()) return;
-    unsigned* const at = fiber.stores[random() % fiber.stores.size()].at;
-    const auto first = std::find_if(fiber.stores.begin(), fiber.stores.end(), [=](const Store& s) { return s.at == at; });
-    *at = first->word;
-    fiber.stores.erase(first);
-    progress = true;
-}
-
-inline void enter() {
-    kernel();
-    self().done = true;
-    pause();
-}
-
-// Lets every warp that does not rest run until it waits; true while any has work.
-inline bool pass(const std::vector<int>& order) {
-    bool busy = false;
-    for (int w : order) {
-        Warp& warp = blocks[w * 32 / threads].warps[w * 32 % threads / 32];
-        const bool skipped = warp.resting > 0 ? warp.resting-- > 0 : random() % 3 == 0;
-        if (random() % 400 == 0) warp.resting = random() % LONGEST_REST;
-        for (int i = w * 32; i < w * 32 + 32; i++) {
-            busy |= !fibers[i].done;
-            if (skipped || fibers[i].done || !error.empty()) continue;
-            if (fibers[i].awaited && *fibers[i].awaited == fibers[i].seen) continue;
-            blockIdx.x = i / threads, threadIdx.x = i % threads;
-            fiber::resume(fibers[i].context);
-        }
-    }
-    for (Fiber& fiber : fibers)
-        for (int i = random() % 4 ? 0 : 4; i > 0; i--) drain_one(fiber);
-    for (size_t i = 0; i < messages.size();) {
-        if (random() % 3) {
-            i++;
-            continue;
-        }
-        land(messages[i]);
-        messages[i] = messages.back();
-        messages.pop_back();
-    }
-    return busy;
-}
-
-// Of the next launch: `count` arrays that are not weights.
-extern "C" __attribute__((used)) inline void hold(int count, char** arrays, const long* bytes) {
-    held.clear();
-    for (int i = 0; i < count; i++) {
-        held.push_back({arrays[i], {arrays[i], arrays[i] + bytes[i]}});
-        std::fill_n(arrays[i], bytes[i], char(0xff));
-    }
-}
-
-// Returns what went wrong, or nothing.
-inline const char* launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed,
-                          std::function<void()> body) {
-    threads = block_threads, cluster = cluster_blocks, kernel = std::move(body), gridDim.x = block_count;
-    random.seed(seed);
-    error.clear();
-    messages.clear();
-    everyone = {};
-    grid_word = random() % 2 << 31;  // as the launch before has left it
-    blocks.assign(block_count, {});
-    clusters.assign(block_count / cluster, {});
-    for (Block& b : blocks) {
-        b.memory.assign(smem_bytes, char(0xff));  // NaN, to whoever reads before writing
-        b.warps.assign(threads / 32, {});
-    }
-    for (int b = 0, rest = 0; b < block_count; b++) {  // some clusters start late
-        if (b % cluster == 0) rest = random() % 2 ? LONGEST_REST : 0;
-        for (Warp& w : blocks[b].warps) w.resting = rest;
-    }
-    fibers = std::vector<Fiber>(size_t(block_count) * threads);
-    fiber::Stacks stacks(fibers.size());
-    for (size_t i = 0; i < fibers.size(); i++) stacks.prepare(fibers[i].context, i, enter);
-    std::vector<int> order(fibers.size() / 32);
-    for (size_t i = 0; i < order.size(); i++) order[i] = i;
-    bool busy = true;
-    for (int idle = 0; busy && error.empty(); idle = progress ? 0 : idle + 1) {
-        if (idle > IDLE_PASSES) error = "all wait for each other";
-        progress = false;
-        std::shuffle(order.begin(), order.end(), random);
-        busy = pass(order);
-    }
-    if (error.empty() && !messages.empty()) error = "sums under way when the kernel has ended";
-    held.clear();
-    return error.c_str();
+// Runs a kernel: `call(body)` in each thread. Returns what went wrong, or nothing.
+const char* launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed,
+                   void (*call)(const void*), const void* body);
+template <class Body>
+const char* launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed, const Body& body) {
+    const auto call = [](const void* of) { (*static_cast<const Body*>(of))(); };
+    return launch(block_count, block_threads, cluster_blocks, smem_bytes, seed, call, &body);
 }
 
 // Matrix products, by all lanes of a warp together: c += a b^T for 16 rows of a; fragments as PTX lays them out.
@@ -329,7 +106,7 @@ void multiply(Of lane_of, int columns, B b) {
 }  // namespace chip
 
 inline void __syncwarp() { chip::meet_warp(); }
-inline void __syncthreads() { chip::meet(chip::block().named[0], chip::threads); }
+void __syncthreads();
 inline bool __any_sync(unsigned, bool mine) {
     bool* const answer = &mine;
     chip::together(answer, [](auto lane_of) {
@@ -349,10 +126,7 @@ inline unsigned __shfl_sync(unsigned, unsigned mine, int from, int width = 32) {
     return mine;
 }
 inline int __ffs(int mask) { return __builtin_ffs(mask); }
-inline unsigned clock() {
-    static unsigned time;
-    return time += 100;
-}
+unsigned clock();
 
 namespace ds2 {
 
@@ -375,77 +149,40 @@ inline void store_shared_4(unsigned address, unsigned value) { chip::store(addre
 inline void store_shared_2(unsigned address, unsigned value) { chip::store(address, static_cast<unsigned short>(value)); }
 
 inline unsigned cluster_rank() { return blockIdx.x % chip::cluster; }
-inline void cluster_barrier() { chip::meet(chip::clusters[blockIdx.x / chip::cluster], chip::threads * chip::cluster); }
-inline unsigned remote_address(unsigned local, unsigned rank) {
-    if (rank >= unsigned(chip::cluster)) chip::fail("no such block in the cluster");
-    return local | (rank + 1) << 24;
-}
-inline void store_async(unsigned to, unsigned barrier, unsigned w0, unsigned w1) { chip::send(to, barrier, {w0, w1}); }
-inline void store_async(unsigned to, unsigned barrier, unsigned w0, unsigned w1, unsigned w2, unsigned w3) {
-    chip::send(to, barrier, {w0, w1, w2, w3});
-}
+void cluster_barrier();
+unsigned remote_address(unsigned local, unsigned rank);
+void store_async(unsigned to, unsigned barrier, unsigned w0, unsigned w1);
+void store_async(unsigned to, unsigned barrier, unsigned w0, unsigned w1, unsigned w2, unsigned w3);
 
-inline void barrier_init(unsigned barrier, unsigned arrivals) {
-    chip::block().barriers[barrier] = {int(arrivals), int(arrivals), 0, 0};
-}
+void barrier_init(unsigned barrier, unsigned arrivals);
 inline uint4 load_early_16(const void* at) { return *static_cast<const uint4*>(at); }
 inline uint2 load_early_8(const void* at) { return *static_cast<const uint2*>(at); }
 inline void barrier_init_fence() {}
-inline void await_kernel_before() { chip::await_kernel_before(); }
+void await_kernel_before();
 inline void release_kernel_behind() {}
-inline void barrier_expect(unsigned barrier, unsigned bytes) {
-    chip::MBarrier& own = chip::barrier_at(chip::block(), barrier);
-    own.bytes += bytes;
-    chip::count_arrival(own);
-}
-inline void barrier_arrive(unsigned barrier) { chip::count_arrival(chip::barrier_at(chip::block(), barrier)); }
+void barrier_expect(unsigned barrier, unsigned bytes);
+void barrier_arrive(unsigned barrier);
 template <bool SUSPEND = false>
 void barrier_wait(unsigned barrier, unsigned parity, const char*, int) {
-    const chip::MBarrier& own = chip::barrier_at(chip::block(), barrier);
-    while (own.phase % 2 == long(parity)) chip::await_change(own.phase);
+    chip::barrier_wait(barrier, parity);
 }
 template <int REGISTERS>
 void registers_down() {}
 template <int REGISTERS>
 void registers_up() {}
-inline void block_arrive(int barrier, int threads) {
-    chip::meet_warp();
-    chip::arrive(chip::block().named[barrier], threads);
-}
-inline void block_wait(int barrier, int threads) {
-    chip::meet_warp();
-    chip::meet(chip::block().named[barrier], threads);
-}
+void block_arrive(int barrier, int threads);
+void block_wait(int barrier, int threads);
 inline void block_arrive_or_wait(int barrier, int threads) { block_arrive(barrier, threads); }
 
-inline void copy_async_part(unsigned to, const void* from, int bytes) {
-    chip::self().uncommitted.push_back({to, from, bytes});
-}
+void copy_async_part(unsigned to, const void* from, int bytes);
 inline void copy_async(unsigned to, const void* from, bool wanted) { copy_async_part(to, from, wanted ? 4 : 0); }
 inline void copy_async_16(unsigned to, const void* from, bool wanted) {
     for (int i = 0; i < 4; i++) copy_async(to + 4 * i, static_cast<const unsigned*>(from) + i, wanted);
 }
-inline void copies_commit() {
-    chip::self().copies.push_back(std::move(chip::self().uncommitted));
-    chip::self().uncommitted.clear();
-}
-// Copies write in any order: before they are waited for, too, and then count as under way.
+void copies_commit();
 template <int PENDING>
 void copies_wait() {
-    chip::pause();
-    auto& copies = chip::self().copies;
-    const size_t complete = copies.size() - std::min(copies.size(), size_t(PENDING));
-    std::vector<size_t> order;
-    for (size_t i = 0; i < copies.size(); i++)
-        if (i < complete || chip::random() % 4 == 0) order.push_back(i);
-    std::shuffle(order.begin(), order.end(), chip::random);
-    for (const size_t i : order)
-        for (const chip::Copy& copy : std::exchange(copies[i], {})) {
-            unsigned word = 0;
-            std::memcpy(&word, copy.from, copy.bytes);
-            store_shared_4(copy.to, word);
-        }
-    copies.erase(copies.begin(), copies.begin() + complete);
+    chip::copies_wait(PENDING);
 }
 
 inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
@@ -456,37 +193,24 @@ template <class Storage>
 void store_if(bool wanted, Storage* at, Storage value) {
     if (wanted) *at = value;
 }
-inline void store_relaxed(unsigned* at, unsigned word) { chip::self().stores.push_back({at, word}); }
+void store_relaxed(unsigned* at, unsigned word);
 inline void store_relaxed(unsigned* at, uint4 v) {
     store_relaxed(at, v.x), store_relaxed(at + 1, v.y), store_relaxed(at + 2, v.z), store_relaxed(at + 3, v.w);
 }
 template <int N>
 void load_relaxed_if(bool wanted, unsigned (&v)[N], const unsigned* at) {
     chip::pause();
-    if (wanted) std::copy_n(at, N, v);
+    if (wanted) std::memcpy(v, at, sizeof v);
 }
 template <int N>
 void store_relaxed(unsigned* at, const unsigned (&v)[N]) {
     for (int i = 0; i < N; i++) store_relaxed(at + i, v[i]);
 }
-inline void fence_stores() {
-    while (!chip::self().stores.empty()) chip::drain_one(chip::self());
-}
+void fence_stores();
 
 inline void fence_loads() {}
-// A release of what the block's threads have stored before a barrier of theirs.
-inline unsigned grid_arrive() {
-    const unsigned before = chip::grid_word;
-    for (int i = 0; i < chip::threads; i++)
-        for (chip::Fiber& fiber = chip::fibers[blockIdx.x * chip::threads + i]; !fiber.stores.empty();) chip::drain_one(fiber);
-    chip::grid_word += blockIdx.x ? 1 : 0x80000001u - gridDim.x;
-    chip::progress = true;
-    return before;
-}
-inline bool grid_complete(unsigned before) {
-    chip::pause();
-    return (chip::grid_word ^ before) >> 31;
-}
+unsigned grid_arrive();
+bool grid_complete(unsigned before);
 
 struct Bf16 {
     using Storage = unsigned short;

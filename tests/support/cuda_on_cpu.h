@@ -1,15 +1,13 @@
 // The part of CUDA that csrc/ctc uses, for a host compiler: the threads of a block are fibers that take turns at
 // barriers, so a kernel's own source runs without a GPU. Written in place of csrc/ptx/sync.cuh.
+//
+// Kernels include this file; cuda_on_cpu.cpp, which is compiled once for all of them, has the rest.
 #pragma once
 
 #include <cmath>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <vector>
-
-#include "fiber_on_cpu.h"
 
 #define __device__
 #define __global__
@@ -24,78 +22,36 @@ struct int2 {
     int x, y;
 };
 inline int2 make_int2(int x, int y) { return {x, y}; }
-inline Index threadIdx, blockIdx, blockDim;
-alignas(16) inline unsigned char shared[1 << 18];
+extern Index threadIdx, blockIdx, blockDim;
+alignas(16) extern unsigned char shared[1 << 18];
 
 namespace fibers {
 
-struct Meeting {
-    int arrived = 0, turn = 0;
-};
-struct Warp {
-    Meeting meeting;
-    unsigned long long values[32];
-};
-inline std::vector<fiber::Fiber> contexts;
-inline std::vector<Warp> warps;
-inline Meeting block;
-inline const std::function<void()>* body;
-inline std::vector<char> done;
-
-inline void pause() { fiber::pause(contexts[threadIdx.x]); }
-inline void meet(Meeting& meeting, int expected) {
-    const int turn = meeting.turn;
-    if (++meeting.arrived == expected) {
-        meeting.arrived = 0;
-        meeting.turn++;
-        return;
-    }
-    while (meeting.turn == turn) pause();
-}
-inline void meet_warp() { meet(warps[threadIdx.x / 32].meeting, 32); }
+void pause();
+void meet_warp();
+unsigned long long* values_of_warp();  // of its lanes
 // All lanes give a value and see those of all.
 template <class Read>
 auto exchange(unsigned long long mine, Read read) {
-    Warp& warp = warps[threadIdx.x / 32];
-    warp.values[threadIdx.x % 32] = mine;
+    unsigned long long* const values = values_of_warp();
+    values[threadIdx.x % 32] = mine;
     meet_warp();
-    const auto result = read(warp.values);
+    const auto result = read(values);
     meet_warp();
     return result;
 }
-inline void enter() {
-    (*body)();
-    done[threadIdx.x] = 1;
-    pause();
-}
 
-// Runs blocks one after another; `backwards` lets the last thread go first, which no result may depend on.
-inline void launch(int blocks, int threads, bool backwards, const std::function<void()>& kernel) {
-    fiber::Stacks stacks(threads);
-    body = &kernel;
-    blockDim.x = threads;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-        std::memset(shared, 0xff, sizeof shared);  // NaN, to whoever reads before writing
-        contexts.assign(threads, {});
-        warps.assign((threads + 31) / 32, {});
-        done.assign(threads, 0);
-        block = {};
-        for (int i = 0; i < threads; i++) stacks.prepare(contexts[i], i, enter);
-        for (bool busy = true; busy;) {
-            busy = false;
-            for (int i = 0; i < threads; i++) {
-                threadIdx.x = backwards ? threads - 1 - i : i;
-                if (done[threadIdx.x]) continue;
-                busy = true;
-                fiber::resume(contexts[threadIdx.x]);
-            }
-        }
-    }
+// Runs blocks one after another, `call(body)` in each thread; `backwards` lets the last thread go first, which no result may
+// depend on.
+void launch(int blocks, int threads, bool backwards, void (*call)(const void*), const void* body);
+template <class Body>
+void launch(int blocks, int threads, bool backwards, const Body& body) {
+    launch(blocks, threads, backwards, [](const void* of) { (*static_cast<const Body*>(of))(); }, &body);
 }
 
 }  // namespace fibers
 
-inline void __syncthreads() { fibers::meet(fibers::block, blockDim.x); }
+void __syncthreads();
 inline void __threadfence() {}  // blocks run one after another
 inline void __syncwarp() { fibers::meet_warp(); }
 inline unsigned __ballot_sync(unsigned, bool mine) {

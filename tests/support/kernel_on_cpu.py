@@ -25,10 +25,9 @@ H200_SMEM_BYTES = 232448
 SUPPORT = Path(__file__).parent
 _TYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float, "double": ctypes.c_double}
 CSRC = Path(runtime.__file__).parents[1] / "csrc"
-_FIBERS = "fiber_on_cpu.h"
 _INCLUDE = re.compile(r'^ *# *include +"([^"]+)"', re.MULTILINE)
 # A checked longjmp would refuse to leave a fiber's stack: no fortification.
-_OPTIONS = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-I.")
+_OPTIONS = ("-std=c++17", "-U_FORTIFY_SOURCE", "-fPIC", "-I.")
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: int = H200_SMEM_BYTES) -> None:
@@ -66,15 +65,16 @@ def patch_launch_on(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 @functools.cache
 def _library(source: Source) -> Path:
     headers = {
-        "ptx/sync.cuh": (SUPPORT / "cuda_on_cpu.h").read_text(),
         "ptx/number.cuh": (SUPPORT / "number_on_cpu.h").read_text(),
         "ptx/system.cuh": (SUPPORT / "system_on_cpu.h").read_text(),
     }
     launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
-    return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
+    return compile_kernel(source, "cuda_on_cpu", headers, "void", "int blocks, int threads, int backwards", launch)
 
 
-def compile_kernel(source: Source, headers: Mapping[str, str], returns: str, parameters: str, launch: str) -> Path:
+def compile_kernel(
+    source: Source, emulator: str, headers: Mapping[str, str], returns: str, parameters: str, launch: str
+) -> Path:
     """Build a kernel for the CPU, with a C function `run` that takes `parameters` and the kernel's, and does `launch`.
 
     The library stays in the cache folder of compiled kernels, under a hash of the compiler and all that it reads. The
@@ -82,7 +82,8 @@ def compile_kernel(source: Source, headers: Mapping[str, str], returns: str, par
 
     Args:
         source: the kernel.
-        headers: replace those of csrc, by their path there; ptx/sync.cuh among them stands for CUDA.
+        emulator: stands for CUDA: the name of a header and of a source beside this file.
+        headers: replace those of csrc, by their path there.
         returns: C type of the result of `run`.
         parameters: of `run`, before the kernel's.
         launch: C++ expression; in it, KERNEL is the call of the kernel as a function of nothing.
@@ -90,22 +91,36 @@ def compile_kernel(source: Source, headers: Mapping[str, str], returns: str, par
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     files = {path.relative_to(CSRC).as_posix(): path.read_text() for path in CSRC.rglob("*.cuh")}
-    files |= headers | {_FIBERS: (SUPPORT / _FIBERS).read_text(), "cuda.h": '#include "ptx/sync.cuh"\n'}
+    sync = (SUPPORT / f"{emulator}.h").read_text()
+    files |= {"ptx/sync.cuh": sync, "cuda.h": '#include "ptx/sync.cuh"\n'} | headers
     call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names(source.parameters)}); }}")
     signature = ", ".join([parameters, *(f"{kind} {name}" for kind, name in source.parameters)])
-    unit = f'{source.text}\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'
-    included = _included(files, '#include "cuda.h"\n' + unit)
-    digest = hashlib.sha256("\0".join([_compiler(), *_OPTIONS, unit, *map(str, sorted(included.items()))]).encode())
-    library = build.cache_dir() / "cpu" / f"{digest.hexdigest()}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            _write(Path(folder), included | {"kernel.cpp": unit})
-            header = _included(files, '#include "cuda.h"\n')
-            (Path(folder) / "cuda.h.gch").symlink_to(_precompiled(tuple(header.items())))
-            _compile(folder, "-shared", "-include", "cuda.h", "-o", "kernel.so", "kernel.cpp")
-            os.replace(Path(folder) / "kernel.so", library)
-    return library
+    unit = f'#include "cuda.h"\n{source.text}\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'
+    options = ("-O1", "-shared", "kernel.cpp", str(_emulator(emulator)))
+    return _compiled(_included(files, unit) | {"kernel.cpp": unit}, "kernel.so", options)
+
+
+@functools.cache
+def _emulator(name: str) -> Path:
+    """Compile what stands for CUDA, but for its header, once for all kernels: it takes as long as a kernel."""
+    files = {path.name: path.read_text() for path in SUPPORT.glob("*_on_cpu.*")}
+    text = files[f"{name}.cpp"]
+    return _compiled(_included(files, text) | {f"{name}.cpp": text}, f"{name}.o", ("-O2", "-c", f"{name}.cpp"))
+
+
+def _compiled(files: Mapping[str, str], result: str, options: Sequence[str]) -> Path:
+    """Return the file that g++ makes of others, from the cache folder if it has been made of the same before."""
+    parts = [_compiler(), *_OPTIONS, *options, *map(str, sorted(files.items()))]
+    cached = build.cache_dir() / "cpu" / (hashlib.sha256("\0".join(parts).encode()).hexdigest() + Path(result).suffix)
+    if not cached.exists():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
+            for name, text in files.items():
+                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / name).write_text(text)
+            subprocess.run(["g++", *_OPTIONS, *options, "-o", result], cwd=folder, check=True)
+            os.replace(Path(folder) / result, cached)
+    return cached
 
 
 def _included(files: Mapping[str, str], text: str) -> dict[str, str]:
@@ -123,31 +138,6 @@ def _included(files: Mapping[str, str], text: str) -> dict[str, str]:
 @functools.cache
 def _compiler() -> str:
     return subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
-
-
-@functools.cache
-def _session_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where this process keeps precompiled headers; removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="ds2-kernels-")
-
-
-@functools.cache
-def _precompiled(headers: tuple[tuple[str, str], ...]) -> Path:
-    """Compile what stands for CUDA once a process: reading it takes as long as a kernel."""
-    folder = Path(tempfile.mkdtemp(dir=_session_folder().name))
-    _write(folder, dict(headers))
-    _compile(folder, "-x", "c++-header", "-o", "cuda.h.gch", "cuda.h")
-    return folder / "cuda.h.gch"
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
-def _compile(folder: Path | str, *options: str) -> None:
-    subprocess.run(["g++", *_OPTIONS, *options], cwd=folder, check=True)
 
 
 def host_arguments(source: Source, arguments: Sequence[Any]) -> list[Any]:

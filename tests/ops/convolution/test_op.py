@@ -35,14 +35,14 @@ U, HALF = 2.0**-24, 2.0**-8  # units of roundoff of float32 and bfloat16
 @functools.cache
 def _library(source: Source) -> Path:
     headers = {
-        "ptx/sync.cuh": (SUPPORT / "chip_on_cpu.h").read_text(),
         "ptx/number.cuh": "#pragma once\n",
         "ptx/product.cuh": (SUPPORT / "product_on_cpu.h").read_text(),
     }
     memory = "unsigned char* const shared = reinterpret_cast<unsigned char*>(chip::shared_memory());"
     source = replace(source, text=re.sub(r"extern __shared__ .*;", memory, source.text))
     launch = "chip::launch(blocks, threads, 1, bytes, seed, KERNEL)"
-    return compile_kernel(source, headers, "const char*", "int blocks, int threads, int bytes, unsigned seed", launch)
+    parameters = "int blocks, int threads, int bytes, unsigned seed"
+    return compile_kernel(source, "chip_on_cpu", headers, "const char*", parameters, launch)
 
 
 @pytest.fixture
