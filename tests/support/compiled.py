@@ -1,4 +1,4 @@
-"""What the compiler says about the planner's kernels, from a record where that is of the very same kernels.
+"""What the compiler says about kernels, from a record where that is of the very same kernels.
 
 Registers and spills are a function of the translation unit, the headers that it includes, the compiler and its options.
 Rows of the record are named by all four, so the compiler would say the same again, for twenty minutes. What has no row,
@@ -83,6 +83,7 @@ def key(source: str, arch: str = HOPPER) -> str:
 
 
 def _shape(source: str, arch: str) -> str:
-    shape = re.search(r"using Shape = (.*);", source)
+    """The type of a tile, or the call of another kernel."""
+    shape = re.search(r"using Shape = (.*);", source) or re.search(r"ds2::([\w:<>, ]+)\(", source)
     assert shape, source
     return shape[1].replace("ds2::", "") + ("" if arch == HOPPER else f" {arch}")

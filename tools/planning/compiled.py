@@ -1,10 +1,10 @@
-"""Record what the compiler reports about the planner's kernels, so that tests compile only kernels that changed.
+"""Record what the compiler reports about kernels, so that tests compile only kernels that changed.
 
     python tools/plans.py compiled
 
-Runs the planner's tests on compiled kernels (`make test` before it fills the cache of kernels on all cores) and, if
-they pass, writes tests/ops/recurrent/plan/compiled.tsv. Its difference in a commit shows what a change of a kernel did
-to the registers of each tile.
+Runs the tests of compiled kernels (`make test` before it fills the cache of kernels on all cores) and, if they pass,
+writes tests/ops/recurrent/plan/compiled.tsv. Its difference in a commit shows what a change of a kernel did to the
+registers of each tile.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support import compiled
 
+_TESTS = ("recurrent/plan", "jit/test_architectures.py", "ctc")  # in tests/ops
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile, run the tests and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)
     compiled.RECORD.unlink(missing_ok=True)
-    failed = pytest.main(["-q", "-m", "not gpu", str(compiled.RECORD.parent)])
+    failed = pytest.main(["-q", "-m", "not gpu", *(str(compiled.RECORD.parents[2] / name) for name in _TESTS)])
     if not failed:
         print(f"{compiled.RECORD}: {compiled.write_record()} kernels")
     return failed

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ds2_ops.ctc import denominator
 from ds2_ops.ctc.denominator import Denominator, LabelGraph, denominator_reference, round_weights
-from ds2_ops.jit.build import build
 from support import kernel_on_cpu
+from support.compiled import report
 from support.kernel_on_cpu import H200_SMEM_BYTES
 from torch import Tensor
 
@@ -230,11 +230,11 @@ def test_threads_may_take_turns_in_any_order(backwards: bool, monkeypatch: pytes
 def test_kernels_compile_without_spills(nodes: int) -> None:
     launch = denominator.plan(nodes, 500, 30_000, 29, H200_SMEM_BYTES, 16)
     assert (launch.grid, launch.threads) == (32, min(1024, -(-nodes // 32) * 32))
-    binary = build(launch.source.text)
+    compiled = report(launch.source.text)
     if nodes < 10_000:
-        assert binary.local_bytes == 0
-    assert binary.registers * launch.threads <= 65536
-    assert build(denominator.SHARES.text).local_bytes == 0
+        assert compiled.local_bytes == 0
+    assert compiled.registers * launch.threads <= 65536
+    assert report(denominator.SHARES.text).local_bytes == 0
 
 
 def test_graphs_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ds2_ops.ctc import align, beam, loss, paths
 from ds2_ops.jit import runtime
-from ds2_ops.jit.build import build
+from support.compiled import report
 from support.kernel_on_cpu import H200_SMEM_BYTES
 
 QUICK = [(32, "word"), (128, "label"), (512, "word")]
@@ -16,9 +16,9 @@ ALL = [(slots, unit) for slots in beam.SHAPES for unit in ("none", "word", "labe
 )
 def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
     launch = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES).launch
-    binary = build(launch.source.text)
-    assert binary.local_bytes == 0
-    assert binary.registers * launch.threads <= 65536
+    compiled = report(launch.source.text)
+    assert compiled.local_bytes == 0
+    assert compiled.registers * launch.threads <= 65536
 
 
 @pytest.mark.parametrize("beams", [1, 32, 33, 128, 512])

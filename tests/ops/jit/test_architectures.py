@@ -14,6 +14,7 @@ from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.primitives import _move_launch
 from ds2_ops.row_convolution import chain_launch
 from ds2_ops.spectrum import log_power_launch
+from support.compiled import report
 
 CAPABILITIES = sorted({device.capability for device in DEVICES.values()})
 QUICK = ((8, 0), (9, 0), CAPABILITIES[-1])
@@ -68,8 +69,14 @@ def test_kernels_compile_without_spills(capability: tuple[int, int]) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     arch = "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
     kernels = sources() | (early_sources() if capability >= (9, 0) else {})
-    local_bytes = {name: build(source.text, arch).local_bytes for name, source in kernels.items()}
+    local_bytes = {name: report(source.text, arch).local_bytes for name, source in kernels.items()}
     stack = 8 if capability == (10, 0) else 0  # the compiler sets these aside in some kernels for 10.0 and uses none
     if capability == (12, 0):
         assert local_bytes.pop("lookahead 10, 3") == 64  # it spills a little there
     assert not {name: count for name, count in local_bytes.items() if count > stack}
+
+
+def test_the_compiler_says_what_is_recorded() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    binary = build(NESTEROV.text, "sm_80")
+    assert report(NESTEROV.text, "sm_80") == (binary.registers, binary.local_bytes, binary.loss)
