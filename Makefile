@@ -19,6 +19,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py $(if $(AN4),--an4 $(AN4))
 
+# Tests start a hundred interpreters, each of which would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A worker on each core; a worker that is done takes tests from the others.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
