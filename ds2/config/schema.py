@@ -183,6 +183,7 @@ class TrainConfig:
     denominator_prune: int = number(0, 0, COUNT)  # ctc_crf: drop n-grams of 3 and more labels seen at most so often
     denominator_text: list[str] = field(default_factory=list)  # ctc_crf: texts or manifests; empty: the transcripts
     delay_penalty: float = number(0.0, 0, 100)  # CTC: cost of a label's later start, nats a label and output frame
+    delay_penalty_after_epochs: int = number(0, 0, COUNT)  # epochs without it, in which the network begins to align
     consistency: float = number(0.0, 0, 1e6)  # CR-CTC: weight of the loss between two augmented views; 0: one view
     intermediate_weight: float = number(0.3, 0, 1)  # weight of the losses of model.intermediate; the rest is the last's
     noise_scale: bool = False  # log the gradient noise scale, an estimate of the largest useful batch

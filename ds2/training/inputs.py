@@ -43,6 +43,7 @@ class Inputs:
         warps_time: whether time is warped.
         warps: whether frequencies are warped.
         rises: whether dropout has a share of its rate.
+        delay_penalty: of the epoch, `train.delay_penalty` or 0.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
         infeasible: utterances with fewer frames than their labels need.
     """
@@ -54,6 +55,7 @@ class Inputs:
     warps_time: bool
     warps: bool
     rises: bool
+    delay_penalty: float
     frequency_masks: int
     time_masks: int
     infeasible: int
@@ -120,8 +122,8 @@ class Inputs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shapes on which kernel launches depend; lengths do not matter."""
-        return (*self.waveforms.shape, self.numbers.shape[1])
+        """What kernel launches depend on: the shapes, and whether late labels cost more; lengths do not matter."""
+        return (*self.waveforms.shape, self.numbers.shape[1], int(self.delay_penalty > 0))
 
     def copy_to(self, waveforms: Tensor, numbers: Tensor) -> Inputs:
         """Copy to the beginning of flat (N,) float32 waveforms and (M,) int64 numbers and return the copy."""
@@ -209,6 +211,7 @@ class InputMaker:
             moves is not None,
             bool(augment.vtlp),
             share is not None,
+            config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
             augment.frequency_masks,
             augment.time_masks,
             int((~feasible).sum()),

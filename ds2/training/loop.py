@@ -145,6 +145,13 @@ def _log_start(trainer: Trainer, board: RunLog) -> None:
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
     _warn_of_short_warm_up(config, len(trainer.plan()))
+    limits = config.train
+    if limits.delay_penalty and not limits.delay_penalty_after_epochs and not config.checkpoint.init_from:
+        log.warning(
+            "train.delay_penalty=%g counts from the first step: on AN4 no network began to align with it; set "
+            "train.delay_penalty_after_epochs to the epochs after which yours does, or checkpoint.init_from to a model",
+            limits.delay_penalty,
+        )
     if trainer.dev_data is not None and (warning := trainer.dev_data.warning()):
         log.warning("%s", warning)
     if not trainer.dev.utterances:
@@ -346,6 +353,13 @@ def _warn_of_unfinished_schedules(config: Config, progress: Progress, epochs: in
             "no epoch was without noise: training ended before augment.noisy_epochs=%d did; about two thirds of the "
             "epochs that it has time for keep WER of clean speech",
             noisy,
+        )
+    if config.train.delay_penalty and epochs <= config.train.delay_penalty_after_epochs:
+        log.warning(
+            "no epoch had train.delay_penalty=%g: training ended before train.delay_penalty_after_epochs=%d did; "
+            "a third of the epochs that it has time for is enough",
+            config.train.delay_penalty,
+            config.train.delay_penalty_after_epochs,
         )
     if config.model.dropout and epochs <= rise:
         log.warning(

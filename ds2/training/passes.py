@@ -59,7 +59,6 @@ class Passes:
         self.model, self.features, self.gradients, self.autocast = model, features, gradients, autocast
         self.crf, self.ctc_weight = crf, train.ctc_weight
         self.consistency, self.intermediate_weight = train.consistency, train.intermediate_weight
-        self.delay_penalty = train.delay_penalty
         self._centres_hz = features.centres_hz.to(features.mean.device)
         self._objective: Tensor | None = None
 
@@ -95,14 +94,14 @@ class Passes:
         def mean_over_views(losses: Tensor) -> Tensor:
             return losses.view(inputs.views, -1).mean(0)
 
-        ctc = ctc_losses(logits, *arguments, delay_penalty=self.delay_penalty)
+        ctc = ctc_losses(logits, *arguments, delay_penalty=inputs.delay_penalty)
         losses = objective = mean_over_views(ctc)
         if self.crf is not None:
             log_probs = inputs.label_log_probs.repeat(inputs.views)
             crf = self.crf.losses(ctc, logits, arguments[0], log_probs, arguments[3])
             losses, objective = mean_over_views(crf), mean_over_views(crf + self.ctc_weight * ctc)
         if intermediate:
-            of_heads = [ctc_losses(head, *arguments, delay_penalty=self.delay_penalty) for head in intermediate]
+            of_heads = [ctc_losses(head, *arguments, delay_penalty=inputs.delay_penalty) for head in intermediate]
             ctc_of_heads = torch.stack([mean_over_views(losses_of_head) for losses_of_head in of_heads]).mean(0)
             objective = torch.lerp(objective, ctc_of_heads, self.intermediate_weight)
         if inputs.views > 1:

@@ -62,6 +62,18 @@ def test_dropout_that_still_rose_is_said(
         assert ("no epoch had the whole of model.dropout" in caplog.text) == said, caplog.text
 
 
+def test_a_delay_penalty_that_came_too_soon_or_never_is_named(
+    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for penalty, epochs, warning in ((0.01, 0, "counts from the first step"), (0.01, 1, ""), (0.01, 2, "no epoch had")):
+        caplog.clear()
+        setting = f"train.delay_penalty_after_epochs={epochs}"
+        config = tiny_config("train.epochs=2", "model.max_lookahead_ms=0", f"train.delay_penalty={penalty}", setting)
+        assert train(config, tmp_path / str(epochs)) == 0
+        warnings = [record.getMessage() for record in caplog.records if "train.delay_penalty" in record.getMessage()]
+        assert len(warnings) == (warning != "") and all(warning in text for text in warnings)
+
+
 def test_a_warm_up_fits_the_planned_training(
     tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,6 +111,22 @@ def test_the_delay_penalty_weighs_the_loss_of_every_view(tiny_config: MakeConfig
     assert not torch.allclose(*results)
 
 
+def test_the_delay_penalty_begins_after_its_epochs_and_has_recordings_of_its_own(tiny_config: MakeConfig) -> None:
+    trainer, _ = prepared(tiny_config("train.delay_penalty=0.3", "train.delay_penalty_after_epochs=2"))
+    batch = next(iter(trainer.loader.epoch(PLACES, 1)))
+    of_epoch = {epoch: trainer.inputs(batch, epoch) for epoch in (1, 2, 3)}
+    assert [inputs.delay_penalty for inputs in of_epoch.values()] == [0.0, 0.0, 0.3]
+    assert of_epoch[1].shape == of_epoch[2].shape != of_epoch[3].shape
+    with torch.no_grad():
+        logits, frames = trainer.model(
+            trainer.features.padded(of_epoch[1].waveforms, of_epoch[1].frames), of_epoch[1].frames, of_epoch[1].keys
+        )
+        for inputs in of_epoch.values():
+            targets = inputs.labels, inputs.label_lengths, inputs.feasible
+            expected = ctc_losses(logits, frames, *targets, delay_penalty=inputs.delay_penalty)
+            torch.testing.assert_close(trainer.passes.losses(inputs)[0], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("other", ["train.objective=ctc_crf", "model.bidirectional=true"])
 def test_a_delay_penalty_is_refused_where_it_has_no_meaning(tiny_config: MakeConfig, other: str) -> None:
     with pytest.raises(ConfigError, match=rf"train\.delay_penalty=0\.1 .*{other}.*: set "):
