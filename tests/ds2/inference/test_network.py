@@ -91,22 +91,27 @@ def run_all(blocks_of: BlockNetwork, state: StreamState, sources: list[Tensor], 
     return logits
 
 
-@pytest.mark.parametrize("convs", CONVS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"skip": 0, "batch_norm": False},
-        {"skip_first": "projection", "row_convs": 1},
-        {"cell": "lstm"},
-        {"cell": "gru"},
-        {"cell": "gru_before"},
-        {"norm": "rms"},
-        {"norm": "rms", "cell": "lstm"},
-        {"cell": "gru", "batch_norm": False, "row_convs": 0, "depth": 2},
-    ],
-)
-@pytest.mark.parametrize(("block_frames", "piece_frames"), [(12, None), (48, 12), (36, 24)])
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"skip": 0, "batch_norm": False},
+    {"skip_first": "projection", "row_convs": 1},
+    {"cell": "lstm"},
+    {"cell": "gru"},
+    {"cell": "gru_before"},
+    {"norm": "rms"},
+    {"norm": "rms", "cell": "lstm"},
+    {"cell": "gru", "batch_norm": False, "row_convs": 0, "depth": 2},
+]
+BLOCKS = [(12, None), (48, 12), (36, 24)]  # frames of a block and of a piece
+# Each two of convolutions, options and blocks meet.
+CASES = [
+    (convs, options, *BLOCKS[(row + column) % len(BLOCKS)])
+    for row, convs in enumerate(CONVS)
+    for column, options in enumerate(OPTIONS)
+]
+
+
+@pytest.mark.parametrize(("convs", "options", "block_frames", "piece_frames"), CASES)
 def test_streams_that_come_and_go_get_the_logits_of_their_whole(
     convs: str, options: dict[str, object], block_frames: int, piece_frames: int | None
 ) -> None:
