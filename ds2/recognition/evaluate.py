@@ -39,7 +39,7 @@ PHONES_ONLY = (
     "decode=phones with a decode.lm of words finds words"
 )
 _DEGRADE_SEED = 1
-_RECORDINGS_BYTES = 4 << 20  # of the recordings within a report
+RECORDINGS_BYTES = 4 << 20  # of the recordings within a report
 _LONGEST_RECORDING_S = 120.0
 _COLOURS = {"white noise": 0.0, "pink noise": 1.0, "brown noise": 2.0}
 
@@ -141,7 +141,7 @@ def worst_recordings(evaluation: Evaluation, data: DataConfig, count: int) -> di
         count: of utterances; those of more than two minutes are left out.
     """
     recordings: dict[int, bytes] = {}
-    remaining = _RECORDINGS_BYTES
+    remaining = RECORDINGS_BYTES
     for index in most_errors(evaluation.report, count):
         utterance = evaluation.utterances[index]
         if utterance.duration_s > _LONGEST_RECORDING_S:
