@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import gpu_tests
 import pytest
 from support.paths import ROOT
 
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of other packages: they take longer than the tests
 SUITE = """
 import pytest
 def test_right(): pass
@@ -65,7 +67,8 @@ def test_tests_that_passed_and_were_skipped_are_counted(tmp_path: Path, right: b
     (tmp_path / "test_suite.py").write_text(SUITE.format(right=right))
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", "test_suite.py"]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == int(not right)
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **NO_PLUGINS}, capture_output=True, check=False)
+    assert done.returncode == int(not right)
     assert gpu_tests.counts(report) == (passed, 1)
 
 
@@ -90,7 +93,7 @@ def test_a_run_is_noted_only_if_all_passed(tmp_path: Path, right: bool) -> None:
     body = f"import pytest\n@pytest.mark.gpu\n@pytest.mark.two_gpus\ndef test_it(): assert {right}\n"
     (tmp_path / "tests" / "test_it.py").write_text(body)
     done = subprocess.run(
-        [sys.executable, "-c", NO_GPU], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        [sys.executable, "-c", NO_GPU], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "", **NO_PLUGINS},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == int(not right), done.stdout + done.stderr
