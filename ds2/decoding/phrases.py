@@ -25,7 +25,7 @@ _LARGEST_NUMBER = 10**9
 _MOST_NUMBERS = 1001  # of one range
 _MOST_NESTED = 20
 _MOST_ALTERNATIVES = 10_000  # ways around optional parts, in all
-_TOKEN = re.compile(r"\s*([()\[\]|]|<[^<>]*>?|[^()\[\]|<>\s]+|>)")
+_TOKEN = re.compile(r"[()\[\]|]|<[^<>]*>?|[^()\[\]|<>\s]+|>")  # all but white space is in some token
 _RANGE = re.compile(r"<\s*(\d{1,10})\s*-\s*(\d{1,10})\s*>")
 
 
@@ -90,26 +90,20 @@ class _Compiler:
     def __init__(self, alphabet: Alphabet) -> None:
         self.alphabet = alphabet
         self.words: list[PhraseWord] = []
+        self._phrase, self._tokens, self._at = "", list[str](), 0  # the phrase that is read, and the next token
         self._skips: list[set[int]] = [set(), set()]  # by point: the points that follow without a word
         self._labels = 0
 
     def add(self, phrase: str) -> None:
         """Add a phrase from the root to the end."""
-        self._phrase, self._tokens, self._at = phrase, self._split(phrase), 0
+        self._phrase, self._tokens, self._at = phrase, _TOKEN.findall(phrase), 0
         if not self._tokens:
             raise PhraseError(f"the phrase {phrase!r} is empty: leave it out")
         self._choice(ROOT, END, 0)
         if self._at < len(self._tokens):
             self._refuse(f"{self._tokens[self._at]!r} closes nothing")
         if END in self._reached_from(ROOT):
-            self._refuse("all of it may be left out: one word at least must be said")
-
-    def _split(self, phrase: str) -> list[str]:
-        tokens, at = [], 0
-        while match := _TOKEN.match(phrase, at):
-            tokens.append(match[1])
-            at = match.end()
-        return tokens
+            self._refuse("all of it may be left out: at least one word must stay")
 
     def _refuse(self, problem: str) -> None:
         raise PhraseError(
