@@ -12,6 +12,7 @@ arrives when all have, and goes on when both have arrived.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -155,6 +156,7 @@ def _may_load(rules: Protocol, state: int) -> Iterator[int]:
         yield later
 
 
+@functools.cache
 def walk(rules: Protocol, most: int = 400_000) -> int:
     """Walk through all machines that can be reached; return how many.
 
