@@ -139,9 +139,9 @@ class DevEvaluator:
         if step >= _STUCK_STEPS and report.cer > _STUCK_CER:
             log.warning(
                 "%.0f %% of the dev set's characters are wrong after %d steps: this run has not begun to align, and "
-                "few that start so late come back. What has helped: another train.seed, less model.dropout or one that "
-                "rises (train.dropout_rise_epochs), a lower optim.learning_rate, model.start=even for 24 layers and "
-                "more; `ds2 data check` on the manifests",
+                "few that start so late come back. What has helped: another train.seed, model.dropout of 0.3 at most, "
+                "train.objective=ctc_crf, a lower optim.learning_rate, model.start=even for 24 layers and more; "
+                "`ds2 data check` on the manifests",
                 100 * report.cer, step,
             )  # fmt: skip
         if (words_only := score_words(report, self.alphabet)) is not None:

@@ -233,8 +233,7 @@ class InputMaker:
 def dropout_share(train: TrainConfig, epoch: int) -> int | None:
     """Return the share of its rate that dropout has in an epoch (1-based), in millionths; None: always all of it.
 
-    0 in the first epoch, all of it after `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017): under
-    a high rate, a run that has not begun to align may never begin.
+    0 in the first epoch, all of it after `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017).
     """
     epochs = train.dropout_rise_epochs
     return min(MILLION, MILLION * (epoch - 1) // epochs) if epochs else None
