@@ -15,6 +15,7 @@ from ds2.audio.features import Features
 from ds2.decoding.decoder import Decoder
 from ds2.inference.runner import BlockRunner
 from ds2.model.acoustic import AcousticModel
+from ds2.recognition.open_segments import OpenSegments
 from ds2.text.alphabet import Alphabet
 
 
@@ -29,6 +30,7 @@ class Pipeline:
     device: torch.device
     precision: str = "fp32"
     runners: dict[int, BlockRunner] = field(default_factory=dict, repr=False, compare=False)  # by feature frames
+    open_segments: OpenSegments = field(default_factory=OpenSegments, repr=False, compare=False)  # of live sessions
 
     @property
     def frame_s(self) -> float:

@@ -6,6 +6,7 @@ The methods have the names of sherpa-onnx: `accept_waveform`, `is_ready`, `decod
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,18 +25,13 @@ from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.decoding.lexicon import HotWords
 from ds2.inference.slots import Slot
 from ds2.model.structure import lookahead_parts_ms
+from ds2.recognition.open_segments import PAUSE_S
 from ds2.recognition.pipeline import Pipeline
 
 BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
-PAUSE_S = 0.2  # a pause of the logits that ends a segment which is too long; after it silent audio counts too
 Item = TypeVar("Item")
 Failed = Callable[[Any, Exception], None]  # called with a session and its error
 _MOST_AT_ONCE = 256  # sessions in one call of the model
-_SILENT = 0.01  # mean square of silence, relative to that of the words before it: 20 dB less
-_LOUD = 0.3  # mean square of speech after a pause, relative to that of the words before it: at least
-_LOUDER = 10.0  # and relative to that of the pause
-_RESUMED_S = 0.1  # so much loud audio is speech and no click
-OVERTIME_S = 5.0  # a segment that exceeds `Endpoints.longest_s` by this ends without a pause
 
 
 class Session:
@@ -69,12 +65,12 @@ class Session:
     ) -> None:
         self.pipeline, self.decoder, self.hot_words = pipeline, decoder or pipeline.decoder, hot_words
         self.sample_rate_hz = sample_rate_hz or pipeline.features.sample_rate_hz
-        self._block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
-        if self._block_frames < 1:
+        self.block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
+        if self.block_frames < 1:
             raise ValueError(f"block_s={block_s} is less than an output frame of {pipeline.frame_s:g} s")
         self.decoding = self.decoder.start(1, hot_words)
         self.blocks: deque[NDArray[np.float32]] = deque()  # samples of blocks that `decode` runs next
-        self.runner = pipeline.block_runner(self._block_frames)
+        self.runner = pipeline.block_runner(self.block_frames)
         self._start_stream()
 
     def _start_stream(self, after: Slot | None = None) -> None:
@@ -82,7 +78,7 @@ class Session:
         features = self.pipeline.features
         self.slot = self.runner.start_stream(after)
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
-        self._samples = SampleBlocks(features, self._block_frames, partial(self.runner.input_buffer, self.slot))
+        self._samples = SampleBlocks(features, self.block_frames, partial(self.runner.input_buffer, self.slot))
 
     @property
     def duration_s(self) -> float:
@@ -100,10 +96,6 @@ class Session:
     def is_ready(self) -> bool:
         """Whether a block waits for `decode`."""
         return bool(self.blocks)
-
-    def next_block(self) -> NDArray[np.float32]:
-        """Remove and return the samples of the block that is decoded next."""
-        return self.blocks.popleft()
 
     def decode(self) -> None:
         """Run model and decoder on the next block; `decode_sessions` does so for many sessions in one batch."""
@@ -138,13 +130,6 @@ class Session:
         while self.is_ready():
             self.decode()
         return final_results([self])[0]
-
-    def update_endpoint(self, frames: int, quiet_before: int, quiet: int) -> bool:
-        """Count output frames, the first and last of them quiet; return whether the segment ends after them."""
-        return False
-
-    def end_segment(self, hypothesis: Hypothesis) -> None:
-        """Take the final hypothesis of a segment for which `update_endpoint` returned True."""
 
 
 @dataclass(frozen=True)
@@ -232,26 +217,8 @@ class Live(Session):
         self.segments: deque[Segment] = deque()
         self._statistics: Tensor | None = None  # of features, at the end of the last segment with words
         self._stream_start_s = 0.0  # where in the source the model's state was last reset
-        self._frames = self._segment_start = self._quiet = (
-            0  # in output frames: since then; start of the segment; quiet ones at the end
-        )
-        self._speech_start: int | None = None  # first output frame of the open segment that is not quiet
-        self._levels: deque[float] = deque()  # mean square of the samples of output frames from `_first_level` on
-        self._first_level = 0
-        self._speech_energy = self._speech_frames = (
-            0.0  # sum of levels over the words of the open segment, their frames
-        )
-        self._pause_level = math.inf  # of the quietest block since the last word, all of whose logits are quiet
-
-    def next_block(self) -> NDArray[np.float32]:
-        """See `Session`; the levels of its audio are kept until its logits come."""
-        block = super().next_block()
-        pipeline = self.pipeline
-        step = pipeline.features.step_samples * pipeline.model.time_stride
-        frames = block[: min(len(block), self._block_frames * pipeline.features.step_samples) // step * step]
-        rows = frames.reshape(-1, step)
-        self._levels.extend((np.einsum("ij,ij->i", rows, rows) / step).tolist())
-        return block
+        self.row = pipeline.open_segments.take()
+        weakref.finalize(self, pipeline.open_segments.free.append, self.row)
 
     def is_endpoint(self) -> bool:
         """Whether `segments` holds a segment."""
@@ -260,67 +227,24 @@ class Live(Session):
     @property
     def speech_start_s(self) -> float | None:
         """The start of the first word of the open segment, seconds of the source; None before it."""
-        if self._speech_start is None:
-            return None
-        return self._stream_start_s + self._speech_start * self.pipeline.frame_s
+        frames = self._open_segment("speech_start")
+        return None if frames < 0 else self._stream_start_s + frames * self.pipeline.frame_s
 
     @property
     def segment_start_s(self) -> float:
         """The start of the open segment, seconds of the source; times of `result` count from there."""
-        return self._stream_start_s + self._segment_start * self.pipeline.frame_s
+        return self._stream_start_s + self._open_segment("start") * self.pipeline.frame_s
 
-    def update_endpoint(self, frames: int, quiet_before: int, quiet: int) -> bool:
-        """See `Session`: apply the rules."""
-        if self._speech_start is None and quiet < frames:
-            self._speech_start = self._frames + quiet_before
-        self._quiet = quiet if quiet < frames else self._quiet + quiet
-        self._frames += frames
-        self._take_levels(frames, quiet_before, quiet)
-        frame_s, rules = self.pipeline.frame_s, self.endpoints
-        pause_s, length_s = self._quiet * frame_s, (self._frames - self._segment_start) * frame_s
-        excess_s = length_s - rules.longest_s
-        return (
-            pause_s >= rules.silence_s
-            or (excess_s >= 0 and pause_s >= PAUSE_S)
-            or excess_s >= OVERTIME_S
-            or (self._speech_start is not None and pause_s + self._pause_ahead_s(pause_s) >= rules.after_speech_s)
-        )
-
-    def _take_levels(self, frames: int, quiet_before: int, quiet: int) -> None:
-        """Remove the levels of output frames whose logits have come; sum those of words, average those of a pause."""
-        taken = list[float]()
-        while self._levels and self._first_level < self._frames:
-            level, at = self._levels.popleft(), self._first_level - self._frames + frames
-            self._first_level += 1
-            taken.append(level)
-            if quiet_before <= at < frames - quiet:
-                self._speech_energy, self._speech_frames = self._speech_energy + level, self._speech_frames + 1
-        if quiet < frames:
-            self._pause_level = math.inf
-        elif taken:
-            self._pause_level = min(self._pause_level, sum(taken) / len(taken))
-
-    def _pause_ahead_s(self, pause_s: float) -> float:
-        """Return what the audio after the last output frame adds to a pause, seconds.
-
-        All of it if it is silent; less than nothing, as much as the logits wait, if there is speech in it; else 0.
-        """
-        if pause_s < PAUSE_S or not self._levels or not self._speech_frames:
-            return 0.0
-        words, ahead_s = self._speech_energy / self._speech_frames, len(self._levels) * self.pipeline.frame_s
-        if max(self._levels) <= _SILENT * words:
-            return ahead_s
-        loud = max(_LOUD * words, _LOUDER * self._pause_level)
-        resumed_s = sum(level > loud for level in self._levels) * self.pipeline.frame_s
-        return -ahead_s if resumed_s >= _RESUMED_S else 0.0
+    def _open_segment(self, name: str) -> int:
+        return int(self.pipeline.open_segments.rows[name][self.row])
 
     def end_segment(self, hypothesis: Hypothesis) -> None:
-        """See `Session`: make the open segment final and open the next one."""
+        """Make the open segment final, with its hypothesis, and open the next one."""
         frame_s = self.pipeline.frame_s
         start_s = self.segment_start_s
         if hypothesis.text:
             words = (replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in hypothesis.words)
-            end_s = self._stream_start_s + self._frames * frame_s
+            end_s = self._stream_start_s + self._open_segment("frames") * frame_s
             self.segments.append(Segment(start_s, end_s, replace(hypothesis, words=tuple(words))))
         if self.pipeline.features.prior_frames:
             if hypothesis.text:
@@ -328,12 +252,7 @@ class Live(Session):
             else:
                 self.runner.restore_statistics(self.slot, self._statistics)
         self.decoding = self.decoder.start(1, self.hot_words)
-        self._start_segment()
-
-    def _start_segment(self) -> None:
-        self._segment_start, self._quiet, self._speech_start = self._frames, 0, None
-        self._speech_energy = self._speech_frames = 0.0
-        self._pause_level = math.inf
+        self.pipeline.open_segments.start_segment(self.row)
 
     def flush(self) -> None:
         """Make all accepted audio final, to its last sample; the model's state is reset after it."""
@@ -346,7 +265,6 @@ class Live(Session):
         """Drop the open segment and start again; times still count from the source's start."""
         self.restart_stream()
         self.decoding = self.decoder.start(1, self.hot_words)
-        self._start_segment()
         self.blocks.clear()
 
     def restart_stream(self) -> None:
@@ -355,8 +273,7 @@ class Live(Session):
         With features.normalise=running, what was learnt of the speaker is carried on.
         """
         self._stream_start_s = self.duration_s
-        self._frames = self._segment_start = self._first_level = 0
-        self._levels.clear()
+        self.pipeline.open_segments.restart(self.row)
         self._start_stream(self.slot)
 
     @property
@@ -384,11 +301,27 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
             groups.setdefault(id(session.runner), []).append(session)
     failures: list[tuple[Session, Exception]] = []
     for group in groups.values():
-        blocks = [(session, session.next_block()) for session in group]
+        blocks = [(session, session.blocks.popleft()) for session in group]
+        add_levels(blocks)
         for first in range(0, len(blocks), _MOST_AT_ONCE):
             _forward(blocks[first : first + _MOST_AT_ONCE], lambda session, error: failures.append((session, error)))
     for session, error in failures:  # at the end, as `failed` may raise
         failed(session, error)
+
+
+def add_levels(blocks: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
+    """Add the levels of blocks that the model runs next to the open segments of live sessions of one pipeline."""
+    lives = [(session, block) for session, block in blocks if isinstance(session, Live)]
+    if not lives:
+        return
+    live, pipeline = lives[0][0], lives[0][0].pipeline
+    stride = pipeline.model.time_stride
+    step, most = pipeline.features.step_samples * stride, live.block_frames // stride
+    counts = [min(len(block) // step, most) for _, block in lives]
+    frames = np.concatenate([block[: count * step] for (_, block), count in zip(lives, counts, strict=True)])
+    frames = frames.reshape(-1, step)
+    levels = np.einsum("ij,ij->i", frames, frames) / step
+    pipeline.open_segments.add_levels(np.array([live.row for live, _ in lives]), np.array(counts), levels)
 
 
 def run_contained(
@@ -465,15 +398,20 @@ def decode_logits(
     for rows in rows_by_decoder.values():
         run_contained(rows, step, fail)
     quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
-    before, after = (counts.tolist() for counts in quiet_at_ends(quiet, np.array(lengths)))
-    ended: list[Session] = []
-    for row, session in enumerate(sessions):
-        if row not in broken:
-            try:
-                if session.update_endpoint(lengths[row], before[row], after[row]):
-                    ended.append(session)
-            except Exception as error:
-                failed(session, error)
+    counts = np.array(lengths)
+    counts = np.stack([counts, *quiet_at_ends(quiet, counts)])
+    ended: list[Live] = []
+
+    def update(part: Sequence[tuple[int, Live]]) -> None:
+        rows, lives = zip(*part, strict=True)
+        rules = np.array([(r.silence_s, r.after_speech_s, r.longest_s) for r in (live.endpoints for live in lives)])
+        where, pipeline = np.array([live.row for live in lives]), lives[0].pipeline
+        frames, before, after = counts[:, rows]
+        ends = pipeline.open_segments.update(where, frames, before, after, rules.astype(float), pipeline.frame_s)
+        ended.extend(live for live, end in zip(lives, ends.tolist(), strict=True) if end)
+
+    open_segments = [(row, s) for row, s in enumerate(sessions) if isinstance(s, Live) and row not in broken]
+    run_contained(open_segments, update, lambda item, error: fail(item[0], error))
     hypotheses = _by_decoder(ended, _final, failed)
     for session in ended:
         if id(session) in hypotheses:

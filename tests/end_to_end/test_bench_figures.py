@@ -151,7 +151,7 @@ def test_the_delay_counts_from_the_last_sound_of_a_recording(
     measured.add(Segments([]), utterance, "")
     assert (measured.delays_s, measured.cut, measured.cuts, measured.changed) == ([1.25], 1, 1, 1)
     recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(), torch.device("cpu"))
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model hears no silence
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model hears no silence
     [early, never] = in_process(recogniser, utterance, [Endpoints(longest_s=0.5), NEVER], 0.1)
     assert early.texts and not never.texts and never.rest
 

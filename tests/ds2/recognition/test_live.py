@@ -25,6 +25,7 @@ from ds2.recognition.session import (
     Endpoints,
     Live,
     Segment,
+    add_levels,
     decode_logits,
     decode_sessions,
     finish_segments,
@@ -77,8 +78,7 @@ def talk(live: Live, text: str, sound: str, ahead: int) -> float | None:
     loudness = {"w": 0.1, "n": 0.03, "-": 0.003}
     for start in range(0, len(sound), 10):
         rows = [draw.normal(0, loudness[frame], round(FRAME_S * 16000)) for frame in sound[start : start + 10]]
-        live.blocks.append(np.concatenate(rows).astype(np.float32))
-        live.next_block()
+        add_levels([(live, np.concatenate(rows).astype(np.float32))])
         piece = logits[max(0, start - ahead) : max(0, start + 10 - ahead)]
         decode_logits([live], piece, [len(piece)])
         if live.segments:
@@ -109,7 +109,7 @@ def test_audio_whose_logits_wait_for_their_lookahead_says_whether_a_pause_goes_o
     live = recogniser.live()
     ended_s = talk(live, text, sound, ahead)
     assert ended_s == (None if end_s is None else pytest.approx(end_s))
-    assert len(live._levels) <= ahead + 10
+    assert live.pipeline.open_segments.rows["levels"][live.row] <= ahead + 10
 
 
 def test_each_session_has_its_own_rules(recogniser: Recogniser) -> None:

@@ -130,7 +130,7 @@ def test_nothing_to_commit_and_no_json_are_errors_of_their_event(serve: Callable
 def test_a_server_without_word_times_answers_all_that_needs_none(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model finds no silence
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model finds no silence
     monkeypatch.setattr(
         "ds2.serve.protocols.openai_realtime.Endpoints", lambda after_speech_s: Endpoints(longest_s=0.5)
     )

@@ -47,7 +47,7 @@ def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> Non
 def test_the_delay_of_last_words_is_counted_where_a_pause_ended_them(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     engine = LocalRecogniser(recogniser_of(make_model()), Limits())
 
     async def talk() -> tuple[int, str]:
@@ -66,7 +66,7 @@ def test_the_delay_of_last_words_is_counted_where_a_pause_ended_them(
 def test_results_that_nobody_waited_for_come_at_the_end(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     engine, samples = LocalRecogniser(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
 
     async def texts(*, leaves: bool) -> list[str]:

@@ -72,7 +72,7 @@ def test_deepgram_takes_the_audio_of_telephones(serve: Callable[..., Running], l
 def test_deepgrams_client_gets_interim_results_and_events(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model finds no silence
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model finds no silence
     monkeypatch.setattr("ds2.serve.protocols.deepgram.Deepgram.endpoints", START_AGAIN)
     running, data = serve(), speech(2, 2.0)
     asked = {"interim_results": True, "vad_events": True, "utterance_end_ms": 1000}
@@ -145,7 +145,7 @@ def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running],
 def test_sherpa_onnx_segments_are_numbered_and_timed(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     monkeypatch.setattr("ds2.serve.protocols.sherpa_onnx._ENDPOINTS", START_AGAIN)
     running = serve()
     results = asyncio.run(sherpa(f"{running.vosk}sherpa-onnx", speech(2, 2.0)))

@@ -65,7 +65,7 @@ def chromium_page(tmp_path: Path, *arguments: str, once: bool = False, **options
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several words of the untrained model, which finds no pauses in a file."""
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     monkeypatch.setattr("ds2.serve.protocols.openai_rest.Endpoints", lambda: Endpoints(longest_s=0.5))
 
 
@@ -238,7 +238,7 @@ def is_listening(port: int) -> bool:
 def test_a_microphone_in_chromium(
     serve: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     monkeypatch.setattr(Vosk, "endpoints", Endpoints(longest_s=1.0))
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     if not CHROMIUM:

@@ -122,7 +122,7 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(serve: Callable
 
 def test_server_vad_ends_items_at_pauses(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     running, data = serve(), speech(3, 1.0, RATE_HZ)
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     monkeypatch.setattr("ds2.serve.protocols.openai_realtime.Endpoints", _rules)
 
     async def talk() -> Any:

@@ -1,0 +1,176 @@
+"""The open segments of live sessions, one row of a table each, so that those of a batch are updated at once.
+
+Shapes: B sessions in a batch, N rows, A output frames whose audio is there and whose logits are not.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAUSE_S = 0.2  # a pause of the logits that ends a segment which is too long; after it silent audio counts too
+OVERTIME_S = 5.0  # a segment that exceeds `Endpoints.longest_s` by this ends without a pause
+_SILENT = 0.01  # mean square of silence, relative to that of the words before it: 20 dB less
+_LOUD = 0.3  # mean square of speech after a pause, relative to that of the words before it: at least
+_LOUDER = 10.0  # and relative to that of the pause
+_RESUMED_S = 0.1  # so much loud audio is speech and no click
+_FIRST_SIZE = 64  # N and A; doubled when they do not suffice
+_ROW = np.dtype(
+    [
+        ("frames", np.int64),  # output frames since the model's state was last reset
+        ("start", np.int64),  # the first of the segment
+        ("speech_start", np.int64),  # the first of the segment that is not quiet; -1 before it
+        ("quiet", np.int64),  # quiet ones at the end
+        ("speech_energy", np.float64),  # sum of levels over the words of the segment
+        ("speech_frames", np.int64),  # their frames
+        ("pause_level", np.float64),  # of the quietest block since the last word, all of whose logits are quiet
+        ("first_level", np.int64),  # the first frame whose level waits for its logits
+        ("levels", np.int64),  # how many wait
+    ]
+)
+
+
+class OpenSegments:
+    """A table of open segments. One thread updates it; others may take rows.
+
+    Attributes:
+        free: rows that nobody has; whoever took a row gives it back here.
+        rows: (N,) see `_ROW`; only methods write them.
+    """
+
+    def __init__(self) -> None:
+        self.free, self._used, self._lock = list[int](), 0, threading.Lock()
+        self.rows = np.zeros(_FIRST_SIZE, _ROW)
+        self._levels = np.zeros((_FIRST_SIZE, _FIRST_SIZE))  # (N, A) mean squares of samples, the first levels first
+
+    def take(self) -> int:
+        """Return a row of its own for a source that begins."""
+        with self._lock:
+            row = self.free.pop() if self.free else self._used
+            self._used = max(self._used, row + 1)
+            self._grow(row + 1, 0)
+        self.restart(row)
+        return row
+
+    def restart(self, row: int) -> None:
+        """Forget the source so far; the model's state was reset."""
+        with self._lock:
+            self.rows[row] = (0, 0, -1, 0, 0.0, 0, math.inf, 0, 0)
+
+    def start_segment(self, row: int) -> None:
+        """Begin the next segment of a source."""
+        with self._lock:
+            before = self.rows[row]
+            frames, first_level, levels = (before[name] for name in ("frames", "first_level", "levels"))
+            self.rows[row] = (frames, frames, -1, 0, 0.0, 0, math.inf, first_level, levels)
+
+    def add_levels(self, rows: NDArray[np.int64], counts: NDArray[np.int64], levels: NDArray[np.float32]) -> None:
+        """Add the levels of the next output frames of sources, whose logits come later.
+
+        Args:
+            rows: (B,) of the table, all different.
+            counts: (B,) frames of each.
+            levels: (sum of counts,) mean squares of the frames' samples, source by source.
+        """
+        with self._lock:
+            waiting = self.rows["levels"][rows]
+            self._grow(0, int((waiting + counts).max()))
+            column = np.arange(len(levels)) + np.repeat(waiting - counts.cumsum() + counts, counts)
+            self._levels[np.repeat(rows, counts), column] = levels
+            self.rows["levels"][rows] = waiting + counts
+
+    def update(
+        self,
+        rows: NDArray[np.int64],
+        frames: NDArray[np.int64],
+        quiet_before: NDArray[np.int64],
+        quiet: NDArray[np.int64],
+        rules: NDArray[np.float64],
+        frame_s: float,
+    ) -> NDArray[np.bool_]:
+        """Count the output frames whose logits have come.
+
+        Args:
+            rows: (B,) of the table, all different.
+            frames: (B,) of each source.
+            quiet_before, quiet: (B,) how many of them are quiet at their start and at their end.
+            rules: (B, 3) `Endpoints`.
+            frame_s: seconds of an output frame.
+
+        Returns:
+            (B,) whether the segment ends after these frames.
+        """
+        with self._lock:
+            r, levels, speaks = self.rows[rows], self._levels[rows], quiet < frames
+            r["speech_start"] = np.where(
+                speaks & (r["speech_start"] < 0), r["frames"] + quiet_before, r["speech_start"]
+            )
+            r["quiet"] = np.where(speaks, quiet, r["quiet"] + quiet)
+            levels = _take_levels(r, levels, frames, quiet_before, quiet)
+            self.rows[rows], self._levels[rows] = r, levels
+        silence_s, after_speech_s, longest_s = rules.T
+        pause_s, length_s = r["quiet"] * frame_s, (r["frames"] - r["start"]) * frame_s
+        excess_s = length_s - longest_s
+        after_words = (r["speech_start"] >= 0) & (
+            pause_s + _pause_ahead_s(r, levels, pause_s, frame_s) >= after_speech_s
+        )
+        too_long = ((excess_s >= 0) & (pause_s >= PAUSE_S)) | (excess_s >= OVERTIME_S)
+        ends: NDArray[np.bool_] = (pause_s >= silence_s) | too_long | after_words
+        return ends
+
+    def _grow(self, rows: int, columns: int) -> None:
+        n, a = self._levels.shape
+        while n < rows:
+            n *= 2
+        while a < columns:
+            a *= 2
+        if (n, a) != self._levels.shape:
+            more = n - len(self.rows), a - self._levels.shape[1]
+            self._levels = np.pad(self._levels, ((0, more[0]), (0, more[1])))
+            self.rows = np.concatenate([self.rows, np.zeros(more[0], _ROW)])
+
+
+def _take_levels(
+    r: NDArray[np.void],
+    levels: NDArray[np.float64],
+    frames: NDArray[np.int64],
+    quiet_before: NDArray[np.int64],
+    quiet: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Add frames to rows: sum their levels in words, average them in a pause, and return the levels that still wait."""
+    first = r["first_level"] - r["frames"]  # in these frames
+    r["frames"] += frames
+    taken = np.clip(frames - first, 0, r["levels"])
+    total = np.zeros(len(r))
+    for at in range(int(taken.max(initial=0))):  # in order, so that no sum depends on the batch
+        level = np.where(at < taken, levels[:, at], 0.0)
+        total += level
+        in_words = (at < taken) & (quiet_before <= first + at) & (first + at < frames - quiet)
+        r["speech_energy"] += np.where(in_words, level, 0.0)
+        r["speech_frames"] += in_words
+    pause_level = np.where(taken > 0, np.minimum(r["pause_level"], total / np.maximum(taken, 1)), r["pause_level"])
+    r["pause_level"] = np.where(quiet < frames, math.inf, pause_level)
+    r["first_level"] += taken
+    r["levels"] -= taken
+    columns = np.arange(levels.shape[1])
+    return np.take_along_axis(levels, np.minimum(columns + taken[:, None], columns[-1]), 1)
+
+
+def _pause_ahead_s(
+    r: NDArray[np.void], levels: NDArray[np.float64], pause_s: NDArray[np.float64], frame_s: float
+) -> NDArray[np.float64]:
+    """Return (B,) what the audio after the last output frame adds to pauses, seconds.
+
+    All of it if it is silent; less than nothing, as much as the logits wait, if there is speech in it; else 0.
+    """
+    ahead_s = r["levels"] * frame_s
+    waiting = np.arange(levels.shape[1]) < r["levels"][:, None]
+    words = r["speech_energy"] / np.maximum(r["speech_frames"], 1)
+    silent = np.where(waiting, levels, 0.0).max(1) <= _SILENT * words
+    loud = np.maximum(_LOUD * words, _LOUDER * r["pause_level"])
+    resumed = (waiting & (levels > loud[:, None])).sum(1) * frame_s >= _RESUMED_S
+    counts = (pause_s >= PAUSE_S) & (r["levels"] > 0) & (r["speech_frames"] > 0)
+    return np.where(counts, np.where(silent, ahead_s, np.where(resumed, -ahead_s, 0.0)), 0.0)
