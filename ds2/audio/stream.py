@@ -38,6 +38,11 @@ def as_samples(audio: ArrayLike | Tensor) -> NDArray[np.float32]:
     return array.astype(np.float32)
 
 
+def is_in_range(samples: NDArray[np.float32]) -> bool:
+    """Whether all samples (N,) are in [-1, 1], so that none is NaN."""
+    return not len(samples) or bool(samples.min() >= -1.0 and samples.max() <= 1.0)
+
+
 class Resampler:
     """Resamples one stream; how the samples are cut into pieces does not change the result.
 
@@ -51,19 +56,21 @@ class Resampler:
             raise AudioError(f"samples at {from_hz} Hz: allowed are {low} to {high} Hz")
         self._stream = None if from_hz == to_hz else soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
 
-    def accept(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    def accept(self, samples: NDArray[np.float32], *, in_range: bool = False) -> NDArray[np.float32]:
         """Take the next samples (N,); return the resampled ones (M,) float32 in [-1, 1] that are complete.
+
+        Args:
+            samples: any finite ones.
+            in_range: they are known to be float32 for which `is_in_range` is true.
 
         Raises:
             AudioError: NaN or infinite samples.
         """
-        low, high = (samples.min(), samples.max()) if len(samples) else (0.0, 0.0)
-        if not (-np.inf < low and high < np.inf):  # true for NaN too
+        in_range = in_range or is_in_range(samples)
+        if not in_range and not np.isfinite(samples).all():
             raise AudioError("samples hold NaN or infinity: send finite floats in [-1, 1]")
         samples = np.asarray(samples, np.float32)
-        if self._stream is None and low >= -1.0 and high <= 1.0:
-            return samples
-        return self._resample(samples, last=False)
+        return samples if self._stream is None and in_range else self._resample(samples, last=False)
 
     def finish(self) -> NDArray[np.float32]:
         """Return the remaining samples (N,) float32 in [-1, 1]."""

@@ -18,7 +18,7 @@ from ds2.decoding.lexicon import HotWords
 from ds2.text.alphabet import BLANK, Alphabet
 
 
-def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+def best_path(logits: Tensor, lengths: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Find the most probable label of every frame; one copy from the device a batch.
 
     Args:
@@ -26,7 +26,7 @@ def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], 
         lengths: (B,) integers on the CPU, valid frames.
 
     Returns:
-        For each utterance the labels (length,) int64 and their natural log-probs (length,) float32.
+        The labels (B, T') int64 and their natural log-probs (B, T') float32; what lies past a length does not count.
 
     Raises:
         DecodeError: an utterance has NaN or infinite logits in a valid frame.
@@ -39,15 +39,12 @@ def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], 
             "lengths of 0 to T' frames"
         )
     log_probs, labels = logits.float().log_softmax(2).max(2)
-    packed = torch.stack([log_probs.double(), labels.double()]).cpu().numpy()
-    paths = [
-        (packed[1, :length, row].astype(np.int64), packed[0, :length, row].astype(np.float32))
-        for row, length in enumerate(lengths.tolist())
-    ]
-    bad = [row for row, (_, path_log_probs) in enumerate(paths) if not np.isfinite(path_log_probs).all()]
+    packed = torch.stack([log_probs.double(), labels.double()]).cpu().numpy().transpose(0, 2, 1)
+    past = np.arange(frames) >= lengths.numpy()[:, None]
+    bad = np.flatnonzero(~(np.isfinite(packed[0]) | past).all(1)).tolist()
     if bad:
         raise DecodeError(f"logits of the utterances at {bad} in the batch are NaN or infinite", bad)
-    return paths
+    return packed[1].astype(np.int64), packed[0].astype(np.float32)
 
 
 class BestPath:
@@ -61,48 +58,73 @@ class BestPath:
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
         self._starts_word = [alphabet.starts_word(label) for label in range(len(alphabet))]
-        self._frames, self._score = 0, 0.0
+        self.score = 0.0  # sum of the log-probs of the labels
+        self._frames = 0
         self._labels: list[int] = []  # of complete runs
         self._words: list[Word] = []  # complete ones
+        self._text = ""  # of these
         self._runs: list[Run] = []  # complete ones of the last word
         self._open: Run = (BLANK, 0, 0, 0.0)  # the last run, which the next frame may extend
+        self._unfinished: tuple[Word, ...] | None = ()  # of the last two; None: they have changed
 
-    def step(self, labels: NDArray[np.int64], log_probs: NDArray[np.float32]) -> None:
-        """Add the labels (T',) of the next frames and their natural log-probs (T',)."""
-        if not len(labels):
-            return
-        self._score = float(np.add.accumulate(np.append(self._score, log_probs))[-1])  # in order
-        starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
-        ends = np.concatenate([starts[1:], [len(labels)]]) + self._frames
-        peaks = np.maximum.reduceat(log_probs, starts)
-        columns = (labels[starts], starts + self._frames, ends, peaks)
-        self._frames += len(labels)
-        for label, start, end, peak in zip(*(column.tolist() for column in columns), strict=True):
-            if label == self._open[0]:
-                self._open = (label, self._open[1], end, max(self._open[3], peak))
+    def step(self, runs: Sequence[Run], frames: int) -> None:
+        """Add the next frames: runs of one label each, in order, with frames that count from 0."""
+        before = self._frames
+        for label, start, end, peak in runs:
+            open_label = self._open[0]
+            if label == open_label:
+                self._open = (label, self._open[1], before + end, max(self._open[3], peak))
             else:
-                self._close()
-                self._open = (label, start, end, peak)
+                if open_label != BLANK:
+                    self._close()
+                self._open = (label, before + start, before + end, peak)
+            if label != BLANK or open_label != BLANK:
+                self._unfinished = None
+        self._frames += frames
 
     def _close(self) -> None:
         label = self._open[0]
-        if label == BLANK:
-            return
         if self._starts_word[label]:
-            self._words += spell_words(self._runs, self.alphabet, self.frame_s)
+            words = spell_words(self._runs, self.alphabet, self.frame_s)
+            self._words += words
+            self._text = " ".join(filter(None, [self._text, *(word.text for word in words)]))
             self._runs = []
         self._labels.append(label)
         self._runs.append(self._open)
 
     def hypothesis(self) -> Hypothesis:
         """Return the hypothesis of all frames so far."""
-        last = [] if self._open[0] == BLANK else [self._open]
-        words = (*self._words, *spell_words(self._runs + last, self.alphabet, self.frame_s))
+        label = self._open[0]
+        last = [] if label == BLANK else [self._open]
+        if self._unfinished is None:
+            self._unfinished = spell_words(self._runs + last, self.alphabet, self.frame_s)
+        words = (*self._words, *self._unfinished)
         labels = (*self._labels, *(run[0] for run in last))
-        text = " ".join(word.text for word in words)
-        open_symbol = self.alphabet.symbols[self._open[0]]
-        fixed = len(words) - (not open_symbol.isspace()) if self._starts_word[self._open[0]] else len(self._words)
-        return Hypothesis(text, self._score, labels, words, self._score, fixed_words=fixed)
+        text = " ".join(filter(None, [self._text, *(word.text for word in self._unfinished)]))
+        complete = len(words) - (not self.alphabet.symbols[label].isspace())
+        fixed = complete if self._starts_word[label] else len(self._words)
+        return Hypothesis(text, self.score, labels, words, self.score, fixed_words=fixed)
+
+
+def step_paths(paths: Sequence[BestPath], logits: Tensor, lengths: Tensor) -> None:
+    """Add the next frames to the path of each stream; arguments and errors as `best_path`."""
+    labels, log_probs = best_path(logits, lengths)
+    counts, scores = lengths.numpy(), np.array([path.score for path in paths])
+    valid = np.arange(labels.shape[1]) < counts[:, None]
+    for frame in range(labels.shape[1]):  # in order, so that sums do not depend on the chunks
+        scores += np.where(valid[:, frame], log_probs[:, frame], 0.0)
+    begins = valid.copy()
+    begins[:, 1:] &= labels[:, 1:] != labels[:, :-1]
+    first = np.flatnonzero(begins[valid])  # of each run, in the valid frames of all streams
+    rows = np.repeat(np.arange(len(counts)), counts)[first]
+    start = (counts.cumsum() - counts)[rows]  # of its stream
+    peaks = np.maximum.reduceat(log_probs[valid], first) if len(first) else np.empty(0)
+    columns = (labels[valid][first], first - start, np.append(first[1:], counts.sum()) - start, peaks)
+    runs = list(zip(*(column.tolist() for column in columns), strict=True))
+    at = [0, *begins.sum(1).cumsum().tolist()]
+    for row, (path, count, score) in enumerate(zip(paths, counts.tolist(), scores.tolist(), strict=True)):
+        path.step(runs[at[row] : at[row + 1]], count)
+        path.score = score
 
 
 def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float) -> list[Hypothesis]:
@@ -120,12 +142,9 @@ def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: 
     """
     if logits.shape[-1] != len(alphabet):
         raise ValueError(f"logits have {logits.shape[-1]} labels, the alphabet has {len(alphabet)} with the blank")
-    hypotheses = []
-    for labels, log_probs in best_path(logits, lengths):
-        path = BestPath(alphabet, frame_s)
-        path.step(labels, log_probs)
-        hypotheses.append(path.hypothesis())
-    return hypotheses
+    paths = [BestPath(alphabet, frame_s) for _ in lengths]
+    step_paths(paths, logits, lengths)
+    return [path.hypothesis() for path in paths]
 
 
 class GreedyDecoder(Decoder):
@@ -145,9 +164,7 @@ class GreedyDecoder(Decoder):
 
     def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
-        paths = [path for decoding in decodings for path in decoding.paths]
-        for path, frames in zip(paths, best_path(log_probs, lengths), strict=True):
-            path.step(*frames)
+        step_paths([path for decoding in decodings for path in decoding.paths], log_probs, lengths)
 
 
 class GreedyDecoding(Decoding):

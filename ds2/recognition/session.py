@@ -85,13 +85,17 @@ class Session:
         """Audio accepted so far, seconds; of a source that is resampled, all of it only after `input_finished`."""
         return self._samples.samples / self.pipeline.features.sample_rate_hz
 
-    def accept_waveform(self, samples: NDArray[np.float32]) -> None:
+    def accept_waveform(self, samples: NDArray[np.float32], *, in_range: bool = False) -> None:
         """Take the next samples (N,) in [-1, 1], any number; values outside are clipped.
+
+        Args:
+            samples: of the source.
+            in_range: see `Resampler.accept`.
 
         Raises:
             AudioError: NaN or infinite samples; none of them are taken.
         """
-        self.blocks.extend(self._samples.accept(self._resampler.accept(samples)))
+        self.blocks.extend(self._samples.accept(self._resampler.accept(samples, in_range=in_range)))
 
     def is_ready(self) -> bool:
         """Whether a block waits for `decode`."""

@@ -36,7 +36,7 @@ transcripts = logging.getLogger("ds2.serve.transcripts")
 transcripts.setLevel(logging.WARNING)  # `ds2 serve --log-transcripts` sets INFO
 
 
-@dataclass(frozen=True)
+@dataclass
 class StreamResult:
     """The result of a chunk of samples: segments that became final, and the text of the open segment."""
 
@@ -65,6 +65,19 @@ class Chunk:
     receiver: Receiver
     call: Any  # by which the receiver knows it
     arrived_s: float = field(default_factory=time.monotonic)
+    in_range: bool = False  # see `Resampler.accept`
+
+
+class _Latencies(Histogram):
+    """A histogram that takes the values of a batch at once."""
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count values."""
+        counts = np.bincount(np.searchsorted(self._upper_bounds, values), minlength=len(self._upper_bounds))
+        for bucket, count in zip(self._buckets, counts.tolist(), strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(sum(values))
 
 
 class Metrics:
@@ -81,7 +94,7 @@ class Metrics:
         self.batch = Histogram(
             "ds2_batch_size", "Sources in a batch", buckets=[2**n for n in range(12)], registry=self.registry
         )
-        self.latency_s = Histogram(
+        self.latency_s = _Latencies(
             "ds2_latency_seconds",
             "From a chunk's arrival to its result",
             buckets=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10],
@@ -185,8 +198,9 @@ class Engine:
         Returns:
             The chunks that are not answered yet.
         """
-        waiting = [*waiting, *(chunk for chunk in arrived if self._accept(chunk))]
-        failures = _Failures()
+        accepted = [chunk for chunk in arrived if self._accept(chunk)]
+        self.metrics.audio_s.inc(sum(len(c.samples) / c.live.sample_rate_hz for c in accepted if c.samples is not None))
+        waiting, failures = [*waiting, *accepted], _Failures()
         try:
             waiting = self._answer_finished(waiting, failures)
             batch = list(dict.fromkeys(chunk.live for chunk in waiting[: self.most_batch]))
@@ -204,8 +218,7 @@ class Engine:
             if chunk.samples is None:
                 chunk.live.input_finished()
             else:
-                chunk.live.accept_waveform(chunk.samples)
-                self.metrics.audio_s.inc(len(chunk.samples) / chunk.live.sample_rate_hz)
+                chunk.live.accept_waveform(chunk.samples, in_range=chunk.in_range)
         except Exception as error:  # of this session alone
             if not isinstance(error, UserError):
                 log.exception("a session failed")
@@ -231,8 +244,8 @@ class Engine:
                 self.metrics.words.inc(len(segment.hypothesis.text.split()))
         _deliver(answers)
         now_s = time.monotonic()
+        self.metrics.latency_s.observe_all([now_s - chunk.arrived_s for chunk, _ in answers])
         for chunk, result in answers:
-            self.metrics.latency_s.observe(now_s - chunk.arrived_s)
             if chunk.samples is not None and result.final and (words := result.final[-1].hypothesis.words):
                 audio_s = chunk.live.duration_s - words[-1].end_s
                 self.metrics.last_word_s.observe(audio_s + now_s - chunk.arrived_s)

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from prometheus_client import multiprocess
 
 from ds2.audio.read import AudioError
+from ds2.audio.stream import is_in_range
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords, LexiconError
@@ -81,12 +82,13 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class AcceptWaveforms:
-    """Decode the next samples of several sessions; lists of their calls, numbers, arrival times and float32 samples."""
+    """Decode the next samples of several sessions; lists of their calls, numbers, arrival times, numbers of samples."""
 
     calls: list[int]
     sessions: list[int]
     arrived_s: list[float]
-    samples: list[bytes]
+    lengths: list[int]
+    samples: bytearray  # float32, of one session after the other
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class Unpacker:
             if len(self._buffer) < first + length:
                 break
             start = first + length
-            yield from decode(self._buffer[first:start], self.classes)
+            yield from decode(memoryview(self._buffer)[first:start], self.classes)
         del self._buffer[:start]
 
 
@@ -232,11 +234,14 @@ class WorkerLink:
 
     def _handle(self, message: Any, chunks: list[Chunk], answers: list[Answer | Failure]) -> None:
         match message:
-            case AcceptWaveforms(calls, sessions, arrived_s, samples):
-                for call, session, time_s, data in zip(calls, sessions, arrived_s, samples, strict=True):
-                    self._add(call, session, time_s, np.frombuffer(data, np.float32), chunks, answers)
+            case AcceptWaveforms(calls, sessions, arrived_s, lengths, data):
+                samples, end = np.frombuffer(data, np.float32), 0
+                clean = is_in_range(samples)
+                for call, session, time_s, length in zip(calls, sessions, arrived_s, lengths, strict=True):
+                    start, end = end, end + length
+                    self._add(call, session, time_s, samples[start:end], clean, chunks, answers)
             case Flush(call, session, time_s):
-                self._add(call, session, time_s, None, chunks, answers)
+                self._add(call, session, time_s, None, True, chunks, answers)
             case OpenSession(0):
                 self._open(message)
             case OpenSession():
@@ -259,12 +264,13 @@ class WorkerLink:
         session: int,
         arrived_s: float,
         samples: NDArray[np.float32] | None,
+        in_range: bool,
         chunks: list[Chunk],
         answers: list[Answer | Failure],
     ) -> None:
         live = self._sessions.get(session) or BrokenError()
         if isinstance(live, Live):
-            chunks.append(Chunk(live, samples, self, call, arrived_s))
+            chunks.append(Chunk(live, samples, self, call, arrived_s, in_range))
         else:
             answers.append(Failure.of(call, live))
 
@@ -409,12 +415,13 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
             self._post(Flush(call, handle, time.monotonic()))
             return future
         if not self._unsent or not isinstance(self._unsent[-1], AcceptWaveforms):
-            self._post(AcceptWaveforms([], [], [], []))
+            self._post(AcceptWaveforms([], [], [], [], bytearray()))
         waveforms = self._unsent[-1]
         waveforms.calls.append(call)
         waveforms.sessions.append(handle)
         waveforms.arrived_s.append(time.monotonic())
-        waveforms.samples.append(samples.tobytes())
+        waveforms.lengths.append(len(samples))
+        waveforms.samples.extend(samples.tobytes())
         return future
 
     def close_handle(self, handle: int) -> None:

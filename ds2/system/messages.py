@@ -40,8 +40,8 @@ def encode(value: object) -> bytes:
     """Return a value as bytes that `decode` reads.
 
     Args:
-        value: None, bool, int, float, str, bytes, a tensor, a numpy array, a dataclass, or lists, tuples and dicts of
-            these.
+        value: None, bool, int, float, str, bytes, a bytearray, a tensor, a numpy array, a dataclass, or lists, tuples
+            and dicts of these.
 
     Raises:
         TypeError: the value holds something else.
@@ -84,8 +84,8 @@ def _to_json(value: Any, buffers: bytearray) -> object:  # noqa: PLR0911  one a 
         return {"tuple": [_to_json(entry, buffers) for entry in value]}
     if isinstance(value, dict):
         return {"dict": [[_to_json(key, buffers), _to_json(entry, buffers)] for key, entry in value.items()]}
-    if isinstance(value, bytes):
-        return {"bytes": _append(value, buffers)}
+    if isinstance(value, bytes | bytearray):
+        return {type(value).__name__: _append(value, buffers)}
     if isinstance(value, torch.Tensor):
         name, octets = str(value.dtype).removeprefix("torch."), value.detach().cpu().contiguous().view(-1)
         if name not in _TENSOR_TYPES:
@@ -99,7 +99,7 @@ def _to_json(value: Any, buffers: bytearray) -> object:  # noqa: PLR0911  one a 
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 
-def _append(data: bytes, buffers: bytearray) -> list[int]:
+def _append(data: bytes | bytearray, buffers: bytearray) -> list[int]:
     """Add a buffer; returns where it begins and how long it is."""
     offset = len(buffers)
     buffers += data
@@ -119,8 +119,8 @@ def _from_json(entry: Any, buffers: memoryview, classes: dict[str, type]) -> Any
         return tuple(read(inner) for inner in content)
     if tag == "dict":
         return {read(key): read(inner) for key, inner in content}
-    if tag == "bytes":
-        return bytes(_buffer(buffers, *content))
+    if tag in ("bytes", "bytearray"):
+        return (bytes if tag == "bytes" else bytearray)(_buffer(buffers, *content))
     if tag == "class":
         name, fields = content
         return classes[name](**{key: read(inner) for key, inner in fields.items()})

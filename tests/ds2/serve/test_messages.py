@@ -51,7 +51,7 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
             OpenSession(0, 1, 16000, Endpoints(), {}, []),
             OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"]),
         ],
-        [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [samples, b""]), Flush(9, 2, 13.5)],
+        [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [5, 0], bytearray(samples)), Flush(9, 2, 13.5)],
         [CloseSession(1), CountRefusal("429"), ReadMetrics(10)],
     ]
     to_worker = [
