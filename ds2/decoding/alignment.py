@@ -199,6 +199,10 @@ class IncrementalAligner:
         alphabet: of the labels.
         frame_s: seconds per frame.
         silent_log_prob: a frame is silent if all labels but the blank lie below it.
+
+    Attributes:
+        total_frames: of the stream so far.
+        due_at: the number of frames after which `finalise` is due.
     """
 
     def __init__(self, alphabet: Alphabet, frame_s: float, silent_log_prob: float) -> None:
@@ -207,6 +211,7 @@ class IncrementalAligner:
         self._period = max(1, round(PERIOD_S / frame_s))
         self.final_runs: list[Run] = []
         self.pending_frames = 0
+        self.due_at = self._next_due()
         self._frames: list[Tensor] = []  # (T, V) each
         self._numbers: list[Tensor] = []  # (T,) their positions in the stream
         # Frames are cut out of their batches only when they are needed: a new object for every chunk of every stream
@@ -221,19 +226,15 @@ class IncrementalAligner:
         self.total_frames += last - first
         self.pending_frames += last - first
 
-    def frames_until_due(self) -> int:
-        """Return the number of frames until `finalise` is due next, at least 1."""
+    def _next_due(self) -> int:
+        """Return with how many frames more are pending than one alignment should take: a multiple of the period."""
         frames = self._period - self.total_frames % self._period
         while (self.pending_frames + frames) * self.frame_s <= SINGLE_ALIGNMENT_S:
             frames += self._period
-        return frames
-
-    def is_due(self) -> bool:
-        """Return whether to call `finalise` now: more frames are pending than one alignment should take."""
-        return self.total_frames % self._period == 0 and self.pending_frames * self.frame_s > SINGLE_ALIGNMENT_S
+        return self.total_frames + frames
 
     def finalise(self, labels: Sequence[int], shared: int) -> int:
-        """Fix the times of labels, and drop their frames.
+        """Fix the times of labels, and drop their frames; to be called when there are `due_at` frames.
 
         Args:
             labels: of the best hypothesis, from the start of the stream.
@@ -271,6 +272,7 @@ class IncrementalAligner:
 
     def _keep(self, frames: Tensor, numbers: Tensor) -> None:
         self._frames, self._numbers, self.pending_frames = [frames], [numbers], len(numbers)
+        self.due_at = self._next_due()
 
     def _drop_long_silences(self) -> None:
         frames, numbers = self.window()

@@ -19,10 +19,10 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times
 from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, Slots, read_labels
-from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, join, search, split
+from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, first_of_rows, join, search, split
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
 from ds2.decoding.frames import NONE, pack, pack_next
-from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, spell_words
+from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
 from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written
 from ds2.decoding.postprocess import SecondPass
 from ds2.lm.ngram import NGram
@@ -132,13 +132,10 @@ class BatchedBeamSearch:
     def nbest(self, beams: Beams, shared: Sequence[Sequence[int]] = ()) -> NBest:
         """Rank prefixes; `shared` are the labels of each utterance that `step` took away from its prefixes."""
         table, slots = _rank(self.fusion, beams.acoustic, beams, self.options.nbest)
-        rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).cpu().numpy()
-        counts = beams.counts.gather(1, slots).tolist()
-        before = [tuple(labels) for labels in shared] or [()] * len(rows)
-        labels = [
-            [first + tuple(prefix[:count].tolist()) for prefix, count in zip(prefixes, sizes, strict=True)]
-            for first, prefixes, sizes in zip(before, rows, counts, strict=True)
-        ]
+        rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).flatten(0, 1)
+        flat = iter(first_of_rows(rows.cpu().numpy(), beams.counts.gather(1, slots).flatten().cpu().numpy()))
+        before = shared or [[]] * len(slots)
+        labels = [[(*first, *rest) for rest in islice(flat, slots.shape[1])] for first in before]
         return NBest(labels, table.cpu().numpy())
 
 
@@ -149,8 +146,7 @@ def _without_shared(beams: Beams) -> tuple[Beams, list[list[int]]]:
         return beams, [[] for _ in counts]
     slots = (beams.acoustic > NONE).int().argmax(1)
     shared = beams.labels[torch.arange(len(slots), device=slots.device), slots].cpu().numpy()
-    labels = [row[:count].tolist() for row, count in zip(shared, counts.tolist(), strict=True)]
-    return beams.without_first(counts), labels
+    return beams.without_first(counts), first_of_rows(shared, counts.cpu().numpy())
 
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:
@@ -179,6 +175,8 @@ class StreamRow:
     aligner: IncrementalAligner
     frames: int = 0
     shared: list[int] = field(default_factory=list)  # the first labels, that all hypotheses share
+    text: str = ""  # of these, with spaces for word marks
+    fixed_words: int = 0  # complete ones in it
     hot: frozenset[str] = frozenset()  # hot words of its session, which the lexicon may lack
 
 
@@ -222,6 +220,7 @@ class BeamDecoder(Decoder):
         )
         known = self.pronounced.ids if self.pronounced is not None else lm.vocabulary if lm is not None else ()
         self.lexicon = {*known, *options.hot_words} if options.lexicon else None
+        self._writes = [bool(symbol.strip().removeprefix(WORD_MARK)) for symbol in self.alphabet.symbols]
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode whole utterances: on a GPU by one launch, and one alignment of each utterance."""
@@ -289,16 +288,19 @@ class BeamDecoder(Decoder):
         longest = len(log_probs) if log_probs.is_cuda else _CPU_FRAMES
         start, counts = 0, lengths.tolist()
         while start < max(counts, default=0):
-            until_due = [r.aligner.frames_until_due() for r, count in zip(rows, counts, strict=True) if count > start]
-            end = start + min(longest, *until_due)
+            here = [(i, row, count) for i, (row, count) in enumerate(zip(rows, counts, strict=True)) if count > start]
+            until_due = min(row.aligner.due_at - row.aligner.total_frames for _, row, _ in here)
+            end = start + min(longest, until_due)
             state, shared = self.search.step(state, log_probs[start:end], (lengths - start).clamp(0, end - start))
-            _append(shared, rows)
-            for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                if count > start and self.options.times:
+            self._append(shared, rows)
+            for index, row, count in here:
+                if self.options.times:
                     row.aligner.append(log_probs, index, start, min(end, count))
-                row.frames += max(0, min(end, count) - start)
-            due = [i for i, row in enumerate(rows) if counts[i] >= end and row.aligner.is_due()]
-            state, start = self._finalise(state, rows, due) if due else state, end
+                row.frames += min(end, count) - start
+            if end - start == until_due:
+                due = [i for i, row, count in here if row.aligner.total_frames == row.aligner.due_at]
+                state = self._finalise(state, rows, due) if due else state
+            start = end
         states = self.search.split(state, parts, [len(d.rows) for d in decodings])
         for decoding, own in zip(decodings, states, strict=True):
             decoding.state = own
@@ -319,51 +321,69 @@ class BeamDecoder(Decoder):
         if agrees.all():
             return state
         state, shared = self.search.mask(state, agrees)
-        _append(shared, rows)
+        self._append(shared, rows)
         return state
 
     def _rescored(self, rows: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
         return rows if self.second_pass is None else self.second_pass(rows)
 
-    def _stream_hypotheses(self, beams: Beams, rows: Sequence[StreamRow]) -> list[list[Hypothesis]]:
-        nbest = self.hypotheses(self.search.nbest(beams, [row.shared for row in rows]), rows)
-        return [
-            [replace(h, fixed_words=self._fixed_words(row, h)) for h in hypotheses] if row.frames else [EMPTY]
-            for row, hypotheses in zip(rows, nbest, strict=True)
-        ]
+    def _append(self, shared: Sequence[Sequence[int]], rows: Sequence[StreamRow]) -> None:
+        """Append the labels that all prefixes of a stream share to its row."""
+        for row, labels in zip(rows, shared, strict=True):
+            if labels:
+                row.shared += labels
+                row.text += self._written(tuple(labels))
+                row.fixed_words = max(0, len(row.text.split()) - (not row.text[-1:].isspace()))
 
-    def _fixed_words(self, row: StreamRow, hypothesis: Hypothesis) -> int:
-        """Count the words of a hypothesis within the labels that all hypotheses share, but for the last of these."""
-        shared = self.alphabet.decode(row.shared).replace(WORD_MARK, " ")
-        complete = len(shared.split()) - (not shared[-1:].isspace())
-        return max(0, min(complete, len(hypothesis.text.split())))
+    def _stream_hypotheses(self, beams: Beams, rows: Sequence[StreamRow]) -> list[list[Hypothesis]]:
+        nbest = self.hypotheses(self.search.nbest(beams), rows)
+        return [hypotheses if row.frames else [EMPTY] for row, hypotheses in zip(rows, nbest, strict=True)]
 
     def hypotheses(self, nbest: NBest, rows: Sequence[StreamRow] = ()) -> list[list[Hypothesis]]:
-        """Convert label sequences to hypotheses, without word times."""
-        hot: list[frozenset[str]] = [row.hot for row in rows] or [frozenset()] * len(nbest.labels)
+        """Convert label sequences to hypotheses, without word times; `rows` have the first labels of streams."""
+        no_row = StreamRow(IncrementalAligner(self.alphabet, self.frame_s, 0.0))
         return [
             _distinct(
                 [
-                    self._hypothesis(labels_, scores_, own)
+                    self._hypothesis(labels_, scores_, row)
                     for labels_, scores_ in zip(labels, scores, strict=True)
                     if scores_[0] > -torch.inf
                 ]
             )
-            for labels, scores, own in zip(nbest.labels, nbest.scores.tolist(), hot, strict=True)
+            for labels, scores, row in zip(
+                nbest.labels, nbest.scores.tolist(), rows or [no_row] * len(nbest.labels), strict=True
+            )
         ]
 
-    def _hypothesis(self, labels: Labels, scores: Sequence[float], hot: frozenset[str]) -> Hypothesis:
+    def _hypothesis(self, labels: Labels, scores: Sequence[float], row: StreamRow) -> Hypothesis:
+        labels, before = (*row.shared, *labels), len(row.shared)
         if self.lexicon is not None:
-            words = spell_words([(label, at, 0, 0.0) for at, label in enumerate(labels)], self.alphabet, 1.0)
-            known = not words or words[-1].text in self.lexicon or words[-1].text in hot
-            if not known:  # the last word is unfinished
-                labels = labels[: int(words[-1].start_s)]
+            labels = self._without_unfinished(labels, row.hot)
         if labels and self.alphabet.symbols[labels[-1]].isspace():
             labels = labels[:-1]
-        spelled = self.alphabet.decode(labels).replace(WORD_MARK, " ").split()
+        text = row.text + self._written(labels[before:]) if len(labels) >= before else self._written(labels)
+        spelled = text.split()
         text = " ".join(spelled) if self.pronounced is None else self.pronounced.text(spelled)
         score, acoustic, log_prob, bonus = scores
-        return Hypothesis(text, score, labels, (), acoustic, log_prob, bonus)
+        fixed = min(row.fixed_words, len(spelled))
+        return Hypothesis(text, score, labels, (), acoustic, log_prob, bonus, fixed)
+
+    def _written(self, labels: Labels) -> str:
+        """Return the text of labels, with spaces for word marks."""
+        return self.alphabet.decode(labels).replace(WORD_MARK, " ")
+
+    def _without_unfinished(self, labels: Labels, hot: frozenset[str]) -> Labels:
+        """Return labels without their last word if neither the lexicon nor hot words have it: it is unfinished."""
+        end = len(labels)
+        while end and not self._writes[labels[end - 1]]:
+            end -= 1
+        start = end - 1
+        while start > 0 and not self.alphabet.starts_word(labels[start]):
+            start -= 1
+        word = [at for at in range(max(0, start), end) if self._writes[labels[at]]]
+        text = self.alphabet.decode(labels[at] for at in word).replace(WORD_MARK, "")
+        assert self.lexicon is not None
+        return labels if not word or text in self.lexicon or text in hot else labels[: word[0]]
 
 
 def _pronounced(alphabet: Alphabet, lm: NGram | None) -> PronouncedWords | None:
@@ -409,12 +429,6 @@ class BeamDecoding(Decoding):
     def finish(self) -> list[list[Hypothesis]]:
         """Return the N best hypotheses."""
         return self.decoder.finish([self])[0]
-
-
-def _append(shared: Sequence[Sequence[int]], rows: Sequence[StreamRow]) -> None:
-    """Append the labels that all prefixes of a stream share to its row."""
-    for row, labels in zip(rows, shared, strict=True):
-        row.shared += labels
 
 
 def _by_decoding(values: Sequence[Any], decodings: Sequence[BeamDecoding]) -> list[list[Any]]:

@@ -15,13 +15,15 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from ds2_ops.ctc import beam as kernel
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import Fusion
-from ds2.decoding.beam.torch_search import Beams
+from ds2.decoding.beam.torch_search import Beams, first_of_rows
 from ds2.decoding.frames import OpenRun, pack_next
 from ds2.lm.ngram import UNKNOWN, NGram
 
@@ -156,7 +158,7 @@ class KernelStreams:
         self._lock = threading.Lock()
         self.used, self.free = 0, list[int]()
         self._halves, self.tables = self._allocate(_FIRST_SLOTS, _FIRST_CAPACITY)
-        self._longest: dict[int, int] = {}  # by slot: labels of its longest prefix
+        self._longest = np.zeros(_FIRST_SLOTS, np.int64)  # (N,) labels of the longest prefix of each
 
     def _allocate(self, slots: int, capacity: int) -> tuple[Tensor, _Tables]:
         first, beam, device = self._first, self.search.beam, self.device
@@ -189,12 +191,12 @@ class KernelStreams:
     @torch.inference_mode()
     def step(self, parts: Sequence[Slots], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
         """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
-        rows = self._prepare(parts, len(log_probs) + 1)
+        numbers, rows = self._prepare(parts, len(log_probs) + 1)
         tables = self.tables
         before = OpenRun(tables.open_runs[rows], tables.has_open_run[rows])
         packed, counts, run = pack_next(log_probs, lengths, self.options, before)
         tables.open_runs[rows], tables.has_open_run[rows] = run.log_probs, run.exists
-        return self._search(packed, counts, rows)
+        return self._search(packed, counts, numbers, rows)
 
     @torch.inference_mode()
     def flushed(self, parts: Sequence[Slots]) -> Beams:
@@ -202,20 +204,21 @@ class KernelStreams:
         count = sum(len(part.numbers) for part in parts)
         copies = self.start(count, 0)
         copies.empty = False
-        rows, to = self._prepare(parts, 2), self._prepare([copies], 2)
+        (_, rows), (numbers, to) = self._prepare(parts, 2), self._prepare([copies], 2)
         for table in vars(self.tables).values():
             table[to] = table[rows]
         tables = self.tables
-        self._search(tables.open_runs[rows][None].contiguous(), tables.has_open_run[rows].long(), to, max_removed=0)
+        frame, counts = tables.open_runs[rows][None].contiguous(), tables.has_open_run[rows].long()
+        self._search(frame, counts, numbers, to, max_removed=0)
         return self.beams([copies])
 
     @torch.inference_mode()
     def beams(self, parts: Sequence[Slots]) -> Beams:
         """Return a copy of the beams of streams."""
-        rows = self._prepare(parts, 0)
+        numbers, rows = self._prepare(parts, 0)
         t = self.tables
         roots = t.roots[rows].long()[:, None, None].expand(-1, self.search.beam, 1)
-        longest = 1 + max(self._longest.get(number, 0) for part in parts for number in part.numbers)
+        longest = 1 + int(self._longest[numbers].max())
         run = OpenRun(t.open_runs[rows], t.has_open_run[rows])
         integers = torch.cat([t.integers[rows], roots], 2)
         names, labels, counts = t.names[rows][..., :3], t.labels[rows][..., :longest], t.counts[rows].long()
@@ -224,7 +227,7 @@ class KernelStreams:
     @torch.inference_mode()
     def mask(self, parts: Sequence[Slots], wanted: Tensor) -> list[list[int]]:
         """Drop the prefixes that are not `wanted` (B, K); remove and return the first labels that the others share."""
-        rows, tables = self._prepare(parts, 1), self.tables
+        (numbers, rows), tables = self._prepare(parts, 1), self.tables
         beams = self.beams(parts).masked(wanted)
         tables.blank[rows], tables.label[rows] = beams.blank, beams.label
         tables.names[rows] = torch.nn.functional.pad(beams.names, (0, 1))
@@ -232,26 +235,37 @@ class KernelStreams:
         shared: list[list[int]] = [[] for _ in rows]
         more = [[0] * MAX_REMOVED]
         while any(len(labels) == MAX_REMOVED for labels in more):
-            more = self._search(frame, torch.zeros_like(rows), rows)  # no frames: shared labels are removed only
+            more = self._search(
+                frame, torch.zeros_like(rows), numbers, rows
+            )  # no frames: shared labels are removed only
             shared = [before + labels for before, labels in zip(shared, more, strict=True)]
         return shared
 
-    def _search(self, packed: Tensor, counts: Tensor, rows: Tensor, max_removed: int = MAX_REMOVED) -> list[list[int]]:
+    def _search(
+        self,
+        packed: Tensor,
+        counts: Tensor,
+        numbers: NDArray[np.int64],
+        rows: Tensor,
+        max_removed: int = MAX_REMOVED,
+    ) -> list[list[int]]:
         tables, slots = self.tables, rows.int()
         grown = torch.empty(0, dtype=torch.int32, device=self.device)
         before = kernel.PrefixTables(self._halves, tables.names, tables.integers, tables.floats, grown)
         after = self.search.search(packed, counts, before, slots, tables.roots)
         shared = kernel.append_labels(counts, slots, after, tables.labels, tables.counts, max_removed).cpu().numpy()
-        self._longest.update(zip(rows.tolist(), shared[:, 1].tolist(), strict=True))
-        return [row[2 : 2 + row[0]].tolist() for row in shared]
+        self._longest[numbers] = shared[:, 1]
+        return first_of_rows(shared[:, 2:], shared[:, 0])
 
-    def _prepare(self, parts: Sequence[Slots], more_labels: int) -> Tensor:
-        """Return (B,) int64 rows of streams, once the tables hold them, with capacity for more labels."""
-        self._grow(max(self._longest.get(n, 0) for part in parts for n in part.numbers) + more_labels)
+    def _prepare(self, parts: Sequence[Slots], more_labels: int) -> tuple[NDArray[np.int64], Tensor]:
+        """Return (B,) rows of streams, on the host and on the device, with capacity for more labels in the tables."""
+        numbers = np.array([number for part in parts for number in part.numbers])
+        known = numbers[numbers < len(self._longest)]
+        self._grow(int(self._longest[known].max(initial=0)) + more_labels)
         empty = [part for part in parts if part.empty]
         if empty:
             self._initialise(empty)
-        return torch.tensor([number for part in parts for number in part.numbers], device=self.device)
+        return numbers, torch.from_numpy(numbers).to(self.device)
 
     def _initialise(self, parts: Sequence[Slots]) -> None:
         """Write the first state of new streams, all at once: a batch may hold hundreds."""
@@ -268,7 +282,7 @@ class KernelStreams:
             table[rows] = value
         for part in parts:
             part.empty = False
-        self._longest.update((number, 0) for number, _ in pairs)
+        self._longest[[number for number, _ in pairs]] = 0
 
     def _grow(self, labels: int) -> None:
         """Grow the tables to a slot for every stream and capacity for `labels` per prefix."""
@@ -282,6 +296,7 @@ class KernelStreams:
         old, old_halves = self.tables, self._halves
         self._halves, self.tables = self._allocate(slots, capacity)
         self._halves[:, : before[0]] = old_halves
+        self._longest = np.pad(self._longest, (0, slots - before[0]))
         self.tables.labels[: before[0], :, : before[2]] = old.labels
         for name, table in vars(old).items():
             if name not in ("blank", "label", "labels"):

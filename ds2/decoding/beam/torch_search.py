@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.decoding.beam.fusion import LENGTH, Fusion
@@ -99,6 +102,12 @@ class Beams:
             label=self.label.masked_fill(~wanted, NONE),
             names=torch.where(wanted[..., None], self.names, dead),
         )
+
+
+def first_of_rows(rows: NDArray[Any], counts: NDArray[Any]) -> list[list[int]]:
+    """Return the first `counts` (B,) numbers of each of the rows (B, L) as lists."""
+    numbers, ends = rows[np.arange(rows.shape[1]) < counts[:, None]].tolist(), counts.cumsum().tolist()
+    return [numbers[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
 
 
 def join(parts: Sequence[Beams]) -> Beams:
