@@ -185,6 +185,9 @@ class ProtocolRoute:
                 await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
             return  # the client has left
+        except asyncio.CancelledError:
+            if not self.engine.ending:  # else it is over, as the server wants
+                raise
 
 
 async def _serve(client: Client, socket: WebSocket) -> None:
