@@ -77,10 +77,9 @@ def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tupl
     """
     spelled: list[list[Run]] = [[]]
     for run in runs:
-        symbol = alphabet.symbols[run[0]]
         if alphabet.starts_word(run[0]):
             spelled.append([])
-        if symbol.strip().removeprefix(WORD_MARK):
+        if alphabet.writes(run[0]):
             spelled[-1].append(run)
     return tuple(
         Word(

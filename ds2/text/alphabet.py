@@ -123,6 +123,8 @@ class Alphabet:
     _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # cache: the pieces of each word
     _replacement: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
     _written: _Table = field(init=False, repr=False, compare=False)  # label as a character -> symbol
+    _starts_word: tuple[bool, ...] = field(init=False, repr=False, compare=False)
+    _writes: tuple[bool, ...] = field(init=False, repr=False, compare=False)
     _read: _Table = field(init=False, repr=False, compare=False)  # symbol of one character -> label as a character
 
     def __post_init__(self) -> None:
@@ -172,6 +174,11 @@ class Alphabet:
         object.__setattr__(self, "_characters", frozenset(characters))
         object.__setattr__(self, "_spelled", {})
         object.__setattr__(self, "_written", _Table(enumerate(self.symbols)))
+        phones = self.pronunciations is not None
+        starts = tuple(symbol.isspace() or symbol.startswith(WORD_MARK) or phones for symbol in self.symbols)
+        object.__setattr__(self, "_starts_word", starts)
+        writes = tuple(bool(symbol.strip().removeprefix(WORD_MARK)) for symbol in self.symbols)
+        object.__setattr__(self, "_writes", writes)
         object.__setattr__(self, "_read", _Table((ord(s), chr(n)) for s, n in labels.items() if len(s) == 1))
         object.__setattr__(self, "_replacement", re.compile("|".join(map(re.escape, keys))) if keys else None)
 
@@ -233,8 +240,11 @@ class Alphabet:
 
     def starts_word(self, label: int) -> bool:
         """Whether a label begins a word or separates two: white space, a piece with the word mark, or any phone."""
-        symbol = self.symbols[label]
-        return symbol.isspace() or symbol.startswith(WORD_MARK) or self.pronunciations is not None
+        return self._starts_word[label]
+
+    def writes(self, label: int) -> bool:
+        """Whether a label is a part of a word: neither the blank nor white space nor a word mark alone."""
+        return self._writes[label]
 
     @property
     def as_printed(self) -> bool:

@@ -292,7 +292,8 @@ class PronouncedWords:
         sounds = {label: number for number, label in enumerate(alphabet.symbols)}
         symbols = [WORD_MARK + text if first else text for (_, first, _), text in self._characters.items()]
         self.alphabet = Alphabet(("", *symbols), case="keep")
-        self.sounds = torch.tensor([0, *(sounds[phone] for phone, _, _ in self._characters)])
+        self._sounds = [0, *(sounds[phone] for phone, _, _ in self._characters)]
+        self.sounds = torch.tensor(self._sounds)
         self.spelling = replace(Spelling.of(self.alphabet), sounds=self.sounds)
 
     def _spell(self, phones: Phones) -> str:
@@ -313,7 +314,7 @@ class PronouncedWords:
     def in_words(self, hypothesis: Hypothesis) -> Hypothesis:
         """Return a hypothesis of the search with written words, and with the network's labels."""
         words = tuple(replace(word, text=self.text([word.text])) for word in hypothesis.words)
-        labels = tuple(self.sounds[list(hypothesis.labels)].tolist())
+        labels = tuple(map(self._sounds.__getitem__, hypothesis.labels))
         return replace(hypothesis, words=words, labels=labels)
 
     def spell_phrases(self, phrases: Sequence[str]) -> dict[str, list[str]]:
