@@ -306,9 +306,10 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
     failures: list[tuple[Session, Exception]] = []
     for group in groups.values():
         blocks = [(session, session.blocks.popleft()) for session in group]
-        add_levels(blocks)
         for first in range(0, len(blocks), _MOST_AT_ONCE):
-            _forward(blocks[first : first + _MOST_AT_ONCE], lambda session, error: failures.append((session, error)))
+            batch = blocks[first : first + _MOST_AT_ONCE]
+            add_levels(batch)
+            _forward(batch, lambda session, error: failures.append((session, error)))
     for session, error in failures:  # at the end, as `failed` may raise
         failed(session, error)
 
