@@ -82,12 +82,14 @@ def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tupl
         if alphabet.writes(run[0]):
             spelled[-1].append(run)
     return tuple(
-        Word(
-            alphabet.decode(label for label, *_ in word).replace(WORD_MARK, ""),
-            word[0][1] * frame_s,
-            word[-1][2] * frame_s,
-            math.exp(sum(peak for *_, peak in word)),
-        )
-        for word in spelled
-        if word
+        [
+            Word(
+                alphabet.decode([run[0] for run in word]).replace(WORD_MARK, ""),
+                word[0][1] * frame_s,
+                word[-1][2] * frame_s,
+                math.exp(sum([run[3] for run in word])),
+            )
+            for word in spelled
+            if word
+        ]
     )
