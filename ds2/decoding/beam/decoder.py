@@ -287,17 +287,17 @@ class BeamDecoder(Decoder):
         longest = len(log_probs) if log_probs.is_cuda else _CPU_FRAMES
         start, counts = 0, lengths.tolist()
         while start < max(counts, default=0):
-            here = [(i, row, count) for i, (row, count) in enumerate(zip(rows, counts, strict=True)) if count > start]
-            until_due = min(row.aligner.due_at - row.aligner.total_frames for _, row, _ in here)
+            active = [(i, row, count) for i, (row, count) in enumerate(zip(rows, counts, strict=True)) if count > start]
+            until_due = min(row.aligner.due_at - row.aligner.total_frames for _, row, _ in active)
             end = start + min(longest, until_due)
             state, shared = self.search.step(state, log_probs[start:end], (lengths - start).clamp(0, end - start))
             self._append(shared, rows)
-            for index, row, count in here:
+            for index, row, count in active:
                 if self.options.times:
                     row.aligner.append(log_probs, index, start, min(end, count))
                 row.frames += min(end, count) - start
             if end - start == until_due:
-                due = [i for i, row, count in here if row.aligner.total_frames == row.aligner.due_at]
+                due = [i for i, row, count in active if row.aligner.total_frames == row.aligner.due_at]
                 state = self._finalise(state, rows, due) if due else state
             start = end
         states = self.search.split(state, parts, [len(d.rows) for d in decodings])

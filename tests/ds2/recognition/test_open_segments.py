@@ -94,8 +94,8 @@ def test_a_batch_has_the_segments_of_its_sources(seed: int, monkeypatch: pytest.
         ]
         wanted = [sources[n].update(*counts, rules[n]) for n, *counts in zip(batch, frames, before, quiet, strict=True)]
         columns = (np.array(column) for column in (frames, before, quiet))
-        found = table.update(where, *columns, np.array([rules[n] for n in batch]), FRAME_S)
-        assert found.tolist() == wanted
+        ends_after = table.update(where, *columns, np.array([rules[n] for n in batch]), FRAME_S)
+        assert ends_after.tolist() == wanted
         for n, row in zip(batch, where, strict=True):
             source, own = sources[n], table.rows[row]
             assert (own["speech_energy"], own["speech_frames"]) == (source.energy, source.words)
