@@ -440,7 +440,7 @@ class Members:
     def _write(self, name: str, value: object) -> Path:
         path, draft = self._folder / name, self._folder / f"{name}.new"
         with name_errors(path), draft.open("w", encoding="utf-8") as file:
-            json.dump(value, file)
+            file.write(json.dumps(value))
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

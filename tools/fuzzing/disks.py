@@ -1,4 +1,4 @@
-"""A disk that loses what was not flushed: what a power cut leaves of the files in real folders.
+"""A disk in memory that loses what was not flushed when the power is cut, and the paths and calls that use it.
 
 Certain are the content of a file as of its last fsync and the names in a folder as of the folder's last fsync. Of each
 later name, and of each later content, the old one is there after a power cut, the new one, or a part of the new one: a
@@ -8,35 +8,177 @@ draw says which, so that what came later may be there without what came before.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import pickle
 import random
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+_CHANGES = itertools.count()
+
+
+class Node:
+    """A file, whatever its names are; `flushed` is what is certain of its content."""
+
+    def __init__(self) -> None:
+        self.data = self.flushed = b""
+        self.st_mtime_ns, self.st_mode = next(_CHANGES), 0
+        self.st_mtime = 0.0
+
+    @property
+    def st_size(self) -> int:
+        return len(self.data)
+
+
+class File:
+    """Stands for an open file; what is written is there at once."""
+
+    def __init__(self, name: DiskPath, node: Node, mode: str) -> None:
+        self.name, self._node, self._binary = name, node, "b" in mode
+
+    def __enter__(self) -> File:
+        return self
+
+    def write(self, content: Any) -> None:
+        self._node.data += content if self._binary else content.encode()
+
+    def fileno(self) -> Any:
+        return self._node
+
+    def close(self, *error: object) -> None:
+        """Nothing is left to do."""
+
+    flush = __exit__ = close
+
+
+class DiskPath(str):
+    """Stands for `pathlib.Path`, on the disk of the present run."""
+
+    __slots__ = ()
+    disk: Disk
+
+    @property
+    def parent(self) -> DiskPath:
+        return DiskPath(self.rpartition("/")[0])
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def suffix(self) -> str:
+        return "." + self.name.rpartition(".")[2]
+
+    def with_name(self, name: str) -> DiskPath:
+        return self.parent / name
+
+    def __truediv__(self, name: str) -> DiskPath:
+        return DiskPath(f"{self}/{name}")
+
+    def find(self) -> Node | None:
+        """The file, or None."""
+        folder, _, name = self.rpartition("/")
+        return self.disk.folders.get(folder, {}).get(name)
+
+    def stat(self) -> Node:
+        if (node := self.find()) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return node
+
+    def names(self) -> dict[str, Node]:
+        """The files in a folder by name."""
+        if self not in self.disk.folders:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return self.disk.folders[self]
+
+    def is_file(self) -> bool:
+        return self.find() is not None
+
+    exists = is_file
+
+    def is_dir(self) -> bool:
+        return self in self.disk.folders
+
+    def open(self, mode: str = "r", buffering: int = -1, encoding: str = "") -> File:
+        node = self.find()
+        if node is None and mode[0] in "wa":
+            node = self.parent.names()[self.name] = Node()
+        elif mode[0] == "w":
+            self.stat().data = b""
+        return File(self, node or self.stat(), mode)
+
+    def read_bytes(self) -> bytes:
+        return self.stat().data
+
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.stat().data.decode(encoding, errors)
+
+    def write_bytes(self, content: bytes) -> None:
+        self.open("wb").write(content)
+
+    def write_text(self, content: str, encoding: str = "") -> None:
+        self.open("w").write(content)
+
+    def touch(self, *, exist_ok: bool = True) -> None:
+        self.open("a")
+
+    def mkdir(self, mode: int = 0, *, parents: bool = False, exist_ok: bool = False) -> None:
+        self.disk.folders.setdefault(self, {})
+
+    def rmdir(self) -> None:
+        if self.names():
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(self))
+        self.disk.rmtree(self)
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        if self.parent.names().pop(self.name, None) is None and not missing_ok:
+            self.stat()
+
+    def replace(self, target: DiskPath) -> None:  # type: ignore[override]
+        target.parent.names()[target.name] = self.stat()
+        self.unlink()
+
+    rename = replace
+
+    def chmod(self, mode: int) -> None:
+        """Nobody looks at it."""
+
+    def glob(self, pattern: str) -> Iterator[DiskPath]:
+        begin, end = (f"{self}/{pattern}").split("*")
+        folders = [name for name in self.disk.folders if name.rpartition("/")[0] == self]
+        paths = [*(self / name for name in self.disk.folders.get(self, ())), *map(DiskPath, folders)]
+        return iter([path for path in paths if path.startswith(begin) and path.endswith(end)])
+
+    def iterdir(self) -> Iterator[DiskPath]:
+        return self.glob("*")
 
 
 class Disk:
-    """Follows flushes below some folders, which themselves stay.
+    """A disk, and those functions of `os`, `os.path`, `shutil` and `safetensors` that use it.
 
     Args:
         draw: the random numbers of this run.
         pause: called between two calls that need each other.
     """
 
+    O_RDONLY, SEEK_SET = os.O_RDONLY, os.SEEK_SET
+    strerror = staticmethod(os.strerror)
+
     def __init__(self, draw: random.Random, pause: Callable[[], None]) -> None:
         self._draw, self._pause = draw, pause
-        self._flushed: dict[int, bytes] = {}  # content of files
-        self._names: dict[int, dict[str, int]] = {}  # of folders: numbers of files by name
+        self.folders: dict[str, dict[str, Node]] = {}
+        self._flushed: dict[str, dict[str, Node]] = {}  # the names that are certain, by folder
         self.mend()
-
-    def fsync(self, descriptor: int) -> None:
-        """Stand in for os.fsync: what the file or folder holds now is certain."""
-        self._pause()
-        path, number = f"/proc/self/fd/{descriptor}", os.fstat(descriptor).st_ino
-        if os.path.isdir(path):
-            self._names[number] = _names(path)
-        else:
-            self._flushed[number] = Path(path).read_bytes()
-        self._pause()
 
     def mend(self) -> None:
         """Let it be neither full nor slow."""
@@ -47,26 +189,93 @@ class Disk:
         if self.is_full and self._draw.random() < 0.5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def cut_power(self, folder: Path) -> None:
+    def getpid(self) -> int:
+        return os.getpid()  # which is simulated too
+
+    def open(self, path: DiskPath, flags: int) -> DiskPath:
+        return path
+
+    def close(self, descriptor: DiskPath) -> None:
+        """Nothing is left to do."""
+
+    def fsync(self, descriptor: Node | DiskPath) -> None:
+        self._pause()
+        if isinstance(descriptor, Node):
+            descriptor.flushed = descriptor.data
+        else:
+            self._flushed[descriptor] = dict(self.folders.get(descriptor, {}))
+        self._pause()
+
+    def link(self, source: DiskPath, target: DiskPath) -> None:
+        self._pause()
+        self.make_link(source, target)
+        self._pause()
+
+    def make_link(self, source: DiskPath, target: DiskPath) -> None:
+        """See `link`."""
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        target.parent.names()[target.name] = source.stat()
+
+    def listdir(self, path: DiskPath) -> list[str]:
+        return list(path.names())
+
+    def utime(self, path: DiskPath) -> None:
+        path.stat().st_mtime_ns = next(_CHANGES)
+
+    def replace(self, source: DiskPath, target: DiskPath) -> None:
+        source.replace(target)
+
+    def rmtree(self, path: DiskPath, *, ignore_errors: bool = False) -> None:
+        self.folders.pop(path, None)
+
+    def copyfile(self, source: DiskPath, target: DiskPath) -> None:
+        target.write_bytes(source.read_bytes())
+
+    def disk_usage(self, path: DiskPath) -> Any:
+        return SimpleNamespace(free=1 << 40)
+
+    def fstat(self, descriptor: Node) -> Node:
+        return descriptor
+
+    @property
+    def path(self) -> Any:
+        return SimpleNamespace(samestat=lambda one, other: one is other)
+
+    def pread(self, descriptor: Node, size: int, offset: int) -> bytes:
+        return descriptor.data[offset : offset + size]
+
+    def pwrite(self, descriptor: Node, content: memoryview, offset: int) -> int:
+        data = descriptor.data.ljust(offset, b"\0")
+        descriptor.data = data[:offset] + bytes(content) + data[offset + len(content) :]
+        return len(content)
+
+    def save_file(self, tensors: dict[str, torch.Tensor], path: DiskPath, metadata: dict[str, str]) -> None:
+        path.write_bytes(pickle.dumps((metadata, {name: tensor.numpy() for name, tensor in tensors.items()})))
+
+    @contextmanager
+    def safe_open(self, path: str, **options: str) -> Iterator[Any]:
+        try:
+            metadata, arrays = pickle.loads(DiskPath(path).read_bytes())
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise SafetensorError(str(error)) from error
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        yield SimpleNamespace(metadata=lambda: metadata, keys=tensors.keys, get_tensor=tensors.__getitem__)
+
+    def cut_power(self, folder: DiskPath) -> None:
         """Leave in a folder what is there afterwards; no process may run."""
-        before, now = self._names.get(folder.stat().st_ino, {}), _names(folder)
-        content = {number: (folder / name).read_bytes() for name, number in now.items()}
+        before, now = self._flushed.get(folder, {}), dict(folder.names())
         for name in sorted({*before, *now}):
-            number = self._draw.choice((before.get(name), now.get(name)))
-            (folder / name).unlink(missing_ok=True)
-            if number is not None:  # written anew: who has opened it before does not see it
-                old = self._flushed.get(number, b"")
-                (folder / name).write_bytes(self._torn(old, content.get(number, old)))
-        for name, number in _names(folder).items():
-            self._flushed[number] = (folder / name).read_bytes()
-        self._names[folder.stat().st_ino] = _names(folder)
+            node = self._draw.choice((before.get(name), now.get(name)))
+            folder.names().pop(name, None)
+            if node is not None:  # written anew: who has opened it before does not see it
+                folder.names()[name] = left = Node()
+                left.data = self._torn(node.flushed, node.data if node in now.values() else node.flushed)
+        for node in folder.names().values():
+            node.flushed = node.data
+        self._flushed[folder] = dict(folder.names())
 
     def _torn(self, old: bytes, new: bytes) -> bytes:
         if new.startswith(old):
             return new[: self._draw.choice((len(old), self._draw.randint(len(old), len(new)), len(new)))]
         return self._draw.choice((old, new))
-
-
-def _names(folder: str | Path) -> dict[str, int]:
-    with os.scandir(folder) as entries:
-        return {entry.name: entry.inode() for entry in entries if entry.is_file()}

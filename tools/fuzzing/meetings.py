@@ -18,7 +18,6 @@ no process ended with an error but that of a full disk, and none waited for ever
 
 from __future__ import annotations
 
-import _thread
 import errno
 import fcntl
 import hashlib
@@ -27,26 +26,26 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from fuzzing.disks import Disk
+from fuzzing.disks import Disk, DiskPath, Node
 from fuzzing.ranks import Fault, changes, lines_of, ranks_of_steps
 from fuzzing.virtual import Result, Simulation, planted, simulate
-from torch import Tensor, nn
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor
+from torch.utils import tensorboard
 
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance
@@ -54,10 +53,11 @@ from ds2.distributed import elastic
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import JOINER, ElasticCommunicator, Members, View
 from ds2.distributed.process_group import LostRankError
-from ds2.distributed.tcp import STREAMS, TcpGroup
+from ds2.distributed.tcp import TcpGroup
 from ds2.system import files as file_system
 from ds2.system import tensor_file
 from ds2.system.messages import decode, encode
+from ds2.system.plain import from_plain, parse_json
 from ds2.system.signals import Stopped
 from ds2.training import loop as training
 from ds2.training import metrics, run_folder
@@ -80,10 +80,6 @@ KINDS = ("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "j
 AT_A_CALL = (0.004, 0.03)  # how often something happens just between two calls that need each other
 PRIME = 65521
 SETTINGS = {"optim": {"name": "sgd", "momentum": 0.0}}  # that a state names: all others would be read each time
-
-
-class Ended(BaseException):
-    """The run is over: a thread of a killed process unwinds."""
 
 
 class Process:
@@ -128,21 +124,17 @@ class Thread:
     def __init__(self, process: Process, target: Callable[[], object]) -> None:
         self.process, self._target = process, target
         self.waits = 0  # the number of its present wait: an event that would end a former one does nothing
-        self.turn = _thread.allocate_lock()
-        self.turn.acquire()
         self.is_main = not process.threads
-        self.ended = _start(self._run)
+        self.stack = greenlet(self._run, process.world.stack)
 
     def sleep(self, seconds: float) -> None:
         """Wait; called in the thread itself."""
         world, process = self.process.world, self.process
-        if world.over:
-            raise Ended
         self.waits += 1
         world.call_later(seconds, self)
-        world.run_events(self)
+        world.stack.switch()
         if world.over:
-            raise Ended
+            raise GreenletExit
         if self.is_main:
             while process.signals:
                 process.interrupts._handle(process.signals.pop(0), None)
@@ -153,51 +145,15 @@ class Thread:
         world.call_later(at_s - world.now_s, self)
 
     def _run(self) -> None:
-        self.turn.acquire()
         world = self.process.world
         try:
-            if not world.over:
-                self._target()
+            self._target()
         except BaseException as error:
-            if not (world.over or isinstance(error, Ended)):
+            if not (world.over or isinstance(error, GreenletExit)):
                 where = traceback.extract_tb(error.__traceback__)[-3:]
                 places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(where))
                 world.faults.append(f"process {self.process.number}: {error!r} at {places}")
         self.waits += 1
-        if not world.over:
-            world.run_events(None)
-
-    def end(self) -> None:
-        """Unwind it."""
-        self.turn.release()
-        self.ended.acquire()
-
-
-_IDLE: list[tuple[Any, list[Any]]] = []  # threads of the system that wait for work: to start one takes longer
-
-
-def _start(target: Callable[[], None]) -> Any:
-    """Run a function in a thread of the system; returns a lock that is free once it has ended."""
-    ended = _thread.allocate_lock()
-    ended.acquire()
-    if _IDLE:
-        begin, work = _IDLE.pop()
-        work[:] = target, ended
-        begin.release()
-    else:
-        begin, work = _thread.allocate_lock(), [target, ended]
-        _thread.start_new_thread(_work, (begin, work))
-    return ended
-
-
-def _work(begin: Any, work: list[Any]) -> None:
-    begin.acquire(blocking=False)
-    while True:
-        target, ended = work
-        target()
-        _IDLE.append((begin, work))
-        ended.release()
-        begin.acquire()
 
 
 class Lock:
@@ -206,11 +162,11 @@ class Lock:
     LOCK_EX, LOCK_SH, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
 
     def __init__(self, world: World) -> None:
-        self._world, self._owners = world, dict[int, Process]()
+        self._world, self._owners = world, dict[Node, Process]()
 
     def lockf(self, file: Any, how: int) -> None:
         """See fcntl."""
-        node, own = os.fstat(file.fileno()).st_ino, self._world.process
+        node, own = file.fileno(), self._world.process
         owner = self._owners.get(node)
         if owner is not None and owner is not own and not owner.dead:
             raise OSError(errno.EAGAIN, "locked")
@@ -343,12 +299,18 @@ class Stream:
             link.append(self._world.now_s, None)
 
 
+@lru_cache(1 << 12)
+def decoded(message: bytes, classes: tuple[type, ...]) -> Any:
+    """The value of a message; nobody changes it."""
+    return decode(memoryview(message), classes)
+
+
 class Group(TcpGroup):
     """A `TcpGroup` over a `Stream`."""
 
     def __init__(self, world: World, number: int, rank: int, members: Sequence[str]) -> None:
-        super().__init__(rank, ["host"] * len(members), [{} for _ in range(STREAMS)])
-        self.world = world
+        self.rank, self.size, self.hosts, self.local_rank = rank, len(members), ["host"] * len(members), rank
+        self.lost, self.world = {}, world
         self._stream = Stream(self, number, members)
         self._blocking = cast(Any, self._stream)
 
@@ -356,14 +318,18 @@ class Group(TcpGroup):
         """See `ProcessGroup`: a message and its length are one here."""
         own = encode(value)
         parts = {self.rank: own, **self._stream.exchange(dict.fromkeys(self._stream.links, own), self._stream.links)}
-        return [decode(memoryview(parts[rank]), classes) for rank in range(self.size)]
+        return [decoded(bytes(parts[rank]), classes) for rank in range(self.size)]
 
     def broadcast(self, value: Any, classes: Iterable[type] = ()) -> Any:
         """See `ProcessGroup`."""
         own = encode(value)
         if self.rank == 0:
             self._stream.exchange(dict.fromkeys(self._stream.links, own), ())
-        return decode(memoryview(own if self.rank == 0 else self._stream.exchange({}, (0,))[0]), classes)
+        return decoded(bytes(own if self.rank == 0 else self._stream.exchange({}, (0,))[0]), classes)
+
+    def barrier(self) -> None:
+        """See `TcpGroup`."""
+        self._stream.exchange(dict.fromkeys(self._stream.links, b""), self._stream.links)
 
     def close(self) -> None:
         """See `TcpGroup`."""
@@ -411,18 +377,67 @@ class SimulatedCommunicator(ElasticCommunicator):
         return superseded
 
 
-class Weight(nn.Module):
-    """A model of one weight, and a buffer that a step changes before it ends."""
+class Weights:
+    """Stands for a module: named tensors, of which `weight` is the parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See torch."""
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """See torch."""
+        for name, value in state.items():
+            self.tensors[name].copy_(value)
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """See torch."""
+        return [("weight", self.tensors["weight"])]
+
+    def modules(self) -> list[Any]:
+        """See torch: the parts whose statistics ranks share."""
+        return []
+
+    def train(self) -> None:
+        """See torch."""
+
+
+class Optimizer:
+    """Stands for an optimizer without momentum."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.param_groups = [{"params": [parameter], "rate_factor": 1.0, "lr": 0.1}]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch."""
+        return {"state": {}, "param_groups": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See torch."""
+
+
+@cache
+def step_s(step: int, rank: int) -> float:
+    """How long a rank computes for a step."""
+    return STEP_S * random.Random(f"{step} {rank}").uniform(0.5, 1.5)
 
 
 def after_step(weight: int, step: int, ranks: int) -> int:
     """The weight after a step that so many ranks took."""
     return (31 * weight + 7 * step + ranks) % PRIME
+
+
+_STEPS: dict[bytes, int] = {}
+
+
+def step_of(path: Any) -> int:
+    """The step of a state, which must be complete."""
+    content = path.read_bytes()
+    if content not in _STEPS:
+        _STEPS[content] = tensor_file.load(path)[1]["progress"]["step"]
+    return _STEPS[content]
 
 
 def loss_of(weight: int, ranks: int) -> float:
@@ -436,17 +451,15 @@ class SimulatedTrainer(Trainer):
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
         assert comm is not None
         self.config, self.run_dir, self.comm = config, run_dir, comm
-        model, features = Weight(), nn.Module()
-        self.state = TrainState(cast(Any, model), cast(Any, features), torch.optim.SGD(model.parameters(), lr=0.1))
-        for group in self.state.optimizer.param_groups:
-            group["rate_factor"] = 1.0
+        model: Any = Weights(weight=torch.zeros(1, dtype=torch.float64), seen=torch.zeros(1, dtype=torch.float64))
+        self.state = TrainState(model, cast(Any, Weights()), cast(Any, Optimizer(model.tensors["weight"])))
         if state_file(run_dir).is_file():
             parts, progress = trainers.read_state(run_dir, config, self.state)
             self.state.load(parts, progress, 0.0)
         self.dev, self.dev_data, self.noise = cast(Any, SimpleNamespace(utterances=[])), None, None
         self.files = RunFiles(run_dir, config, self.state, cast(Any, None), "fp32", None, comm)
         self.statistics = cast(Any, SimpleNamespace(release=lambda: None))
-        self.utterances = [Utterance(Path(f"{number}.wav"), 1.0, "a") for number in range(BATCHES)]
+        self.utterances = UTTERANCES
         self.loader = cast(Any, None)
         self.timer = cast(Any, SimpleNamespace(means=lambda steps: {}))
         self._plan = cast(Any, lambda epoch: [[number] for number in range(BATCHES)])
@@ -468,42 +481,46 @@ class SimulatedTrainer(Trainer):
         extra_counts: Callable[[], Sequence[float]] = list,
     ) -> float | None:
         """See `Trainer`."""
-        time.sleep(STEP_S * random.Random(f"{self.progress.step} {self.comm.rank}").uniform(0.5, 1.5))
-        model = cast(Any, self.model)
-        model.seen += 1
+        time.sleep(step_s(self.progress.step, self.comm.rank))
+        weight, seen = cast(Any, self.model).tensors.values()
+        seen += 1
         self.comm.allgather(0)  # gradients
         sums = self.comm.allgather([float(self.comm.world), *extra_counts()])
         ranks, *self.extra_sums = (sum(column) for column in zip(*sums, strict=True))
         ranks = round(ranks / self.comm.world)
-        loss = loss_of(int(model.weight), ranks)
-        model.weight.data.fill_(after_step(int(model.weight), self.progress.step + 1, ranks))
+        loss = loss_of(int(weight), ranks)
+        weight.fill_(after_step(int(weight), self.progress.step + 1, ranks))
         self.progress.step += 1
         self.progress.batch += len(group)
         return loss
 
 
+UTTERANCES = [Utterance(Path(f"{number}.wav"), 1.0, "a") for number in range(BATCHES)]
+CPU, CONFIG = torch.device("cpu"), Config()
+CONFIG.comm.max_ranks, CONFIG.comm.timeout_s = RANKS, 60.0
+CONFIG.train.epochs, CONFIG.train.log_every_steps = EPOCHS, 1
+CONFIG.checkpoint.every_steps, CONFIG.optim.warmup_steps = 2, 0
+CONFIG.optim.name, CONFIG.optim.momentum = "sgd", 0.0
+BAR = nullcontext(SimpleNamespace(update=lambda _: None, set_postfix_str=lambda _: None, disable=True))
+
+
 class World:
     """One run: processes, their clock and what they share."""
 
-    def __init__(self, draw: random.Random, folder: Path) -> None:
-        self.draw, self.run_dir = draw, folder / "run"
-        self.disk, self.saved = Disk(draw, self.pause), 0
+    def __init__(self, draw: random.Random) -> None:
+        self.draw, self.disk = draw, Disk(draw, self.pause)
+        self.run_dir, self.saved, DiskPath.disk = cast(Any, DiskPath("/run")), 0, self.disk
+        self.stack = getcurrent()  # the event loop's, to which a thread that waits returns
         self.now_s, self.running, self.over = 0.0, cast("Thread | None", None), False
         self._events: list[tuple[float, int, Thread | Callable[[], None], int]] = []
         self._numbers = itertools.count()
-        self._done = _thread.allocate_lock()
-        self._done.acquire()
         self.faults: list[str] = []
+        self._seen: list[bytes | None] = []  # the state and the log at the last look
         self.processes: list[Process] = []
         self.by_member: dict[str, Process] = {}
         self.calls: set[tuple[int, str]] = set()
         self._links: dict[tuple[int, str, str], Link] = {}
         self.events, self._at_a_call = self.draw.randint(3, 12), self.draw.choice(AT_A_CALL)
-        self.config = Config()
-        self.config.comm.max_ranks, self.config.comm.timeout_s = RANKS, 60.0
-        self.config.train.epochs, self.config.train.log_every_steps = EPOCHS, 1
-        self.config.checkpoint.every_steps, self.config.optim.warmup_steps = 2, 0
-        self.config.optim.name, self.config.optim.momentum = "sgd", 0.0
 
     @property
     def process(self) -> Process:
@@ -520,13 +537,13 @@ class World:
         wait = wait if wait is not None else what.waits if isinstance(what, Thread) else 0
         heapq.heappush(self._events, (self.now_s + max(0.0, seconds), next(self._numbers), what, wait))
 
-    def run_events(self, own: Thread | None) -> None:
-        """Let happen what is next, until it is the turn of the thread that calls this, or the run is over.
-
-        The thread of the next event is woken by the one that waits: no other thread stands between the two.
-        """
-        self.running = None
-        while self._events and not self.over:
+    def run(self) -> None:
+        """Disturb the run until it is done."""
+        self.run_dir.mkdir()
+        for _ in range(self.draw.randint(1, RANKS)):
+            self.start()
+        self.call_later(self.draw.expovariate(1.0), self._go_on)
+        while self._events:
             self.now_s, _, what, wait = heapq.heappop(self._events)
             if not isinstance(what, Thread):
                 what()
@@ -534,32 +551,17 @@ class World:
                 what.process.waiting.append((what, wait))
             elif wait == what.waits and not what.process.dead:
                 self.running = what
-                if what is not own:
-                    what.turn.release()
-                    break
-                return
-        else:
-            self.over = True
-            self._done.release()
-        if own is not None:
-            own.turn.acquire()
-
-    def run(self) -> None:
-        """Disturb the run until it is done."""
-        self.run_dir.mkdir()
-        for _ in range(self.draw.randint(1, RANKS)):
-            self.start()
-        self.call_later(self.draw.expovariate(1.0), self._go_on)
-        self.run_events(None)
-        self._done.acquire()
+                what.stack.switch()
+                self.running = None
+        self.over = True
         for process in self.processes:
             for thread in process.threads:
-                thread.end()
+                thread.stack.throw(GreenletExit)
 
     def sleep(self, seconds: float) -> None:
         """See time."""
         if self.over:
-            raise Ended
+            raise GreenletExit
         if self.running is not None:
             self.running.sleep(seconds)
 
@@ -588,8 +590,13 @@ class World:
     def look(self) -> None:
         """Note a fault where the state is not complete, is an old one, or counts on lines that the log lacks."""
         path = state_file(self.run_dir)
+        files = [file.find() for file in (path, self.run_dir / "log.jsonl")]
+        content = [file and file.data for file in files]
+        if content == self._seen:
+            return
+        self._seen = content
         try:
-            step = tensor_file.load(path)[1]["progress"]["step"] if self.saved or path.is_file() else 0
+            step = step_of(path) if self.saved or path.is_file() else 0
         except tensor_file.CheckpointError as error:
             self.faults.append(str(error))
             return
@@ -604,9 +611,9 @@ class World:
         process.spawn(partial(self._train, process))
 
     def _train(self, process: Process) -> None:
-        comm = SimulatedCommunicator(self.config.comm, torch.device("cpu"), self.run_dir)
+        comm = SimulatedCommunicator(CONFIG.comm, CPU, self.run_dir)
         try:
-            process.status = training._train(self.config, self.run_dir, comm, process.interrupts)
+            process.status = training._train(CONFIG, self.run_dir, comm, process.interrupts)
             comm.close()
         except Stopped as stopped:
             process.status = stopped.status
@@ -689,7 +696,7 @@ def _atomic_file(world: World, path: Path) -> Iterator[Path]:
         world.sleep(world.disk.slowness * world.draw.expovariate(10))
         world.pause()
     if path == state_file(world.run_dir):
-        world.saved = tensor_file.read_metadata(path)["progress"]["step"]
+        world.saved = step_of(path)
 
 
 def _event(world: World, write: Callable[..., None], board: RunLog, *values: Any) -> None:
@@ -701,9 +708,10 @@ def _event(world: World, write: Callable[..., None], board: RunLog, *values: Any
             board._jsonl.flush()
         raise
     write(board, *values)
-    *_, last = {}, *lines_of(world.run_dir.parent)
-    written = (last.get("event"), last.get("step")) == values[:2]
-    if board.writes and not (written or ElasticCommunicator.superseded(cast(Any, board._superseded).__self__)):
+    if not board.writes or ElasticCommunicator.superseded(cast(Any, board._superseded).__self__):
+        return
+    *_, last = board._path.read_text().removesuffix("\n").rpartition("\n")
+    if not last.startswith(json.dumps({"event": values[0], "step": values[1]})[:-1]):
         world.faults.append(f"the log has no {values[0]} line of step {values[1]}")
 
 
@@ -717,36 +725,25 @@ def share_cores(comm: Communicator) -> None:
     comm.allgather(0)
 
 
-def make_link(source: Path, target: Path) -> None:
-    """See os.link."""
-    os.link(source, target)
-
-
-def _link(world: World, source: Path, target: Path) -> None:
-    world.pause()
-    make_link(source, target)
-    world.pause()
-
-
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Put the world's clock, threads, locks and signals under the modules."""
     lock, draw, event = Lock(world), world.draw, RunLog.event
-    system = SimpleNamespace(
-        **{name: getattr(os, name) for name in ("utime", "SEEK_SET", "listdir")},
-        link=partial(_link, world),
-        fsync=world.disk.fsync,
-        getpid=lambda: world.process.number,
-    )
     threads = SimpleNamespace(
         Event=lambda: Event(world),
         Thread=lambda target, **_: SimpleNamespace(start=lambda: world.process.spawn(target)),
     )
     server = SimpleNamespace(getsockname=lambda: ("", 1), close=lambda: None)
-    tensorboard = SimpleNamespace(add_custom_scalars=_nothing, add_scalar=_nothing, close=_nothing)
+    board = SimpleNamespace(add_custom_scalars=_nothing, add_scalar=_nothing, close=_nothing)
     changed: list[tuple[Any, str, Any]] = [
-        (elastic, "os", system),
-        (elastic, "fcntl", lock),
+        *[(module, "os", world.disk) for module in (elastic, file_system, run_folder)],
+        *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, tensor_file)],
+        *[(module, "fcntl", lock) for module in (elastic, file_system)],
+        *[(module, "host_id", lambda: "host") for module in (file_system, run_folder)],
+        *[(tensor_file, name, getattr(world.disk, name)) for name in ("save_file", "safe_open")],
+        (elastic, "parse_json", _nothing_changed),
+        (elastic, "from_plain", _parsed),
+        (file_system, "parse_json", _line),
         (elastic, "threading", threads),
         (elastic, "socket", SimpleNamespace(create_server=lambda *_, **__: server)),
         (elastic, "secrets", SimpleNamespace(token_hex=lambda count: draw.randbytes(count).hex())),
@@ -757,10 +754,10 @@ def simulated(world: World) -> Iterator[None]:
         (SimulatedCommunicator, "world_of", world),
         (file_system, "_is_dead", lambda _, writer: world.processes[int(writer["process"]) - 1].dead),
         (os, "getpid", lambda: world.process.number if world.running else 0),
-        (os, "fsync", world.disk.fsync),
         (tensor_file, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map))),
         (states, "config_to_dict", lambda _: SETTINGS),
         (training, "not_default", lambda _: {}),
+        (tensorboard, "SummaryWriter", lambda *_, **__: board),
         (run_folder, "ThreadPoolExecutor", lambda *_: Writer(world)),
         (run_folder, "wait", partial(_wait, world)),
         (RunFiles, "_save_model", _nothing),
@@ -769,6 +766,7 @@ def simulated(world: World) -> Iterator[None]:
         (RunLog, "event", lambda board, *values: _event(world, event, board, *values)),
         (trainers, "share_cores", share_cores),
         (training, "Trainer", SimulatedTrainer),
+        (training, "progress_bar", lambda *_, **__: BAR),
         (training, "git_commit", lambda: ""),
         (training, "describe_changes", lambda *_: ""),
         (training, "save_config", _nothing),
@@ -776,11 +774,28 @@ def simulated(world: World) -> Iterator[None]:
         (time, "monotonic", lambda: world.now_s),
         (time, "sleep", world.sleep),
     ]
-    with ExitStack() as stack:
+    former = [(target, name, getattr(target, name, None)) for target, name, _ in changed]
+    try:
         for target, name, value in changed:
-            stack.enter_context(patch.object(target, name, value, create=name in ("world", "world_of")))
-        stack.enter_context(patch("torch.utils.tensorboard.SummaryWriter", lambda *_, **__: tensorboard))
+            setattr(target, name, value)
         yield
+    finally:
+        for target, name, value in former:
+            setattr(target, name, value)
+
+
+@lru_cache(1 << 12)
+def _parsed(kind: Any, content: bytes, name: str) -> Any:
+    return from_plain(kind, parse_json(content), name)
+
+
+@lru_cache(1 << 12)
+def _line(text: str) -> Any:
+    return parse_json(text)
+
+
+def _nothing_changed(content: bytes) -> bytes:
+    return content
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -790,20 +805,16 @@ def _nothing(*_: Any, **__: Any) -> None:
 def run_seed(seed: int) -> Result:
     """Run one seed."""
     draw = random.Random(seed)
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    folder = Path(tempfile.mkdtemp(prefix="ds2-meetings-", dir=memory))
     try:
-        world = World(draw, folder)
+        world = World(draw)
         with simulated(world):
             world.run()
-        world.check()
-        return Result("", world.digest())
+            world.check()
+            return Result("", world.digest())
     except Fault as error:
         return Result(str(error))
     except Exception as error:
         return Result(f"unexpected {error!r}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _never_set(field: str, unset: object) -> Callable[..., None]:
@@ -816,9 +827,11 @@ def _never_set(field: str, unset: object) -> Callable[..., None]:
     return set_field
 
 
-def _keep_buffers(self: Weight, state: Mapping[str, Any], strict: bool = True) -> None:
+def _keep_buffers(
+    self: Weights, state: Mapping[str, Any], strict: bool = True, former: Any = Weights.load_state_dict
+) -> None:
     if strict:
-        nn.Module.load_state_dict(self, state)
+        former(self, state)
 
 
 def _log_as_the_last_group(trainer: Trainer, board: RunLog) -> None:
@@ -836,14 +849,14 @@ def _share_cores_or_fail(comm: Communicator) -> None:
 
 def _copy_without_look(board: RunLog) -> bool:
     with metrics.atomic_file(board._path) as copy:
-        shutil.copyfile(board._path, copy)
+        copy.write_bytes(board._path.read_bytes())
     return True
 
 
 def _remove_all(files: RunFiles) -> None:
     for folder in files.run_dir.glob(".*.partial") if files.comm.rank == 0 else ():
         if f".{os.getpid()}." not in folder.name:
-            shutil.rmtree(folder, ignore_errors=True)
+            run_folder.shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_place(path: Path, former: Any = file_system.atomic_file) -> Any:
@@ -860,13 +873,13 @@ def _join_lines(board: Any, run_dir: Path, former: Any = RunLog.__init__, **opti
     former(board, run_dir, **options)
     if torn and board.writes:
         board._jsonl.close()
-        os.truncate(path, path.stat().st_size - 1)
+        path.write_bytes(path.read_bytes()[:-1])
         board._jsonl = path.open("a", encoding="utf-8")
 
 
-def _replace(source: Path, target: Path) -> None:
+def _replace(disk: Disk, source: Path, target: Path, make_link: Any = Disk.make_link) -> None:
     target.unlink(missing_ok=True)
-    os.link(source, target)
+    make_link(disk, source, target)
 
 
 def _write_in_place(members: Members, name: str, value: object) -> Path:
@@ -879,7 +892,7 @@ _STARTED = SimpleNamespace(is_file=lambda: True)
 _THIS, _TRAINER = sys.modules[__name__], SimulatedTrainer
 FAULTS = planted(
     ("a step that is logged again counts for the last group", training, "_log_again", _log_as_the_last_group),
-    ("a step that is repeated begins with the buffers of its first try", Weight, "load_state_dict", _keep_buffers),
+    ("a step that is repeated begins with the buffers of its first try", Weights, "load_state_dict", _keep_buffers),
     ("a signal that ranks agreed on holds among other ranks", Interrupts, "__setattr__", _never_set("agreed", 0)),
     ("a rank that is lost at the end of a meeting ends the others", _THIS, "share_cores", _share_cores_or_fail),
     ("a line that is lost with its writer is not logged again", training, "_log_again", _nothing),
@@ -897,7 +910,7 @@ FAULTS = planted(
     ("the log is not flushed before the state", run_folder, "sync", _nothing),
     ("a torn line swallows the next one", RunLog, "__init__", _join_lines),
     ("a request is written in place", Members, "_write", _write_in_place),
-    ("a view that another process made is replaced", _THIS, "make_link", _replace),
+    ("a view that another process made is replaced", Disk, "make_link", _replace),
 )  # each must be detected
 
 
