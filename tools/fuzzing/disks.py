@@ -8,7 +8,6 @@ draw says which, so that what came later may be there without what came before.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import pickle
 import random
@@ -20,16 +19,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-_CHANGES = itertools.count()
-
 
 class Node:
     """A file, whatever its names are; `flushed` is what is certain of its content."""
 
+    st_mode, st_mtime = 0, 0.0
+
     def __init__(self) -> None:
         self.data = self.flushed = b""
-        self.st_mtime_ns, self.st_mode = next(_CHANGES), 0
-        self.st_mtime = 0.0
+        self.st_mtime_ns = 0  # counts changes
 
     @property
     def st_size(self) -> int:
@@ -105,6 +103,9 @@ class DiskPath(str):
         return self.find() is not None
 
     exists = is_file
+
+    def absolute(self) -> DiskPath:
+        return self
 
     def is_dir(self) -> bool:
         return self in self.disk.folders
@@ -221,7 +222,7 @@ class Disk:
         return list(path.names())
 
     def utime(self, path: DiskPath) -> None:
-        path.stat().st_mtime_ns = next(_CHANGES)
+        path.stat().st_mtime_ns += 1
 
     def replace(self, source: DiskPath, target: DiskPath) -> None:
         source.replace(target)

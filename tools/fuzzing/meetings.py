@@ -4,16 +4,18 @@
     python tools/fuzz.py meetings --first 421 --seeds 1    one of them again
     python tools/fuzz.py meetings --faults                 how soon each planted fault is detected
 
-What runs is the training loop with its views, commits, states and log (`ds2.training`, `ds2.distributed.elastic`).
-Simulated are the clock, threads, processes with their locks and signals, what their connections carry, and the disk
-(`fuzzing.disks`), which may be full or slow for a while. Processes are started, asked to leave, stopped and killed at
-random moments, also between two calls that read and write a file, and the power may be cut. A step of so many ranks
-changes the one weight in its own way, so that a step that was taken by other ranks than the log says changes all losses
-after it.
+What runs is the training loop with its views, commits, states and log (`ds2.training`, `ds2.distributed.elastic`), the
+loader with its cache of audio above torch's `DataLoader` (`ds2.data`), and the evaluation but for model and decoder.
+Simulated are the clock, threads, processes with their locks and signals, what their connections carry, the loader's
+workers, and the disk (`fuzzing.disks`), which may be full or slow for a while. Processes are started, asked to leave,
+stopped and killed at random moments, also between two calls that read and write a file, workers are slow or end, the
+cache is damaged, and the power may be cut. A step changes the one weight by the number of its ranks and the sum of
+their audio, in which each utterance is a power of two: a step that was taken by other ranks than the log says, or whose
+utterances were not each taken once, changes all losses after it.
 
 After every event: the state is complete, none before the last one that was saved, and the log has all of its steps.
-After every run: each step is in the log once, each loss and the last state are those of the ranks that the log names,
-no process ended with an error but that of a full disk, and none waited for ever.
+After every run: each step is in the log once, each loss, evaluation, model and the last state are those of the ranks
+that the log names, no process ended with an error but that of a full disk or a lost worker, and none waited for ever.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -39,6 +42,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from fuzzing.disks import Disk, DiskPath, Node
 from fuzzing.ranks import Fault, changes, lines_of, ranks_of_steps
@@ -48,21 +52,29 @@ from torch import Tensor
 from torch.utils import tensorboard
 
 from ds2.config.schema import Config
+from ds2.data import audio_cache
+from ds2.data import loader as loaders
+from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import Utterance
+from ds2.decoding.hypothesis import Hypothesis
 from ds2.distributed import elastic
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import JOINER, ElasticCommunicator, Members, View
 from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import TcpGroup
+from ds2.recognition import recogniser
+from ds2.recognition.recogniser import Recogniser
 from ds2.system import files as file_system
 from ds2.system import tensor_file
 from ds2.system.messages import decode, encode
 from ds2.system.plain import from_plain, parse_json
 from ds2.system.signals import Stopped
+from ds2.text.alphabet import Alphabet
+from ds2.training import dev_set, inputs, metrics, run_folder
 from ds2.training import loop as training
-from ds2.training import metrics, run_folder
 from ds2.training import state as states
 from ds2.training import trainer as trainers
+from ds2.training.dev_set import DevEvaluator, DevMonitor
 from ds2.training.inputs import EpochBatches, PreparedBatches
 from ds2.training.metrics import RunLog
 from ds2.training.run_folder import RunFiles
@@ -70,14 +82,20 @@ from ds2.training.state import TrainState, state_file
 from ds2.training.stopping import Interrupts
 from ds2.training.trainer import Committed, Trainer
 
-RANKS, BATCHES, EPOCHS = 4, 4, 3
+RANKS, BATCHES, EPOCHS, DEV = 4, 3, 3, 4
+CACHE = DiskPath("/work/audio_cache")
 SILENT_S = 4.0
 STEP_S = 0.3
 POLL_S = 0.1
 LIMIT_S = 1800.0  # virtual time after which a run is stuck
 SLOW = 0.02  # of what is sent
-KINDS = ("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join", "cut power", "bad disk")
-AT_A_CALL = (0.004, 0.03)  # how often something happens just between two calls that need each other
+SLOW_WORKER, LOST_WORKER = 0.02, 0.001  # of the batches that workers of a loader make
+LOST = "DataLoader worker (pid 1) is killed by signal: Killed."
+KINDS = (
+    *("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join", "cut power", "bad disk"),
+    "damage cache",
+)
+AT_A_CALL = (0.01, 0.04)  # how often something happens just between two calls that need each other
 PRIME = 65521
 SETTINGS = {"optim": {"name": "sgd", "momentum": 0.0}}  # that a state names: all others would be read each time
 
@@ -165,7 +183,6 @@ class Lock:
         self._world, self._owners = world, dict[Node, Process]()
 
     def lockf(self, file: Any, how: int) -> None:
-        """See fcntl."""
         node, own = file.fileno(), self._world.process
         owner = self._owners.get(node)
         if owner is not None and owner is not own and not owner.dead:
@@ -181,11 +198,9 @@ class Event:
         self._world, self._set = world, False
 
     def set(self) -> None:
-        """See threading."""
         self._set = True
 
     def wait(self, timeout: float) -> bool:
-        """See threading."""
         if not self._set:
             self._world.sleep(timeout)
         return self._set
@@ -199,7 +214,6 @@ class Writer:
         self._started = False
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """See concurrent.futures."""
         future: Future[None] = Future()
         self._work.append((future, work))
         if not self._started:
@@ -244,7 +258,6 @@ class Stream:
         self._processes = {rank: self._world.by_member[members[rank]] for rank in self.links}
 
     def finish(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """See `_Stream`."""
         data = {rank: tensor.detach().view(-1).view(torch.uint8).numpy().tobytes() for rank, tensor in sent.items()}
         for rank, octets in self.exchange(data, received).items():
             received[rank].view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(octets), dtype=torch.uint8))
@@ -321,18 +334,15 @@ class Group(TcpGroup):
         return [decoded(bytes(parts[rank]), classes) for rank in range(self.size)]
 
     def broadcast(self, value: Any, classes: Iterable[type] = ()) -> Any:
-        """See `ProcessGroup`."""
         own = encode(value)
         if self.rank == 0:
             self._stream.exchange(dict.fromkeys(self._stream.links, own), ())
         return decoded(bytes(own if self.rank == 0 else self._stream.exchange({}, (0,))[0]), classes)
 
     def barrier(self) -> None:
-        """See `TcpGroup`."""
         self._stream.exchange(dict.fromkeys(self._stream.links, b""), self._stream.links)
 
     def close(self) -> None:
-        """See `TcpGroup`."""
         self._stream.close()
 
 
@@ -378,30 +388,41 @@ class SimulatedCommunicator(ElasticCommunicator):
 
 
 class Weights:
-    """Stands for a module: named tensors, of which `weight` is the parameter."""
+    """Stands for the features and, with tensors, for the model, whose parameter is `weight`."""
+
+    step_s = time_stride = 1
+    training = True
 
     def __init__(self, **tensors: Tensor) -> None:
         self.tensors = tensors
 
+    def __call__(self, waveforms: Tensor, lengths: Tensor, statistics: object = None) -> tuple[Tensor, Tensor]:
+        if not self.tensors:
+            return waveforms, lengths
+        values = [dev_loss(int(self.tensors["weight"]), content_of(row)) for row in waveforms]
+        return torch.tensor([[[value] for value in values]]), torch.ones(len(values), dtype=torch.int64)
+
     def state_dict(self) -> dict[str, Tensor]:
-        """See torch."""
         return dict(self.tensors)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """See torch."""
         for name, value in state.items():
             self.tensors[name].copy_(value)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """See torch."""
         return [("weight", self.tensors["weight"])]
 
     def modules(self) -> list[Any]:
-        """See torch: the parts whose statistics ranks share."""
         return []
 
-    def train(self) -> None:
-        """See torch."""
+    parameters = buffers = modules  # what ranks compare before an evaluation
+
+    def train(self, mode: bool = True) -> Weights:
+        self.training = mode
+        return self
+
+    def eval(self) -> Weights:
+        return self.train(False)
 
 
 class Optimizer:
@@ -411,7 +432,6 @@ class Optimizer:
         self.param_groups = [{"params": [parameter], "rate_factor": 1.0, "lr": 0.1}]
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch."""
         return {"state": {}, "param_groups": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -424,9 +444,20 @@ def step_s(step: int, rank: int) -> float:
     return STEP_S * random.Random(f"{step} {rank}").uniform(0.5, 1.5)
 
 
-def after_step(weight: int, step: int, ranks: int) -> int:
+def content_of(samples: Tensor) -> int:
+    """What the audio of utterances adds up to: a power of two for each."""
+    return round(32768 * float(samples.sum()))
+
+
+def contents_of(step: int) -> int:
+    """What all utterances of a step add up to."""
+    epoch, batch = divmod(step - 1, BATCHES)
+    return sum(1 << number for number in plan(epoch + 1)[batch])
+
+
+def after_step(weight: int, step: int, ranks: int, content: int) -> int:
     """The weight after a step that so many ranks took."""
-    return (31 * weight + 7 * step + ranks) % PRIME
+    return (31 * weight + 7 * step + ranks + content) % PRIME
 
 
 _STEPS: dict[bytes, int] = {}
@@ -440,9 +471,14 @@ def step_of(path: Any) -> int:
     return _STEPS[content]
 
 
-def loss_of(weight: int, ranks: int) -> float:
+def loss_of(weight: int, ranks: int, content: int) -> float:
     """The loss of a step."""
-    return float((weight * 17 + ranks) % PRIME)
+    return float((weight * 17 + ranks + content) % PRIME)
+
+
+def dev_loss(weight: int, content: int) -> float:
+    """The loss of a dev utterance; where it is odd, its word is recognised."""
+    return float((weight * 13 + content) % 101)
 
 
 class SimulatedTrainer(Trainer):
@@ -453,26 +489,23 @@ class SimulatedTrainer(Trainer):
         self.config, self.run_dir, self.comm = config, run_dir, comm
         model: Any = Weights(weight=torch.zeros(1, dtype=torch.float64), seen=torch.zeros(1, dtype=torch.float64))
         self.state = TrainState(model, cast(Any, Weights()), cast(Any, Optimizer(model.tensors["weight"])))
+        self.alphabet = ALPHABET
+        self.loader = SpeechLoader(UTTERANCES, config.data, CPU, ALPHABET)
+        self.dev = DevEvaluator(config.data, self.state.features, ALPHABET, CPU, "fp32")
         if state_file(run_dir).is_file():
             parts, progress = trainers.read_state(run_dir, config, self.state)
             self.state.load(parts, progress, 0.0)
-        self.dev, self.dev_data, self.noise = cast(Any, SimpleNamespace(utterances=[])), None, None
-        self.files = RunFiles(run_dir, config, self.state, cast(Any, None), "fp32", None, comm)
+        self.dev_data, self.noise = None, None
+        self.files = RunFiles(run_dir, config, self.state, ALPHABET, "fp32", None, comm)
         self.statistics = cast(Any, SimpleNamespace(release=lambda: None))
         self.utterances = UTTERANCES
-        self.loader = cast(Any, None)
         self.timer = cast(Any, SimpleNamespace(means=lambda steps: {}))
-        self._plan = cast(Any, lambda epoch: [[number] for number in range(BATCHES)])
+        self._plan, self.inputs = cast(Any, plan), cast(Any, lambda batch, epoch: batch)
         self._batches = EpochBatches(self.loader, self._plan, EPOCHS, comm)
         self._commits, self._committed = JOINER, Committed()
 
     def describe(self) -> str:
-        """See `Trainer`."""
         return "a simulated run"
-
-    def epoch(self, plan: Sequence[Sequence[int]]) -> PreparedBatches:
-        """See `Trainer`."""
-        return PreparedBatches(iter(()), cast(Any, None))
 
     def step(
         self,
@@ -480,28 +513,97 @@ class SimulatedTrainer(Trainer):
         group: Sequence[Sequence[int]],
         extra_counts: Callable[[], Sequence[float]] = list,
     ) -> float | None:
-        """See `Trainer`."""
-        time.sleep(step_s(self.progress.step, self.comm.rank))
+        content = 0
+        for whole in group:
+            batch, _ = next(batches)
+            time.sleep(step_s(self.progress.step, self.comm.rank))
+            batches.prepare_next()
+            content += content_of(batch.waveforms) if self.comm.rank < len(whole) else 0
         weight, seen = cast(Any, self.model).tensors.values()
         seen += 1
         self.comm.allgather(0)  # gradients
-        sums = self.comm.allgather([float(self.comm.world), *extra_counts()])
-        ranks, *self.extra_sums = (sum(column) for column in zip(*sums, strict=True))
+        sums = self.comm.allgather([self.comm.world, content, *extra_counts()])
+        ranks, content, *self.extra_sums = (sum(column) for column in zip(*sums, strict=True))
         ranks = round(ranks / self.comm.world)
-        loss = loss_of(int(weight), ranks)
-        weight.fill_(after_step(int(weight), self.progress.step + 1, ranks))
+        loss = loss_of(int(weight), ranks, content)
+        weight.fill_(after_step(int(weight), self.progress.step + 1, ranks, content))
         self.progress.step += 1
         self.progress.batch += len(group)
         return loss
 
 
-UTTERANCES = [Utterance(Path(f"{number}.wav"), 1.0, "a") for number in range(BATCHES)]
+AUDIO = [DiskPath(f"/audio/{number}.wav") for number in range(3 * BATCHES + DEV - 2)]  # the last batch is short
+ALL = [Utterance(cast(Any, path), 1.0 + number % 3, "a") for number, path in enumerate(AUDIO)]
+UTTERANCES, DEV_UTTERANCES = ALL[:-DEV], ALL[-DEV:]
+ALPHABET = Alphabet(("", " ", "a", "b"))
+# Without torch's inference mode, which is of the one thread of the system in which all simulated ones run.
+RECOGNISE, LOGITS = (cast(Any, method).__wrapped__ for method in (Recogniser.recognise, Recogniser.logits))
 CPU, CONFIG = torch.device("cpu"), Config()
+CONFIG.data.work_dir, CONFIG.data.cache, CONFIG.batching.utterances = "/work", "disk", 3
+CONFIG.train.evaluate_every_epochs = 2
 CONFIG.comm.max_ranks, CONFIG.comm.timeout_s = RANKS, 60.0
 CONFIG.train.epochs, CONFIG.train.log_every_steps = EPOCHS, 1
 CONFIG.checkpoint.every_steps, CONFIG.optim.warmup_steps = 2, 0
 CONFIG.optim.name, CONFIG.optim.momentum = "sgd", 0.0
-BAR = nullcontext(SimpleNamespace(update=lambda _: None, set_postfix_str=lambda _: None, disable=True))
+BAR = nullcontext(SimpleNamespace(update=lambda *_: None, set_postfix_str=lambda _: None, disable=True))
+
+
+@cache
+def plan(epoch: int) -> list[list[int]]:
+    """The batches of an epoch."""
+    return plan_epoch(np.array([u.duration_s for u in UTTERANCES]), CONFIG.batching, epoch, 1)
+
+
+class Loader:
+    """Stands for torch's `DataLoader`: workers take keys in turn, batches come in order.
+
+    As there, one object iterates, which starts anew for each new order, and a worker that ends is an error.
+    """
+
+    def __init__(self, world: World, dataset: Any, sampler: Any, num_workers: int, **options: Any) -> None:
+        self._world, self._dataset, self._sampler = world, dataset, sampler
+        self._free_s, self._ahead = [0.0] * max(1, num_workers), (options["prefetch_factor"] or 1) * max(1, num_workers)
+        self._sent: deque[tuple[Any, float]] = deque()
+
+    def __iter__(self) -> Loader:
+        self._keys, self._numbers = iter(self._sampler), itertools.count()
+        self._drop()
+        return self
+
+    def _drop(self) -> None:
+        self._sent.clear()
+
+    def __next__(self) -> Any:
+        world, draw = self._world, self._world.draw
+        while len(self._sent) < self._ahead and (key := next(self._keys, None)) is not None:
+            worker = next(self._numbers) % len(self._free_s)
+            slow_s = draw.uniform(0, 8) if draw.random() < SLOW_WORKER else 0.01
+            self._free_s[worker] = max(world.now_s, self._free_s[worker]) + slow_s
+            self._sent.append((key, self._free_s[worker]))
+        if not self._sent:
+            raise StopIteration
+        key, ready_s = self._sent.popleft()
+        if ready_s > world.now_s:
+            world.sleep(ready_s - world.now_s)
+        if draw.random() < LOST_WORKER:
+            raise RuntimeError(LOST)
+        return self._dataset[key]
+
+
+def read_audio(path: Any, *options: Any) -> Any:
+    """Stands for the reader: the samples that a file holds."""
+    return np.frombuffer(path.read_bytes(), "<i2") / np.float32(32768)
+
+
+def decode_batch(decoder: Any, logits: Tensor, lengths: Tensor) -> list[Hypothesis]:
+    """Stands for the decoder."""
+    time.sleep(STEP_S)
+    return [Hypothesis("a" if value % 2 else "b", 0.0, (), ()) for value in logits[0, :, 0].tolist()]
+
+
+def save_model(path: Any, model: Any, features: Any, alphabet: Any, config: Any, facts: Any, **options: Any) -> None:
+    """Stands for that of `ds2.model.checkpoint`."""
+    tensor_file.save(path, model.state_dict(), facts, **options)
 
 
 class World:
@@ -520,6 +622,7 @@ class World:
         self.by_member: dict[str, Process] = {}
         self.calls: set[tuple[int, str]] = set()
         self._links: dict[tuple[int, str, str], Link] = {}
+        self.dev_utterances = self.draw.choice((DEV_UTTERANCES, [], []))
         self.events, self._at_a_call = self.draw.randint(3, 12), self.draw.choice(AT_A_CALL)
 
     @property
@@ -540,6 +643,11 @@ class World:
     def run(self) -> None:
         """Disturb the run until it is done."""
         self.run_dir.mkdir()
+        DiskPath("/audio").mkdir()
+        for number, path in enumerate(AUDIO):
+            path.write_bytes((1 << number).to_bytes(2, "little"))
+        CONFIG.data.workers = self.draw.randint(0, 2)
+        CONFIG.data.cache = self.draw.choice(("disk", "none", "none", "none"))
         for _ in range(self.draw.randint(1, RANKS)):
             self.start()
         self.call_later(self.draw.expovariate(1.0), self._go_on)
@@ -559,7 +667,6 @@ class World:
                 thread.stack.throw(GreenletExit)
 
     def sleep(self, seconds: float) -> None:
-        """See time."""
         if self.over:
             raise GreenletExit
         if self.running is not None:
@@ -583,8 +690,9 @@ class World:
         """End all processes, and with them what the disk does not hold."""
         for process in self.processes:
             process.kill()
-        for folder in (self.run_dir, self.run_dir / "members"):
-            self.disk.cut_power(folder)
+        for folder in (self.run_dir, self.run_dir / "members", CACHE):
+            if folder.is_dir():
+                self.disk.cut_power(folder)
         self.look()
 
     def look(self) -> None:
@@ -620,7 +728,7 @@ class World:
             comm.leave()
         except Exception as error:
             comm.leave()
-            if os.strerror(errno.ENOSPC) not in str(error):
+            if os.strerror(errno.ENOSPC) not in str(error) and str(error) != LOST:
                 raise
         finally:
             process.dead = True
@@ -660,6 +768,10 @@ class World:
         elif kind == "bad disk":
             self.disk.is_full, self.disk.slowness = self.draw.choice(((True, 1.0), (False, 30.0)))
             self.call_later(self.draw.uniform(1, 10), self.disk.mend)
+        elif kind == "damage cache":
+            for path in CACHE.glob("*.audio"):
+                data, place = path.stat().data, self.draw.randrange(len(path.stat().data))
+                path.stat().data = data[:place] + bytes([data[place] ^ 1 << self.draw.randrange(8)]) + data[place + 1 :]
         elif len(living) < RANKS:
             self.start()
 
@@ -670,15 +782,27 @@ class World:
         ranks = ranks_of_steps(self.run_dir.parent)
         if len(ranks) != EPOCHS * BATCHES:
             raise Fault(f"{len(ranks)} steps were logged")
-        logged = {line["step"]: line["loss"] for line in lines_of(self.run_dir.parent) if line["event"] == "train"}
-        weight = 0
+        logged = {(line["event"], line["step"]): line for line in lines_of(self.run_dir.parent)}
+        weights, models = [0], {"last": len(ranks)}
         for step, of in ranks.items():
-            if logged[step] != loss_of(weight, of):
-                raise Fault(f"the loss of step {step} is not that of its ranks, {changes(ranks)}")
-            weight = after_step(weight, step, of)
-        state = tensor_file.load(state_file(self.run_dir))[0]
-        if (int(state["model.weight"]), int(state["model.seen"])) != (weight, len(ranks)):
+            content = contents_of(step)
+            if logged["train", step]["loss"] != loss_of(weights[-1], of, content):
+                raise Fault(f"the loss of step {step} is not that of its ranks and utterances, {changes(ranks)}")
+            weights.append(after_step(weights[-1], step, of, content))
+        scores = {}
+        for step in (2 * BATCHES, EPOCHS * BATCHES) if self.dev_utterances else ():
+            losses = [dev_loss(weights[step], 1 << len(UTTERANCES) + number) for number in range(DEV)]
+            scores[step] = sum(loss % 2 == 0 for loss in losses) / DEV
+            line = logged.get(("dev", step), {})
+            if (line.get("wer"), line.get("loss")) != (scores[step], sum(losses) / DEV):
+                raise Fault(f"the evaluation of step {step} has {line}, expected were losses {losses}")
+            models["best"] = min(scores, key=lambda step: scores[step])
+        state, _ = tensor_file.load(state_file(self.run_dir))
+        if (int(state["model.weight"]), int(state["model.seen"])) != (weights[-1], len(ranks)):
             raise Fault(f"the last state is not that of the log, {changes(ranks)}")
+        for name, step in models.items():
+            if int(tensor_file.load(self.run_dir / f"{name}.safetensors")[0]["weight"]) != weights[step]:
+                raise Fault(f"{name}.safetensors is not the model of step {step}")
 
     def digest(self) -> str:
         """Of what was logged, and of the time that it took."""
@@ -736,8 +860,8 @@ def simulated(world: World) -> Iterator[None]:
     server = SimpleNamespace(getsockname=lambda: ("", 1), close=lambda: None)
     board = SimpleNamespace(add_custom_scalars=_nothing, add_scalar=_nothing, close=_nothing)
     changed: list[tuple[Any, str, Any]] = [
-        *[(module, "os", world.disk) for module in (elastic, file_system, run_folder)],
-        *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, tensor_file)],
+        *[(module, "os", world.disk) for module in (elastic, file_system, run_folder, audio_cache)],
+        *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, tensor_file, audio_cache)],
         *[(module, "fcntl", lock) for module in (elastic, file_system)],
         *[(module, "host_id", lambda: "host") for module in (file_system, run_folder)],
         *[(tensor_file, name, getattr(world.disk, name)) for name in ("save_file", "safe_open")],
@@ -760,9 +884,22 @@ def simulated(world: World) -> Iterator[None]:
         (tensorboard, "SummaryWriter", lambda *_, **__: board),
         (run_folder, "ThreadPoolExecutor", lambda *_: Writer(world)),
         (run_folder, "wait", partial(_wait, world)),
-        (RunFiles, "_save_model", _nothing),
-        (tensor_file, "atomic_file", partial(_atomic_file, world)),
-        (metrics, "atomic_file", partial(_atomic_file, world)),
+        (run_folder, "save_model", save_model),
+        (run_folder, "git_commit", lambda: ""),
+        (loaders, "DataLoader", partial(Loader, world)),
+        (audio_cache, "Path", DiskPath),
+        (audio_cache, "member_of", _nothing),
+        (audio_cache, "read_audio", read_audio),
+        (audio_cache, "ThreadPool", lambda _: nullcontext(SimpleNamespace(imap_unordered=map))),
+        (audio_cache, "tqdm", lambda *_, **__: BAR),
+        (dev_set, "scored_utterances", lambda *_: world.dev_utterances),
+        (dev_set, "_SHOWN", 0),
+        (dev_set, "feasible_rows", lambda lengths, *_: lengths > 0),
+        (dev_set, "ctc_losses", lambda logits, *_: logits[0, :, 0]),
+        (recogniser, "decode_batch", decode_batch),
+        (Recogniser, "recognise", RECOGNISE),
+        (Recogniser, "logits", LOGITS),
+        *[(module, "atomic_file", partial(_atomic_file, world)) for module in (tensor_file, metrics, audio_cache)],
         (RunLog, "event", lambda board, *values: _event(world, event, board, *values)),
         (trainers, "share_cores", share_cores),
         (training, "Trainer", SimulatedTrainer),
@@ -772,6 +909,7 @@ def simulated(world: World) -> Iterator[None]:
         (training, "save_config", _nothing),
         (RunLog, "settings", _nothing),
         (time, "monotonic", lambda: world.now_s),
+        (time, "time", lambda: world.now_s),  # the log has it: what is left of a torn line depends on its length
         (time, "sleep", world.sleep),
     ]
     former = [(target, name, getattr(target, name, None)) for target, name, _ in changed]
@@ -888,6 +1026,25 @@ def _write_in_place(members: Members, name: str, value: object) -> Path:
     return path
 
 
+def _unchecked(file: Any, row: int) -> Any:
+    first, count, _ = file._index[row, :3].tolist()
+    return np.frombuffer(file._read(2 * count, audio_cache._SAMPLES_AT + 2 * first), "<i2")
+
+
+def _prepare_again(prepared: PreparedBatches) -> None:
+    if (batch := next(prepared._batches, None)) is not None:
+        prepared._next = batch, prepared._make_inputs(batch)
+
+
+def _even_parts(batch: Sequence[int], rank: int, world: int) -> list[int]:
+    share = len(batch) // world
+    return list(batch[rank * share : (rank + 1) * share]) or list(batch[-1:])
+
+
+def _go_on_with_sums(monitor: Any, comm: Communicator) -> None:
+    monitor._check = comm.check
+
+
 _STARTED = SimpleNamespace(is_file=lambda: True)
 _THIS, _TRAINER = sys.modules[__name__], SimulatedTrainer
 FAULTS = planted(
@@ -911,6 +1068,11 @@ FAULTS = planted(
     ("a torn line swallows the next one", RunLog, "__init__", _join_lines),
     ("a request is written in place", Members, "_write", _write_in_place),
     ("a view that another process made is replaced", Disk, "make_link", _replace),
+    ("a damaged cache is not noticed", audio_cache.CacheFile, "samples", _unchecked),
+    ("a batch that was prepared is lost", PreparedBatches, "prepare_next", _prepare_again),
+    ("batches that workers made for the ranks of before are used", Loader, "_drop", _nothing),
+    ("the rest of a batch that ranks cannot share evenly is lost", inputs, "deal", _even_parts),
+    ("an evaluation counts what one before it, cut off, has counted", DevMonitor, "start", _go_on_with_sums),
 )  # each must be detected
 
 

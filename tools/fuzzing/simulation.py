@@ -111,20 +111,16 @@ class SimulatedRunner:
         """See `BlockRunner`."""
 
     def start_stream(self, after: Stream | None = None) -> Stream:
-        """See `BlockRunner`."""
         old = None if self.forgets or not self._ended else self._ended.pop()
         return Stream() if old is None else Stream(state=old.state)
 
     def input_buffer(self, slot: Stream, number: int) -> NDArray[np.float32]:
-        """See `BlockRunner`."""
         return np.empty(self.samples, np.float32)
 
     def final_blocks(self, slot: Stream, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
-        """See `BlockRunner`."""
         return [rest]
 
     def step(self, slots: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
-        """See `BlockRunner`."""
         if any(len(block) and (block > POISON).all() for block in blocks):
             raise RuntimeError("the network fails")
         rows = [self._labels(slot, block) for slot, block in zip(slots, blocks, strict=True)]
@@ -154,7 +150,6 @@ class SimulatedRecogniser(Recogniser):
     options: dict[str, bool] = {}  # noqa: RUF012  not a field
 
     def block_runner(self, block_frames: int) -> BlockRunner:
-        """See `Pipeline`."""
         if block_frames not in self.runners:
             self.runners[block_frames] = cast(BlockRunner, SimulatedRunner(self.features, block_frames, **self.options))
         return self.runners[block_frames]
@@ -207,30 +202,24 @@ class LocalClient(EngineClient):
     async def open_handle(
         self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
     ) -> Live:
-        """See `EngineClient`."""
         return self.host.engine.open(sample_rate_hz, endpoints, hot_words, phrases)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
-        """See `EngineClient`."""
         future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
         self.host.chunks.append(Chunk(handle, samples, self, future))
         self.host.woken.set()
         return future
 
     def deliver(self, answers: engines.Answers) -> None:
-        """See `Receiver`."""
         asyncio.get_running_loop().call_soon(resolve, [(chunk.call, answer) for chunk, answer in answers])
 
     def close_handle(self, handle: Live) -> None:
-        """See `EngineClient`."""
         self.host.engine.close(handle)
 
     def count_refusal(self, reason: str) -> None:
-        """See `EngineClient`."""
         self.host.engine.metrics.refused.labels(reason).inc()
 
     async def metrics(self) -> bytes:
-        """See `EngineClient`."""
         return self.host.engine.metrics.text()
 
     def close(self) -> None:
@@ -362,7 +351,6 @@ class VoskClient(SimulatedClient):
     """Speaks Vosk's protocol, in lockstep."""
 
     async def play(self) -> None:
-        """See `SimulatedClient`."""
         draw = self.draw
         rules = Endpoints(draw.uniform(0.3, 3), draw.uniform(0.2, 1.5), draw.uniform(1, 10))
         self.audio = make_audio(draw, RATE_HZ, 6, rules, 0.1)
@@ -402,7 +390,6 @@ class VoskClient(SimulatedClient):
         return False
 
     def check(self) -> None:
-        """See `SimulatedClient`."""
         super().check()
         if self.code == 1000:
             self.check_text(self.audio)
@@ -415,7 +402,6 @@ class RealtimeClient(SimulatedClient):
     deltas = ""  # of the open item
 
     async def play(self) -> None:
-        """See `SimulatedClient`."""
         draw, outcome = self.draw, self.outcome
         silence_ms = draw.choice((None, draw.randint(200, 900)))
         rules = NEVER if silence_ms is None else Endpoints(after_speech_s=silence_ms / 1000)
@@ -461,7 +447,6 @@ class Leaver(VoskClient):
     code = None
 
     async def play(self) -> None:
-        """See `SimulatedClient`."""
         self.run.loop.call_later(self.draw.expovariate(0.5), self.connection.leave)
         await super().play()
 
@@ -472,7 +457,6 @@ class Deaf(VoskClient):
     code = None
 
     async def play(self) -> None:
-        """See `SimulatedClient`."""
         self.run.loop.call_later(self.draw.expovariate(1), self.connection.reads.clear)
         await super().play()
 
@@ -483,14 +467,12 @@ class Silent(VoskClient):
     code = 1013
 
     async def play(self) -> None:
-        """See `SimulatedClient`."""
         self.audio = make_audio(self.draw, RATE_HZ, 3, Endpoints(), 0)
         self.send({"config": {"sample_rate": RATE_HZ}})
         if await self.speak():
             await self.read_to_end()
 
     def check(self) -> None:
-        """See `SimulatedClient`."""
         super().check()
         if self.outcome.code == 1013 and "nothing came" in self.outcome.error:
             self.outcome.code = 1000
@@ -527,7 +509,6 @@ class Hostile(VoskClient):
     code = 1007
 
     async def play(self) -> None:
-        """See `SimulatedClient`."""
         self.send({"config": {"sample_rate": RATE_HZ}})
         self.audio = make_audio(self.draw, RATE_HZ, 1, Endpoints(), 0)
         if self.draw.random() < 0.5:
@@ -543,7 +524,6 @@ class Poisonous(VoskClient):
     code = 1011
 
     async def play(self) -> None:
-        """See `SimulatedClient`."""
         self.send({"config": {"sample_rate": RATE_HZ}})
         await self.pause()
         self.send(b"\xff\x7f" * RATE_HZ)
@@ -635,7 +615,6 @@ class _Errors(logging.Handler):
         self.errors: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and "the network fails" not in str(error):
             self.errors.append(f"{record.getMessage()}: {error!r}")

@@ -50,7 +50,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Clock(self))
 
     def time(self) -> float:
-        """See asyncio."""
         return self.now_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
@@ -87,18 +86,15 @@ class _Clock(selectors.BaseSelector):
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """See selectors."""
         return self.keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """See selectors."""
         if timeout is None:
             raise StuckError("tasks wait for what will never happen")
         self.loop.now_s += max(0.0, timeout)
         return []
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """See selectors."""
         return self.keys
 
 
@@ -119,7 +115,6 @@ class PeerSocket:
         """See socket; it never blocks."""
 
     def fileno(self) -> int:
-        """See socket."""
         return -1 if self.closed else 1
 
     def recv(self, most: int) -> bytes:
@@ -142,7 +137,6 @@ class PeerSocket:
         return count
 
     def shutdown(self, how: int) -> None:
-        """See socket."""
         self.close()
 
     def close(self) -> None:
@@ -192,7 +186,6 @@ class LoopSocket(asyncio.Transport):
             protocol.connection_lost(None)
 
     def write(self, data: Any) -> None:
-        """See asyncio."""
         self._later(self._arrive, bytes(data))
 
     def _arrive(self, data: bytes) -> None:
@@ -201,7 +194,6 @@ class LoopSocket(asyncio.Transport):
             self.peer.readable()
 
     def close(self) -> None:
-        """See asyncio."""
         self._later(self.peer.close)
 
 
@@ -222,7 +214,6 @@ class Connection:
         self.to_server.put_nowait({"type": "websocket.connect"})
 
     def scope(self) -> dict[str, Any]:
-        """See ASGI."""
         return {
             "type": "websocket", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "ws", "path": self.path,
             "raw_path": self.path.encode(), "query_string": b"", "root_path": "", "subprotocols": [],
@@ -230,7 +221,6 @@ class Connection:
         }  # fmt: skip
 
     async def receive(self) -> dict[str, Any]:
-        """See ASGI."""
         return await self.to_server.get()
 
     async def send(self, message: dict[str, Any]) -> None:
