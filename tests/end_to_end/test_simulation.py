@@ -45,6 +45,7 @@ RARE = {
     "a woken rank 0 removes the files of the next one": 1861,
     "a woken rank 0 replaces the state that the next one has read": 1409,
     "a process that was left behind counts its commits": 264,
+    "no state is written before the first step": 2825,
     "a view that another process made is replaced": 107,
     "a damaged cache is not noticed": 522,
 }

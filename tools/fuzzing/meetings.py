@@ -1045,6 +1045,7 @@ def _go_on_with_sums(monitor: Any, comm: Communicator) -> None:
     monitor._check = comm.check
 
 
+_STARTED = SimpleNamespace(is_file=lambda: True)
 _THIS, _TRAINER = sys.modules[__name__], SimulatedTrainer
 FAULTS = planted(
     ("a step that is logged again counts for the last group", training, "_log_again", _log_as_the_last_group),
@@ -1058,6 +1059,7 @@ FAULTS = planted(
     ("a woken rank 0 replaces the state that the next one has read", RunFiles, "take_over", _nothing),
     ("a run that resumes begins its epoch again", training, "resolve_position", _begin_again),
     ("a process that was left behind counts its commits", _TRAINER, "__setattr__", _never_set("_commits", JOINER)),
+    ("no state is written before the first step", training, "state_file", lambda _: _STARTED),
     ("a state is written in place", file_system, "atomic_file", _in_place),
     ("a file is named before its content is flushed", file_system, "_sync_file", _nothing),
     ("the name of a file is not flushed", file_system, "_sync_folder", _nothing),
