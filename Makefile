@@ -32,8 +32,7 @@ test: $(VENV)/installed
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(PARALLEL)
 
-test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not gpu' $(PARALLEL)
+test-all: test test-slow
 
 # On a machine with a GPU, with its own Python and torch: needs pytest, pytest-xdist and the other dependencies of ds2 besides, no extra.
 # A pass is noted in tests/gpu_passes.tsv; where the sources are not in a git repository, COMMIT=... names their commit.
