@@ -68,18 +68,6 @@ class Chunk:
     in_range: bool = False  # see `Resampler.accept`
 
 
-class _Latencies(Histogram):
-    """A histogram that takes the values of a batch at once."""
-
-    def observe_all(self, values: Sequence[float]) -> None:
-        """Count values."""
-        counts = np.bincount(np.searchsorted(self._upper_bounds, values), minlength=len(self._upper_bounds))
-        for bucket, count in zip(self._buckets, counts.tolist(), strict=True):
-            if count:
-                bucket.inc(count)
-        self._sum.inc(sum(values))
-
-
 class Metrics:
     """The metrics of a server, for Prometheus; they hold nothing of the transcripts."""
 
@@ -94,7 +82,7 @@ class Metrics:
         self.batch = Histogram(
             "ds2_batch_size", "Sources in a batch", buckets=[2**n for n in range(12)], registry=self.registry
         )
-        self.latency_s = _Latencies(
+        self.latency_s = Histogram(
             "ds2_latency_seconds",
             "From a chunk's arrival to its result",
             buckets=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10],
@@ -244,8 +232,8 @@ class Engine:
                 self.metrics.words.inc(len(segment.hypothesis.text.split()))
         _deliver(answers)
         now_s = time.monotonic()
-        self.metrics.latency_s.observe_all([now_s - chunk.arrived_s for chunk, _ in answers])
         for chunk, result in answers:
+            self.metrics.latency_s.observe(now_s - chunk.arrived_s)
             if chunk.samples is not None and result.final and (words := result.final[-1].hypothesis.words):
                 audio_s = chunk.live.duration_s - words[-1].end_s
                 self.metrics.last_word_s.observe(audio_s + now_s - chunk.arrived_s)
