@@ -7,6 +7,9 @@ all ranks take the same number of steps, and a resumed run continues with plan[s
 from __future__ import annotations
 
 import atexit
+import logging
+import signal
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +34,7 @@ from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, BatchingConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance, read_manifests
+from ds2.system import UserError
 from ds2.system.machine import usable_cores
 from ds2.system.signals import init_worker, kill_workers
 from ds2.text.alphabet import Alphabet, AlphabetError
@@ -40,6 +44,13 @@ _MAX_WORKERS = 8
 _PREFETCH_BATCHES = 2  # per worker
 _BABBLE_VOICES = 4
 _NOISE_SAMPLES = 1 << 21  # two minutes at 16 kHz
+_LOST_WORKER = "DataLoader worker (pid"  # how torch's error of a worker that was killed begins
+
+log = logging.getLogger(__name__)
+
+
+class LoaderError(UserError):
+    """Processes that load audio end again and again; the message names the batch."""
 
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
@@ -136,7 +147,7 @@ class SpeechLoader:
 
     A batch depends on the utterances, the config, the epoch and the plan alone, not on the workers. Workers are forked,
     which takes milliseconds and shares the open cache. They use numpy, the audio readers and one torch thread, not CUDA
-    or threads of the parent.
+    or threads of the parent. If one is killed, new workers make the batches that have not arrived.
 
     Args:
         utterances: plans index this list.
@@ -163,22 +174,25 @@ class SpeechLoader:
         self.utterances = utterances
         self.audio = open_audio(utterances, data)
         augmentation = None if augment is None else _augmentation(augment, data, self.audio)
-        dataset = _BatchDataset(self.audio, utterances, alphabet, seed, augmentation)
-        on_gpu = device.type == "cuda"
-        workers = worker_count(data.workers, on_gpu=on_gpu)
+        self._dataset = _BatchDataset(self.audio, utterances, alphabet, seed, augmentation)
+        self._on_gpu = device.type == "cuda"
+        self._workers = worker_count(data.workers, on_gpu=self._on_gpu)
         self._planned = _PlannedBatches()
-        self._loader: DataLoader[Batch | AudioError] = DataLoader(
-            dataset,
+        self._loader = self._new_loader()
+
+    def _new_loader(self) -> DataLoader[Batch | AudioError]:
+        return DataLoader(
+            self._dataset,
             batch_size=None,
             sampler=self._planned,
             collate_fn=lambda batch: batch,
-            num_workers=workers,
+            num_workers=self._workers,
             worker_init_fn=lambda _: init_worker(),
-            multiprocessing_context="fork" if workers else None,
-            prefetch_factor=_PREFETCH_BATCHES if workers else None,
-            persistent_workers=workers > 0,
+            multiprocessing_context="fork" if self._workers else None,
+            prefetch_factor=_PREFETCH_BATCHES if self._workers else None,
+            persistent_workers=self._workers > 0,
             generator=torch.Generator(),  # of worker seeds, so that the trainer's generator is not used
-            pin_memory=on_gpu,
+            pin_memory=self._on_gpu,
         )
 
     def epoch(self, batches: Sequence[Sequence[int]], epoch: int) -> Generator[Batch, None, None]:
@@ -195,26 +209,81 @@ class SpeechLoader:
                 positions, such as those of `plan_epoch(...)[step:]` for this rank (`deal`). Read as workers need it.
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
+            LoaderError: a worker was killed, and another one before any batch arrived.
         """
-        self._planned.plans = plans
-        for item in self._loader:
+        self._planned.start(plans)
+        batches: Iterator[Batch | AudioError] | None = None
+        progress = True
+        while True:
+            item, lost = None, ""
+            try:
+                if batches is None:
+                    batches = _iterate(self._loader)
+                item = next(batches, None)
+            except RuntimeError as error:
+                if not str(error).startswith(_LOST_WORKER):
+                    raise
+                lost = str(error)
+            if lost:  # outside of `except`: as long as the error exists, the other workers do not end
+                if not progress:
+                    raise LoaderError(self._why_lost())
+                log.warning("a process that loads audio ended: new ones make its batches again (%s)", lost)
+                batches, progress = None, False
+                self._loader = self._new_loader()
+                continue
+            if item is None:
+                return
+            self._planned.missing.popleft()
+            progress = True
             if isinstance(item, AudioError):
                 # A new error: raising `item` makes a reference cycle of this frame and its traceback, and torch takes
                 # seconds to stop each worker that is collected as part of a cycle.
                 raise AudioError(str(item))
             yield item
 
+    def _why_lost(self) -> str:
+        _, positions = self._planned.missing[0]
+        first = self.utterances[positions[0]]
+        return (
+            f"processes that load audio were killed twice before the batch of {first.source or first.name} and "
+            f"{len(positions) - 1} others arrived: if memory is short, lower data.workers={self._workers}; "
+            "data.workers=0 shows whether reading a file ends the process"
+        )
+
+
+def _iterate(loader: DataLoader[Batch | AudioError]) -> Iterator[Batch | AudioError]:
+    """Start a loader without torch's handler of SIGCHLD, which raises the end of a worker in the midst of a step.
+
+    Without it the loader notices that end when it has waited 5 s for the worker.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    if signal.getsignal(signal.SIGCHLD) is not handler:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+    return batches
+
 
 class _PlannedBatches(Sampler[tuple[int, list[int]]]):
-    """The order of a loader's batches: (epoch, positions) of each."""
+    """The order of a loader's batches: (epoch, positions) of each; it goes on with those that are missing.
+
+    Attributes:
+        missing: batches that workers know of and that have not arrived, in order.
+    """
 
     def __init__(self) -> None:
-        self.plans: Iterable[tuple[int, Sequence[Sequence[int]]]] = ()
+        self.missing = deque[tuple[int, list[int]]]()
+        self._rest: Iterator[tuple[int, list[int]]] = iter(())
+
+    def start(self, plans: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> None:
+        """Begin with the batches of other epochs."""
+        self.missing.clear()
+        self._rest = ((epoch, list(batch)) for epoch, batches in plans for batch in batches)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        for epoch, batches in self.plans:
-            for batch in batches:
-                yield epoch, list(batch)
+        yield from list(self.missing)
+        for key in self._rest:
+            self.missing.append(key)
+            yield key
 
 
 def worker_count(workers: int, *, on_gpu: bool) -> int:

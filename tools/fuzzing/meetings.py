@@ -54,7 +54,7 @@ from torch.utils import tensorboard
 from ds2.config.schema import Config
 from ds2.data import audio_cache
 from ds2.data import loader as loaders
-from ds2.data.loader import SpeechLoader, plan_epoch
+from ds2.data.loader import LoaderError, SpeechLoader, plan_epoch
 from ds2.data.manifest import Utterance
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.distributed import elastic
@@ -557,7 +557,7 @@ def plan(epoch: int) -> list[list[int]]:
 class Loader:
     """Stands for torch's `DataLoader`: workers take keys in turn, batches come in order.
 
-    As there, one object iterates, which starts anew for each new order, and a worker that ends is an error.
+    As there, one object iterates, which starts anew for each new order, and the end of a worker is an error.
     """
 
     def __init__(self, world: World, dataset: Any, sampler: Any, num_workers: int, **options: Any) -> None:
@@ -728,7 +728,7 @@ class World:
             comm.leave()
         except Exception as error:
             comm.leave()
-            if os.strerror(errno.ENOSPC) not in str(error) and str(error) != LOST:
+            if os.strerror(errno.ENOSPC) not in str(error) and not isinstance(error, LoaderError):
                 raise
         finally:
             process.dead = True

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ import torch
 
 from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, Config, DataConfig
-from ds2.data.loader import Batch, SpeechLoader, worker_count
+from ds2.data.loader import Batch, LoaderError, SpeechLoader, worker_count
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.text.alphabet import Alphabet, AlphabetError
 
@@ -140,6 +143,54 @@ def test_an_interrupt_of_the_group_leaves_the_workers_running(tmp_path: Path, ut
     assert_same(batches(utterances, make_config(tmp_path)), seen)
 
 
+def kill(process: multiprocessing.process.BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
+def test_batches_of_workers_that_are_killed_are_made_by_new_ones(
+    tmp_path: Path, utterances: list[Utterance], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, workers=2)
+    others, handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
+    loader = loader_of(utterances, config)
+    running = loader.epochs([(1, PLAN), (2, PLAN)])
+    arrived = [next(running), next(running)]
+    one, two = set(multiprocessing.active_children()) - others
+    kill(one)  # in an epoch, one of two
+    assert signal.getsignal(signal.SIGCHLD) is handler
+    arrived += running
+    assert not two.is_alive()
+    assert_same([*batches(utterances, make_config(tmp_path)), *batches(utterances, make_config(tmp_path), 2)], arrived)
+    for worker in set(multiprocessing.active_children()) - others:
+        kill(worker)  # between two epochs, both
+    assert_same(batches(utterances, make_config(tmp_path), epoch=3), list(loader.epoch(PLAN, 3)))
+    assert caplog.text.count("a process that loads audio ended: new ones make its batches again") == 2
+
+
+@pytest.mark.slow
+def test_a_batch_that_kills_each_worker_ends_the_loader_by_name(
+    tmp_path: Path, utterances: list[Utterance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = loader_of(utterances, make_config(tmp_path, workers=1))
+    read = type(loader.audio).__getitem__
+    first = PLAN[-1][0]
+
+    def deadly(audio: Any, position: int) -> Any:
+        if position == first:
+            time.sleep(0.5)  # until the batches before are with the parent
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(audio, position)
+
+    monkeypatch.setattr(type(loader.audio), "__getitem__", deadly)
+    running = loader.epoch(PLAN, 1)
+    for _ in PLAN[:-1]:
+        next(running)
+    name = utterances[first].source or utterances[first].name
+    with pytest.raises(LoaderError, match=rf"killed twice before the batch of {re.escape(name)} and .*data\.workers=1"):
+        next(running)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_utterance_reaches_the_trainer_by_name(
     workers: int, tmp_path: Path, utterances: list[Utterance]
@@ -233,6 +284,7 @@ import sys
 from dataclasses import replace
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
+from typing import Any
 from ds2.data.manifest import read_manifest
 from test_loader import PLAN, loader_of, make_config
 config = make_config(Path({str(tmp_path)!r}), workers=2)
