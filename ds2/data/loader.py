@@ -224,7 +224,7 @@ class SpeechLoader:
                 if not str(error).startswith(_LOST_WORKER):
                     raise
                 lost = str(error)
-            if lost:  # outside of `except`: as long as the error exists, the other workers do not end
+            if lost:  # outside of `except`: the error holds the old loader, whose other workers end only without it
                 if not progress:
                     raise LoaderError(self._why_lost())
                 log.warning("a process that loads audio ended: new ones make its batches again (%s)", lost)
@@ -252,9 +252,10 @@ class SpeechLoader:
 
 
 def _iterate(loader: DataLoader[Batch | AudioError]) -> Iterator[Batch | AudioError]:
-    """Start a loader without torch's handler of SIGCHLD, which raises the end of a worker in the midst of a step.
+    """Start a loader and remove torch's handler of SIGCHLD.
 
-    Without it the loader notices that end when it has waited 5 s for the worker.
+    When a worker ends, that handler raises an error wherever this process is, also in the middle of a training step.
+    Without it the loader raises the error itself, after it has waited 5 s for the worker.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
@@ -264,7 +265,7 @@ def _iterate(loader: DataLoader[Batch | AudioError]) -> Iterator[Batch | AudioEr
 
 
 class _PlannedBatches(Sampler[tuple[int, list[int]]]):
-    """The order of a loader's batches: (epoch, positions) of each; it goes on with those that are missing.
+    """The order of a loader's batches: (epoch, positions) of each. Each new iteration repeats the missing ones first.
 
     Attributes:
         missing: batches that workers know of and that have not arrived, in order.

@@ -145,13 +145,7 @@ def _log_start(trainer: Trainer, board: RunLog) -> None:
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
     _warn_of_short_warm_up(config, len(trainer.plan()))
-    limits = config.train
-    if limits.delay_penalty and not limits.delay_penalty_after_epochs and not config.checkpoint.init_from:
-        log.warning(
-            "train.delay_penalty=%g counts from the first step: on AN4 no network began to align with it; set "
-            "train.delay_penalty_after_epochs to the epochs after which yours does, or checkpoint.init_from to a model",
-            limits.delay_penalty,
-        )
+    _warn_of_early_delay_penalty(config)
     if trainer.dev_data is not None and (warning := trainer.dev_data.warning()):
         log.warning("%s", warning)
     if not trainer.dev.utterances:
@@ -335,6 +329,17 @@ def _warn_of_short_warm_up(config: Config, batches: int) -> None:
             "optim.warmup_steps=%d is much for a training of %d steps: the learning rate reaches its value after %d, "
             "1/%d of them",
             *(config.optim.warmup_steps, steps, max(1, steps // divisor), divisor),
+        )
+
+
+def _warn_of_early_delay_penalty(config: Config) -> None:
+    """Warn where a network that knows nothing yet is trained with `train.delay_penalty`."""
+    limits = config.train
+    if limits.delay_penalty and not limits.delay_penalty_after_epochs and not config.checkpoint.init_from:
+        log.warning(
+            "train.delay_penalty=%g counts from the first step: on AN4 no network began to align with it; set "
+            "train.delay_penalty_after_epochs to the epochs after which yours does, or checkpoint.init_from to a model",
+            limits.delay_penalty,
         )
 
 
