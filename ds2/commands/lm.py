@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from ds2.commands import lm_train
-from ds2.commands.common import DECODER_SETTINGS, Parser, whole
+import torch
+
+from ds2.commands.common import DECODER_SETTINGS, NumberArgument, Parser, real, whole
 from ds2.commands.compose import split_overrides
 from ds2.commands.lm_tune import add_arguments as add_tune_arguments
 from ds2.commands.lm_tune import run as run_tune
-from ds2.config.allowed import COUNT
+from ds2.config.allowed import COUNT, KEY, UNLIMITED
+from ds2.config.convert import setting_comments
+from ds2.config.device import resolve_device
 from ds2.config.schema import AlphabetConfig
 from ds2.lm.files import load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
-from ds2.lm.recurrent import load_recurrent
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_training import StateFile, TrainingProgress, TrainingSettings, TrainingText, train
 from ds2.lm.sentences import SentenceReader, perplexity, tokenise
 from ds2.system.files import check_writable
+from ds2.system.machine import git_commit
+from ds2.system.signals import Stopped
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces
+from ds2.training.stopping import Interrupts
+
+_FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change when a training resumes
 
 
 def _alphabet(arguments: argparse.Namespace) -> Alphabet:
@@ -92,6 +104,25 @@ def _print_perplexity(model: NGram, texts: Sequence[Path], alphabet: Alphabet | 
     print(f"held out: {reader.report()}\n{result.format()}")
 
 
+def _print_recurrent_perplexity(model: RecurrentLM, texts: list[Path]) -> None:
+    """Print the perplexity of texts per word and per label; of manifests, the transcripts are used.
+
+    Raises:
+        LanguageModelError: an empty text, or characters that the model does not know.
+    """
+    reader = SentenceReader(texts, "word", None)
+    lines = [" ".join(words) for words in reader]
+    if not lines:
+        raise LanguageModelError("the text to score is empty: no line holds a word")
+    lines = [model.alphabet.normalise(line)[0] for line in lines]
+    log_prob, words = sum(model.score(lines)), sum(len(line.split()) for line in lines)
+    labels = sum(len(model.alphabet.spell(line)) for line in lines) + len(lines)
+    print(
+        f"held out: {len(lines)} lines, {words} words: perplexity {math.exp(-log_prob / (words + len(lines))):.2f} a "
+        f"word, of any spelling, {-log_prob / labels / math.log(2):.3f} bits a label"
+    )
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     model = load_ngram(arguments.lm)
     if arguments.output.suffix == ".arpa":
@@ -104,13 +135,67 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    """Read the texts, train, write the model and score it; a signal ends the training early and writes the model too.
+
+    After a stop or a kill, the same command resumes from the state file next to the model, which is removed when the
+    model is complete.
+
+    Raises:
+        UnwritableError: the model cannot be written; raised before the text is read.
+        CheckpointError: the state is damaged or of another training.
+        Stopped: by a signal, after state and model are written.
+    """
     _refuse_missing(arguments)
-    return lm_train.run(arguments, _alphabet(arguments))
+    alphabet = _alphabet(arguments)
+    output: Path = arguments.output
+    state_file = output.parent / f"{output.name}.state"
+    check_writable(output, state_file)
+    reader = SentenceReader(arguments.text, alphabet.unit, alphabet, arguments.unknown)
+    text = TrainingText.of(reader, alphabet)
+    print(f"read {reader.report()}", flush=True)
+    device = resolve_device(arguments.device)
+    torch.manual_seed(arguments.seed)
+    shape, settings = _settings(RecurrentShape, arguments), _settings(TrainingSettings, arguments)
+    model = RecurrentLM(alphabet, shape).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    fixed = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
+             if name not in _FREE}  # fmt: skip
+    made_of = {**fixed, "text": text.digest, "alphabet": alphabet.to_dict()}
+    state = StateFile(state_file, made_of, 60 * arguments.save_minutes)
+    goes_on = f", on from {state.path}" if state.path.is_file() else ""
+    print(f"training {parameters:,} parameters on {device}{goes_on}", flush=True)
+    with Interrupts() as interrupts:
+        passed = train(model, text, settings, _show, stop=lambda: bool(interrupts.received), state=state)
+        if interrupts.received and not passed.step:
+            raise Stopped(interrupts.received)
+        minutes = passed.elapsed_s / 60
+        facts = {"epoch": passed.epoch, "step": passed.step, "minutes": minutes, "git_commit": git_commit()}
+        save_recurrent(output, model, facts)
+        size_mib = output.stat().st_size / 2**20
+        print(f"wrote {output}, {size_mib:.1f} MiB, after {passed.step} steps in {minutes:.1f} minutes")
+        if interrupts.received:
+            raise Stopped(interrupts.received)
+        state.remove()
+    if arguments.heldout:
+        _print_recurrent_perplexity(model, arguments.heldout)
+    return 0
+
+
+def _show(passed: TrainingProgress) -> None:
+    print(
+        f"epoch {passed.epoch}, step {passed.step}, {100 * passed.part:.0f} %: {passed.loss / math.log(2):.3f} bits a "
+        f"label, {passed.tokens_per_s:,.0f} labels a second",
+        flush=True,
+    )
+
+
+def _settings(kind: type[Any], arguments: argparse.Namespace) -> Any:
+    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})
 
 
 def _ppl(arguments: argparse.Namespace) -> int:
     if arguments.lm.suffix == ".safetensors":
-        lm_train.print_perplexity(load_recurrent(arguments.lm), arguments.text)
+        _print_recurrent_perplexity(load_recurrent(arguments.lm), arguments.text)
         return 0
     model = load_ngram(arguments.lm)
     _print_perplexity(model, arguments.text, _stored_alphabet(model), arguments.unknown)
@@ -154,6 +239,30 @@ def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_alphabet(build)
 
 
+def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser("train", help="fit a recurrent model to texts, for decode.rescore")
+    command.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
+    command.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
+    command.set_defaults(run=_train)
+    for kind in (RecurrentShape, TrainingSettings):  # their comments are the help
+        comments = setting_comments(sys.modules[kind.__module__])
+        for field in fields(kind):
+            kind_of: Any = type(field.default)
+            command.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=NumberArgument(kind_of, field.metadata[KEY]),
+                default=field.default,
+                help=comments[kind.__name__, field.name],
+            )
+    command.add_argument(
+        "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
+        help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
+        "the training; 0: only then",
+    )  # fmt: skip
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    _add_alphabet(command)
+
+
 def _add_alphabet(command: argparse.ArgumentParser) -> None:
     defaults = AlphabetConfig()
     command.add_argument(
@@ -188,12 +297,7 @@ def make_parser() -> Parser:
 
     _add_build(commands)
 
-    train = commands.add_parser("train", help="fit a recurrent model to texts, for decode.rescore")
-    train.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
-    train.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
-    train.set_defaults(run=_train)
-    lm_train.add_arguments(train)
-    _add_alphabet(train)
+    _add_train(commands)
 
     convert = commands.add_parser("convert", help="an ARPA file of any tool to the compact binary, or back")
     convert.add_argument("lm", type=Path, help="binary or ARPA")
