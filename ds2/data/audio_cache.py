@@ -292,7 +292,7 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
     return AudioStore(utterances, data.sample_rate_hz, used_files, locations, channel=data.channel)
 
 
-def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int, channel: int = 0) -> list[bytes]:
+def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int, channel: int) -> list[bytes]:
     """Return a key for each utterance: a hash of its file's path, size, modification time and channel, segment, rate.
 
     Raises:

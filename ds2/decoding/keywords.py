@@ -58,7 +58,7 @@ def keyword_bonus(alarms: Sequence[float], wanted: float) -> float:
     return bonus
 
 
-def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: float = FALSE_ALARMS) -> ChangedDecoder:
+def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: float) -> ChangedDecoder:
     """Return a decoder that writes keywords, and `[unk]` for the words between them.
 
     Args:

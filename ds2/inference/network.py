@@ -99,12 +99,12 @@ class BlockNetwork:
             frames = frames_after(frames, level.stride)
         return frames
 
-    def valid_span(self, block: int, ends: int = UNBOUNDED) -> tuple[int, int]:
+    def valid_span(self, block: int, ends: int) -> tuple[int, int]:
         """The first and one past the last frame of a block's output that belong to the stream."""
         at = block * self.frames - self.delay
         return min(self.frames, max(0, -at)), max(0, min(self.frames, self.output_frames(ends) - at))
 
-    def has_edges(self, block: int, ends: int = UNBOUNDED) -> bool:
+    def has_edges(self, block: int, ends: int) -> bool:
         """Whether a block may have frames before the stream's start or past its end, or begins the stream's state."""
         return block == 0 or block * self.frames < self.delay or ends < UNBOUNDED
 

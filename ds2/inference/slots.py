@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 UNBOUNDED = 2**62  # feature frames of a stream whose end is not known yet
-_FIRST_CAPACITY = 64
 
 
 @dataclass
@@ -110,15 +109,11 @@ class SlotTable:
         new_state: makes the state of so many slots.
         samples: of a block.
         device: of the state.
-        capacity: slots at first; doubled when they are taken.
+        capacity: slots at first; doubled when all are taken.
     """
 
     def __init__(
-        self,
-        new_state: Callable[[int], StreamState],
-        samples: int,
-        device: torch.device,
-        capacity: int = _FIRST_CAPACITY,
+        self, new_state: Callable[[int], StreamState], samples: int, device: torch.device, capacity: int
     ) -> None:
         self._new_state, self._samples, self._device = new_state, samples, device
         self._lock = threading.Lock()

@@ -88,7 +88,6 @@ class SequenceBatchNorm(nn.Module):
     Args:
         channels: number of channels.
         momentum: weight of a batch in the running averages.
-        eps: added to the variance.
         axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
     Attributes:
@@ -98,11 +97,13 @@ class SequenceBatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int, momentum: float = 0.1, *, eps: float = 1e-5, axis: int = -1) -> None:
+    eps = 1e-5  # added to the variance
+
+    def __init__(self, channels: int, momentum: float = 0.1, *, axis: int = -1) -> None:
         super().__init__()
         if axis not in (-1, 1):
             raise ValueError(f"axis is {axis}, allowed are -1 for (T, B, H) and 1 for (B, C, F, T)")
-        self.momentum, self.eps, self.axis = momentum, eps, axis
+        self.momentum, self.axis = momentum, axis
         self.reduce: Reduce | None = None
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
@@ -209,15 +210,10 @@ class RmsNorm(nn.Module):
     """Divide each frame by its root mean square: y = x / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
 
     No frame needs another one, so a layer may begin before the layer below has ended, and training and evaluation
-    compute the same. Frames of zeros stay zeros. It has no weight: the product behind it has one for each channel.
-
-    Args:
-        eps: added to the mean square.
+    compute the same. Frames of zeros stay zeros. It has no weight: the product after it has one for each channel.
     """
 
-    def __init__(self, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
+    eps = 1e-5  # added to the mean square
 
     def forward(self, x: Tensor, count: Count | int | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Normalise (..., C), any float dtype, computed in float32 at least; `count` and `context` are not used."""

@@ -43,7 +43,6 @@ class Session:
         pipeline: with a unidirectional model.
         block_s: audio that the model takes at once, seconds.
         sample_rate_hz: of the samples, which are resampled to the model's rate; None: they have the model's rate.
-        decoder: another decoder than the pipeline's.
         hot_words: words and phrases that are likelier in this source, with a bonus each (natural log; 10 is much;
             None: decode.hot_word_bonus).
 
@@ -60,10 +59,9 @@ class Session:
         block_s: float = BLOCK_S,
         *,
         sample_rate_hz: int | None = None,
-        decoder: Decoder | None = None,
         hot_words: HotWords | None = None,
     ) -> None:
-        self.pipeline, self.decoder, self.hot_words = pipeline, decoder or pipeline.decoder, hot_words
+        self.pipeline, self.decoder, self.hot_words = pipeline, pipeline.decoder, hot_words
         self.sample_rate_hz = sample_rate_hz or pipeline.features.sample_rate_hz
         self.block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
         if self.block_frames < 1:
@@ -162,14 +160,12 @@ class Endpoints:
 NEVER = Endpoints(math.inf, math.inf, math.inf)
 
 
-def describe_delays(config: Config, endpoints: Endpoints | None = None) -> str:
+def describe_delays(config: Config) -> str:
     """Describe the delay of a word's text, and of final text after the last word, without the time to compute them.
 
-    Args:
-        config: of a unidirectional model.
-        endpoints: the rules that end a segment.
+    The model is unidirectional, and the default rules end segments.
     """
-    pause_s = (endpoints or Endpoints()).after_speech_s
+    pause_s = Endpoints().after_speech_s
     overlap_s = max(0.0, config.features.window_s - config.features.step_s)
     ahead_s = sum(lookahead_parts_ms(config.model, config.features.step_s).values()) / 1000 + overlap_s
     silent_s, noisy_s = max(pause_s, PAUSE_S + ahead_s) + BLOCK_S, pause_s + ahead_s + BLOCK_S
@@ -196,7 +192,7 @@ class Live(Session):
     are dropped: hours of silence teach nothing of a speaker.
 
     Args:
-        pipeline, block_s, sample_rate_hz, decoder, hot_words: as for `Session`.
+        pipeline, sample_rate_hz, hot_words: as for `Session`.
         endpoints: the rules that end a segment.
 
     Attributes:
@@ -209,14 +205,12 @@ class Live(Session):
     def __init__(
         self,
         pipeline: Pipeline,
-        block_s: float = BLOCK_S,
         *,
         sample_rate_hz: int | None = None,
-        decoder: Decoder | None = None,
         endpoints: Endpoints | None = None,
         hot_words: HotWords | None = None,
     ) -> None:
-        super().__init__(pipeline, block_s, sample_rate_hz=sample_rate_hz, decoder=decoder, hot_words=hot_words)
+        super().__init__(pipeline, sample_rate_hz=sample_rate_hz, hot_words=hot_words)
         self.endpoints = endpoints or Endpoints()
         self.segments: deque[Segment] = deque()
         self._statistics: Tensor | None = None  # of features, at the end of the last segment with words

@@ -241,7 +241,6 @@ class MemoryProbe:
     Args:
         config: of the run.
         utterances: of the run.
-        speed: the lowest speed factor of augmentation, at most 1.
         alphabet, features: of the run, the latter on the device.
         autocast: to bfloat16.
         padded: as steps as CUDA graphs need it.

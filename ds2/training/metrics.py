@@ -34,7 +34,7 @@ class StepTimer:
     long the loop waited for the loader.
     """
 
-    def __init__(self, device: torch.device, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(self, device: torch.device, on_phase: Callable[[str], None]) -> None:
         """Start with no step recorded; `on_phase` is called with the name of each phase as it begins."""
         self._on_gpu = device.type == "cuda"
         self._on_phase = on_phase
@@ -44,8 +44,7 @@ class StepTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as one occurrence of the phase `name`."""
-        if self._on_phase is not None:
-            self._on_phase(name)
+        self._on_phase(name)
         if self._on_gpu and name != "data":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()

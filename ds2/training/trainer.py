@@ -509,7 +509,7 @@ def graphs_possible(
     alphabet: Alphabet,
     precision: str,
     comm: Communicator,
-    crf: Crf | None = None,
+    crf: Crf | None,
 ) -> bool:
     """Whether steps run as CUDA graphs: see `use_graphs`."""
     longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])

@@ -25,6 +25,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.system.cuda_graph import GraphRecorder
 
 RATE_HZ = 16000
+_HOST_REPEATS = 50
 
 
 class Timing(NamedTuple):
@@ -63,10 +64,10 @@ def measure(call: Callable[[], object], device: torch.device, repeats: int = 20,
     return _timing(times)
 
 
-def measure_host(call: Callable[[], object], device: torch.device, repeats: int = 50) -> Timing:
+def measure_host(call: Callable[[], object], device: torch.device) -> Timing:
     """Time how long the host needs to queue ``call``, which must not wait for the GPU; nothing else is queued then."""
     times = []
-    for _ in range(repeats):
+    for _ in range(_HOST_REPEATS):
         wait(device)
         started = time.perf_counter()
         call()

@@ -64,7 +64,7 @@ def block_ms(runner: BlockRunner, streams: int, block_frames: int, rounds: int) 
     return statistics.median(times_ms[8:]), float(np.percentile(times_ms[8:], 98)), statistics.median(accept_ms[8:])
 
 
-def device_ms(runner: BlockRunner, size: int, rounds: int = 50) -> float:
+def device_ms(runner: BlockRunner, size: int, rounds: int) -> float:
     """Time of the graph of a batch size on the device alone."""
     run = runner.batches[size].run[False]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -96,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     runner = pipeline.block_runner(block_frames)
     for streams in options.batch:
         median, p98, accept = block_ms(runner, streams, block_frames, options.rounds)
-        graph = device_ms(runner, streams) if device.type == "cuda" and streams in runner.batches else None
+        recorded = device.type == "cuda" and streams in runner.batches
+        graph = device_ms(runner, streams, options.rounds) if recorded else None
         table.print_row({"streams": streams, "median": median, "p98": p98, "device": graph, "accept": accept})
     return 0

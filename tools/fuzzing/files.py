@@ -164,10 +164,10 @@ def _importer(format_name: str, make: Callable[[Path], None], only: str, inside:
 _PARTS = {"an4": "train", "librispeech": "dev-clean", "kaldi": "", "csv": "", "deepspeech_pytorch": ""}
 
 
-def _parts_of_model(config: Config = TINY) -> tuple[AcousticModel, Features, Alphabet]:
+def _parts_of_model() -> tuple[AcousticModel, Features, Alphabet]:
     torch.manual_seed(0)
-    alphabet, features = Alphabet.from_config(config.alphabet), Features(config.features, RATE_HZ)
-    return AcousticModel(config.model, features.bins, len(alphabet)), features, alphabet
+    alphabet, features = Alphabet.from_config(TINY.alphabet), Features(TINY.features, RATE_HZ)
+    return AcousticModel(TINY.model, features.bins, len(alphabet)), features, alphabet
 
 
 def make_model(folder: Path) -> None:

@@ -236,15 +236,15 @@ class Audio:
     flushes: set[int]  # numbers of the messages
     endpoints: Endpoints
 
-    def text(self, messages: int, *, last: bool = True) -> str:
-        """The text of the first messages when nobody else is there; `last`: it is flushed behind them."""
+    def text(self, messages: int) -> str:
+        """The text of the first messages, then a flush, when nobody else is there."""
         live = _ALONE.live(sample_rate_hz=self.rate_hz, endpoints=self.endpoints)
         pcm = Pcm16()
         for number, (start, end) in enumerate(itertools.pairwise([0, *self.cuts[:messages]])):
             live.accept_waveform(pcm.accept(self.data[start:end]))
             while live.is_ready():
                 live.decode()
-            if number in self.flushes or (last and number == messages - 1):
+            if number in self.flushes or number == messages - 1:
                 live.flush()
         return " ".join(segment.hypothesis.text for segment in live.segments)
 

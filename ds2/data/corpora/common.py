@@ -93,7 +93,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     return ((f"{path}:{number}", line.strip()) for number, line in files.read_lines(path) if line.strip())
 
 
-def read_transcripts(paths: Iterable[Path], encoding: str = "") -> tuple[dict[Path, str], dict[Path, str]]:
+def read_transcripts(paths: Iterable[Path], encoding: str) -> tuple[dict[Path, str], dict[Path, str]]:
     """Read transcripts that are files of their own, their lines joined by spaces.
 
     UTF-8 and UTF-16 are recognised. Other files have `encoding`; if that is empty, they are Latin-1 (Windows-1252) if
