@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.launch import TIMEOUT_S
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
+from ds2.system.tensor_file import read_metadata
+from ds2.training.state import state_file
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
@@ -213,9 +217,122 @@ def test_the_training_benchmark_counts_audio_of_its_steps(capsys: pytest.Capture
     from benchmarks import training
 
     sizes = ["--batch", "2", "--duration", "0.5", "--steps", "3", "--warmup", "1", "--device", "cpu"]
-    assert not training.main([*sizes, "model.hidden=8", "model.depth=2", "--commit", "abc1234"])
+    sizes += ["model.hidden=8", "model.depth=2", "--layers", "ours", "torch"]
+    assert not training.main([*sizes, "--commit", "abc1234"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    [row] = result["rows"]
-    assert result["git_commit"] == "abc1234" and row["skipped"] == 0
-    assert row["audio_s_per_s"] == pytest.approx(2 * 0.5 / (1e-3 * row["step_ms"]))
-    assert row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
+    assert result["git_commit"] == "abc1234"
+    assert [(row["layers"], row["graphs"]) for row in result["rows"]] == [("ours", "auto"), ("torch", "off")]
+    for row in result["rows"]:
+        assert row["skipped"] == 0 and row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
+        assert row["audio_s_per_s"] == pytest.approx(2 * 0.5 / (1e-3 * row["step_ms"]))
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_the_same_stack_of_torch_s_layers_computes_the_same(cell: str) -> None:
+    from benchmarks.training import TorchLayer, layers_of
+
+    from ds2.config.schema import ModelConfig
+    from ds2.model.norm import Ragged
+    from ds2.model.recurrent import GatedRecurrentLayer, RecurrentModule
+
+    config = ModelConfig(cell=cell, hidden=8, backend="gemm")
+    ours = RecurrentModule(8, 2, 0, config, residual=True)
+    with layers_of("torch"):
+        theirs = RecurrentModule(8, 2, 0, config, residual=True)
+    assert {type(layer) for layer in ours.recurrent} == {GatedRecurrentLayer}
+    assert {type(layer) for layer in theirs.recurrent} == {TorchLayer}
+    theirs.load_state_dict(ours.state_dict())
+    x, ragged = torch.randn(6, 3, 8), Ragged.of(torch.tensor([6, 4, 1]), 6, torch.device("cpu"))
+    x = torch.where(ragged.valid.t()[:, :, None], x, 0.0)
+    torch.testing.assert_close(theirs(x, ragged), ours(x, ragged))
+
+
+def test_steps_of_relu_layers_are_those_of_torch_s_rnn() -> None:
+    from benchmarks.training import TorchLayer
+
+    from ds2.config.schema import ModelConfig
+    from ds2.model.norm import Ragged
+
+    layer = TorchLayer(4, ModelConfig(hidden=8, batch_norm=False))
+    x, ragged = torch.randn(5, 2, 4), Ragged.of(torch.tensor([5, 2]), 5, torch.device("cpu"))
+    own = [layer.cell.get_parameter(name) for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")]
+    h, outputs = torch.zeros(2, 8), []
+    for frame in x:
+        h = torch.relu(frame @ own[0].t() + h @ own[1].t() + own[2] + own[3])
+        outputs.append(h)
+    expected = torch.stack(outputs)
+    expected[2:, 1] = 0
+    torch.testing.assert_close(layer(x, ragged), expected)
+
+
+def test_the_delay_of_a_save_is_that_of_the_slowest_step_beside_it() -> None:
+    from benchmarks.saves import delays
+
+    first, second = delays([0.03, 0.02, 0.04], [(0.3, [0.33, 0.045]), (0.001, [0.0315])])
+    assert (first["save"], first["copy_ms"], first["steps"]) == (1, 300, 2)
+    assert (first["whole_ms"], first["slowest_ms"], first["delay"]) == pytest.approx((375, 330, 10))
+    assert second["delay"] == pytest.approx(0.05) and second["steps_ms"] == pytest.approx([31.5])
+
+
+def test_steps_are_beside_a_save_until_its_file_is_complete(tmp_path: Path) -> None:
+    from benchmarks.saves import save_during_steps
+
+    from ds2.system.files import atomic_file
+
+    class Run:
+        """Its saves are complete when four steps were taken."""
+
+        def __init__(self) -> None:
+            self.run_dir, self.files, self.steps, self.checks = tmp_path, self, 0, 0
+
+        def save_in_turn(self) -> None:
+            self.steps = 0
+
+        def check(self) -> None:
+            self.checks += 1
+
+        def take_step(self) -> None:
+            self.steps += 1
+            if self.steps == 4:
+                with atomic_file(state_file(tmp_path)) as partial:
+                    partial.write_text("state")
+
+    run = Run()
+    for _ in range(3):  # also where an older state is there
+        copy_s, steps_s = save_during_steps(run, run.take_step)  # type: ignore[arg-type]
+        assert len(steps_s) == 4 and 0 <= copy_s < steps_s[0]
+    assert run.checks == 12
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_saves_ends_with_a_complete_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import saves
+
+    from ds2.training import loop
+
+    ends = []
+
+    def train(config: Any, run_dir: Path) -> int:
+        ends.append(loop.train(config, run_dir))
+        ends.append(read_metadata(state_file(run_dir))["progress"]["step"])
+        return int(ends[0])
+
+    monkeypatch.setattr(saves, "train", train)
+    sizes = [
+        "--model",
+        "rnn_8",
+        "--batch",
+        "2",
+        "--duration",
+        "0.5",
+        "--device",
+        "cpu",
+        "model.hidden=8",
+        "model.depth=2",
+    ]
+    assert not saves.main([*sizes, "--warmup", "1", "--steps", "3", "--saves", "2", "--commit", "abc1234"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["git_commit"] == "abc1234" and len(result["quiet_ms"]) == 6 and len(result["saves"]) == 2
+    assert ends[0] == 128 + signal.SIGTERM and ends[1] > 20 and 0 < result["stop_s"] < TIMEOUT_S
