@@ -18,34 +18,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from benchmarks.common import Table, facts, write_json, write_noise
-from benchmarks.training import add_noise_options, noise_overrides, open_trainer
+from benchmarks.training import add_noise_options, layers_of, noise_overrides, open_trainer
 from dispatch import new_parser, parse
-from torch import Tensor, nn
-
-from ds2.config.schema import ModelConfig
-from ds2.model import recurrent
-from ds2.model.norm import Ragged, SequenceBatchNorm
-from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 
 GIB = 2**30
-
-
-class TorchLayer(nn.Module):
-    """`torch.nn.RNN` in place of our layer, with batch norm before it."""
-
-    def __init__(self, width_in: int, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum)
-        self.rnn = nn.RNN(width_in, config.hidden, nonlinearity="relu")
-
-    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """Map (T, B, D) to (T, B, H), as our layers do. Its weights are its own parameters whatever the context."""
-        y, _ = self.rnn(self.norm(x, ragged.count))
-        return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
 
 
 def peak_bytes(kind: str, depth: int, batch: int, options: argparse.Namespace, folder: Path) -> int:
@@ -54,8 +33,7 @@ def peak_bytes(kind: str, depth: int, batch: int, options: argparse.Namespace, f
         f"model.depth={depth}", f"model.skip={options.skip}", f"data.max_duration_s={options.duration + 1}",
         f"train.graphs={options.graphs}", "model.row_convs=0", *noise_overrides(folder, batch), *options.overrides,
     ]  # fmt: skip
-    layer = TorchLayer if kind == "nn.RNN" else recurrent.make_recurrent_layer
-    with mock.patch.object(recurrent, "make_recurrent_layer", layer):
+    with layers_of("torch" if kind == "nn.RNN" else "ours"):
         _, take_step = open_trainer(overrides, batch)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(options.steps):

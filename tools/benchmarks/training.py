@@ -3,6 +3,7 @@
     python tools/bench.py training --model rnn_48_skip_4 --batch 4 16 64
     python tools/bench.py training --model rnn_8 --batch 4 --backend gemm     # without persistent kernels
     python tools/bench.py training --model rnn_8 --batch 4 --graphs off auto  # launch by launch, and as CUDA graphs
+    python tools/bench.py training --model lstm_4_512 --layers ours torch     # beside torch.nn's layers, cuDNN's
 
 Utterances are noise of equal length with random transcripts. Prints a table and one JSON line. A step is timed on the
 host (median, 10th and 90th percentile) from the end of the step before it, as in training; `host` is its time without
@@ -22,23 +23,53 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from benchmarks.common import Table, facts, write_json, write_noise
 from dispatch import new_parser, parse
+from torch import Tensor, nn
 
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
+from ds2.config.schema import ModelConfig
 from ds2.data.loader import Batch, deal
 from ds2.distributed.communicator import Communicator
+from ds2.model import recurrent
+from ds2.model.norm import Ragged, make_norm
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.training.trainer import Trainer
 
 COLUMNS = {
-    "model": "{model}", "batch": "{batch}", "graphs": "{graphs}", "step ms": "{step_ms:.1f}",
+    "model": "{model}", "layers": "{layers}", "batch": "{batch}", "graphs": "{graphs}", "step ms": "{step_ms:.1f}",
     "10 to 90 %": "{p10_ms:.1f}-{p90_ms:.1f}", "forward": "{forward_ms:.1f}", "backward": "{backward_ms:.1f}",
     "optimizer": "{optimizer_ms:.1f}", "host": "{host_ms:.1f}", "GPU": "{gpu_busy_ms:.1f}", "launches": "{launches:d}",
     "audio s/s": "{audio_s_per_s:.0f}", "GiB": "{peak_gib:.2f}",
 }  # fmt: skip
+
+
+class TorchLayer(nn.Module):
+    """`torch.nn.RNN`, `LSTM` or `GRU` in place of our layer, with the norm of `model.norm` before it."""
+
+    def __init__(self, width_in: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(width_in, config)
+        if config.cell == "rnn":  # torch's relu has no clip
+            nonlinearity = "tanh" if config.nonlinearity == "tanh" else "relu"
+            self.cell: nn.RNNBase = nn.RNN(width_in, config.hidden, nonlinearity=nonlinearity)
+        else:
+            self.cell = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell](width_in, config.hidden)
+
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        """Map (T, B, D) to (T, B, H), as our layers do. Its weights are its own parameters whatever the context."""
+        y, _ = self.cell(x if self.norm is None else self.norm(x, ragged.count))
+        return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
+
+
+def layers_of(kind: str) -> Any:
+    """Let networks that are made in a `with` have "ours" or "torch" layers."""
+    make = TorchLayer if kind == "torch" else recurrent.make_recurrent_layer
+    return mock.patch.object(recurrent, "make_recurrent_layer", make)
 
 
 class WaitTime:
@@ -112,9 +143,12 @@ def open_trainer(
     return trainer, lambda: trainer.step(batches, plan)
 
 
-def bench(model: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def bench(
+    model: str, layers: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
     """Time steps of one model at one batch size."""
-    trainer, take_step = open_trainer(training_overrides(model, batch, graphs, options, folder), batch)
+    with layers_of(layers):
+        trainer, take_step = open_trainer(training_overrides(model, batch, graphs, options, folder), batch)
     on_gpu = trainer.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -134,7 +168,7 @@ def bench(model: str, batch: int, graphs: str, options: argparse.Namespace, fold
     deciles = statistics.quantiles(times_ms, n=10)
     median_ms = statistics.median(times_ms)
     return {
-        "model": model, "batch": batch, "graphs": graphs,
+        "model": model, "layers": layers, "batch": batch, "graphs": graphs,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "host_ms": statistics.median(host_ms), "gpu_busy_ms": busy_ms, "launches": launches,
         "step_ms": median_ms, "p10_ms": deciles[0], "p90_ms": deciles[-1],
@@ -171,14 +205,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     add_training_options(parser)
     parser.add_argument("--kernels", type=int, default=0, help="list the kernels that take longest: this many")
+    parser.add_argument(
+        "--layers", nargs="+", choices=("ours", "torch"), default=["ours"],
+        help="torch: torch.nn's RNN, LSTM or GRU in place of our layers, always without CUDA graphs",
+    )  # fmt: skip
     options = parse(parser, arguments)
     title = f"training steps, {options.duration:g} s utterances, backend {options.backend}"
     head = facts(options, resolve_device(options.device), title)
     table, rows = Table(COLUMNS), []
-    for model, batch, graphs in itertools.product(options.model, options.batch, options.graphs):
+    ways = [("ours", graphs) for graphs in options.graphs if "ours" in options.layers]
+    ways += [("torch", "off")] if "torch" in options.layers else []  # cuDNN uses streams of its own
+    for model, batch, (layers, graphs) in itertools.product(options.model, options.batch, ways):
         with tempfile.TemporaryDirectory() as folder:
             write_noise(Path(folder), batch, options.duration, options.characters)
-            rows.append(bench(model, batch, graphs, options, Path(folder)))
+            rows.append(bench(model, layers, batch, graphs, options, Path(folder)))
         table.print_row(rows[-1])
         for name, (count, total_ms) in rows[-1]["kernels"].items():
             print(f"{total_ms:>12.3f} ms {count:>5} x {name[:150]}", flush=True)
