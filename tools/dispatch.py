@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ds2.system.machine import git_commit
 
@@ -50,3 +52,15 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     if options.commit == "unknown":
         parser.error("the commit is unknown, as these sources are not in a git repository: name it with --commit")
     return options
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Read a result, a JSON object.
+
+    Raises:
+        ValueError: it does not name the commit that it was measured at.
+    """
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if result.get("git_commit", "unknown") == "unknown":
+        raise ValueError(f"{path} does not name the commit that it was measured at: add git_commit, or measure again")
+    return result

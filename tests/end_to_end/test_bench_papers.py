@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dispatch import read_result
 from ds2_ops.jit.build import build
 from support.paths import ROOT
 from torch import Tensor
@@ -132,17 +134,24 @@ def test_kernels_of_the_barrier_build() -> None:
 
 
 def test_every_result_names_its_commit() -> None:
-    for path in sorted((ROOT / "recipes").rglob("*.json")):
-        assert '"git_commit": "unknown"' not in path.read_text(encoding="utf-8"), path
+    results = [path for folder in ("recipes", "ops/figures") for path in sorted((ROOT / folder).rglob("*.json"))]
+    assert len(results) > 80
+    for path in results:
+        assert re.match(r"[0-9a-f]{7}", read_result(path)["git_commit"]), path
 
 
-def test_rows_of_an_unknown_commit_predict_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("commit", [{}, {"git_commit": "unknown"}])
+@pytest.mark.parametrize("file", ["scaling", "link"])
+def test_results_of_an_unknown_commit_predict_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, commit: dict[str, str]
+) -> None:
     from benchmarks import predict
 
-    figures = ROOT / "recipes" / "figures"
-    scaling = json.loads((figures / "scaling_h200.json").read_text())
-    (tmp_path / "scaling.json").write_text(json.dumps(scaling | {"git_commit": "unknown"}))
-    link = str(figures / "link_h200.json")
+    files = {name: ROOT / "recipes" / "figures" / f"{name}_h200.json" for name in ("scaling", "link")}
+    content = json.loads(files[file].read_text())
+    del content["git_commit"]
+    files[file] = tmp_path / "copy.json"
+    files[file].write_text(json.dumps(content | commit))
     with pytest.raises(SystemExit) as refused:
-        predict.main([str(tmp_path / "scaling.json"), link, "--way", "NCCL, by hand"])
-    assert refused.value.code == 2 and "does not name the commit" in capsys.readouterr().err
+        predict.main([*map(str, files.values()), "--way", "NCCL, by hand"])
+    assert refused.value.code == 2 and "copy.json does not name the commit" in capsys.readouterr().err

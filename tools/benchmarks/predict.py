@@ -21,7 +21,6 @@ With --fit, contention and meeting are fitted to the rows of several ranks, whos
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import Table
+from dispatch import read_result
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ def fitted(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) ->
 
 
 def calibrated(
-    scaling: dict[str, Any], backend: str, options: argparse.Namespace
+    scaling: dict[str, Any], collectives: dict[str, Any], backend: str, options: argparse.Namespace
 ) -> tuple[Machine, list[dict[str, Any]]]:
     """Return the machine with one backend's layers and the rows of it; print the model's error on each."""
     rows = [row for row in scaling["rows"] if row.get("backend", "auto") == backend]
-    machine = calibrate({**scaling, "rows": rows}, json.loads(options.collectives.read_text()), options)
+    machine = calibrate({**scaling, "rows": rows}, collectives, options)
     machine = replace(
         machine, contention=options.contention, meeting_s=options.meeting_us * 1e-6, full_batch=options.full_batch
     )
@@ -197,12 +197,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fit", action="store_true", help="fit contention and meeting to the measured rows")
     parser.add_argument("--backend", nargs="+", default=["auto"], help="whose rows, where the files have several")
     options = parser.parse_args(arguments)
-    files = [json.loads(path.read_text()) for path in options.scaling]
-    for path, file in zip(options.scaling, files, strict=True):
-        if file.get("git_commit", "unknown") == "unknown":
-            parser.error(f"{path} does not name the commit that it was measured at: add git_commit, or measure again")
+    try:
+        *files, collectives = (read_result(path) for path in (*options.scaling, options.collectives))
+    except ValueError as error:
+        parser.error(str(error))
     scaling = {**files[0], "rows": [row for file in files for row in file["rows"]]}
     for backend in options.backend:
-        machine, rows = calibrated(scaling, backend, options)
+        machine, rows = calibrated(scaling, collectives, backend, options)
         predict(machine, rows, scaling["duration_s"], options)
     return 0

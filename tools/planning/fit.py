@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dispatch import read_result
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.model import Constants, Timed, kind, step_us
 from ds2_ops.recurrent.plan.model import fit as fit_constants
@@ -48,9 +49,9 @@ def read(path: Path) -> Record:
     """Read a sweep.
 
     Raises:
-        ValueError: a tile of it is not one of this version's space: sweep anew.
+        ValueError: it names no commit, or a tile that is not one of this version's space: sweep anew.
     """
-    content = json.loads(path.read_text())
+    content = read_result(path)
     clusters = {int(size): count for size, count in content["active_clusters"].items()}
     capability = tuple(content.get("capability", DeviceFacts().capability))
     facts = DeviceFacts(content["gpu"], capability, content["sms"], active_clusters=clusters)

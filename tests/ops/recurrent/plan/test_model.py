@@ -79,6 +79,13 @@ def test_a_record_of_another_space_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "old.json")
 
 
+def test_a_record_of_an_unknown_commit_is_refused(tmp_path: Path) -> None:
+    record = json.loads((ROOT / "ops" / "figures" / RECORDS["relu"]).read_text())
+    (tmp_path / "record.json").write_text(json.dumps(record | {"git_commit": "unknown"}))
+    with pytest.raises(ValueError, match=r"record\.json does not name the commit"):
+        read(tmp_path / "record.json")
+
+
 SWEEP = ["--cells", "lstm", "gru_before", "--hidden", "64", "512", "--batch", "1", "8", "--estimate", "H200"]
 
 
