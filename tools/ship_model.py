@@ -35,7 +35,7 @@ from ds2.system.tensor_file import load, save
 from ds2.text.alphabet import Alphabet
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_BYTES = 15_000_000  # of the weights, and of the language model
+MAX_BYTES = 15_000_000  # of the weights, and of the language model
 SPEECH = {
     "librispeech": "LibriSpeech, 20 readers of test-clean",
     "an4": "AN4's test part",
@@ -95,8 +95,8 @@ def pack(options: argparse.Namespace) -> int:
     shutil.copyfile(options.language_model, lm)
     for file in (weights, lm):
         print(f"{file}: {file.stat().st_size:,} bytes")
-        if file.stat().st_size > MOST_BYTES:
-            print(f"{file} is larger than {MOST_BYTES:,} bytes", file=sys.stderr)
+        if file.stat().st_size > MAX_BYTES:
+            print(f"{file} is larger than {MAX_BYTES:,} bytes", file=sys.stderr)
             return 1
     tensors, metadata = load(source)
     tuned = decode_settings(source, config_from_dict(metadata["config"]))

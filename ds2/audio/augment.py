@@ -206,7 +206,7 @@ def utterance_rng(seed: int, epoch: int, index: int, effect: str) -> np.random.G
     return np.random.default_rng([seed, epoch, index, zlib.crc32(effect.encode())])
 
 
-def of_view(effect: str, view: int) -> str:
+def effect_of_view(effect: str, view: int) -> str:
     """Return the name of an effect in one of several views of an utterance; that of view 0 is `effect` itself."""
     return f"{effect}, view {view}" if view else effect
 
@@ -260,7 +260,7 @@ def augment_waveform(
     return waveform
 
 
-def of_epoch(config: AugmentConfig, epoch: int) -> AugmentConfig:
+def augment_in_epoch(config: AugmentConfig, epoch: int) -> AugmentConfig:
     """Return the augmentation of an epoch, counted from 1: no noise, reverberation or codecs after `noisy_epochs`."""
     if not 0 < config.noisy_epochs < epoch:
         return config

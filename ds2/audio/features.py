@@ -323,8 +323,8 @@ class Features(nn.Module):
         count = (frames + steps + self.prior_frames)[:, None]
         mean = total / count
         variance = (total_square + self.prior_frames) / count - mean.square()
-        least = (MIN_STD / self.std.double()).square()[:, None]
-        normalised = ((x - mean) / torch.maximum(variance, least).sqrt()).float()
+        min_variance = (MIN_STD / self.std.double()).square()[:, None]
+        normalised = ((x - mean) / torch.maximum(variance, min_variance).sqrt()).float()
         statistics.copy_(torch.cat([total[..., -1], total_square[..., -1], frames + lengths[:, None]], 1))
         return torch.where((steps <= lengths[:, None])[:, None], normalised, 0.0)
 

@@ -253,10 +253,10 @@ def _count_frames(path: Path, file: FFmpegAudio) -> int:
     status = (member[0] if (member := member_of(path)) else path).stat()
     key = (path, status.st_ino, status.st_size, status.st_mtime_ns)
     if key not in _FRAME_COUNTS:
-        frames, most = 0, int(_MAX_COUNTED_S * file.samplerate)
-        while frames <= most and len(block := file.read(_BLOCK_FRAMES)):
+        frames, max_frames = 0, int(_MAX_COUNTED_S * file.samplerate)
+        while frames <= max_frames and len(block := file.read(_BLOCK_FRAMES)):
             frames += len(block)
-        if frames > most:
+        if frames > max_frames:
             raise AudioError(f"{path}: over {_MAX_COUNTED_S / 3600:g} hours of sound; cut it into shorter files")
         _FRAME_COUNTS[key] = frames
     return _FRAME_COUNTS[key]
@@ -310,10 +310,10 @@ def _mono_blocks(
     _skip(file, first)
     if file.channels > 1 and not channel:
         warn_once(log, f"audio with {file.channels} channels is averaged to one channel (logged once)")
-    done, most = 0, _FLAC_FRAMES if lenient and file.format == "FLAC" else _BLOCK_FRAMES
+    done, max_frames = 0, _FLAC_FRAMES if lenient and file.format == "FLAC" else _BLOCK_FRAMES
     while done < total:
         try:
-            block = file.read(min(most, total - done), dtype="float32", always_2d=True)
+            block = file.read(min(max_frames, total - done), dtype="float32", always_2d=True)
         except (FFmpegError, soundfile.LibsndfileError) as error:
             if not (lenient and done):
                 raise

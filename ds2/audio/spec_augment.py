@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.audio.augment import of_view, utterance_rng
+from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 MILLION = 1_000_000  # warp factors are stored as integers, in millionths
@@ -105,10 +105,10 @@ def time_warps(
         return None
     draws = np.stack([utterance_rng(seed, epoch, index, "time warp").random(2) for index in indices])
     frames = lengths.numpy()
-    most = np.minimum(round(augment.time_warp_s / features.step_s), (frames - 3) // 2).clip(0)
-    frame = most + 1 + np.floor(draws[:, 0] * (frames - 2 * most - 2))  # from most + 1 to frames - 2 - most
-    moved = frame - most + np.floor(draws[:, 1] * (2 * most + 1))
-    warps = np.where(most[:, None] > 0, np.stack([frame, moved], axis=1), 0)
+    reach = np.minimum(round(augment.time_warp_s / features.step_s), (frames - 3) // 2).clip(0)
+    frame = reach + 1 + np.floor(draws[:, 0] * (frames - 2 * reach - 2))  # from reach + 1 to frames - 2 - reach
+    moved = frame - reach + np.floor(draws[:, 1] * (2 * reach + 1))
+    warps = np.where(reach[:, None] > 0, np.stack([frame, moved], axis=1), 0)
     return torch.from_numpy(warps.astype(np.int64))
 
 
@@ -156,7 +156,7 @@ def warp_factors(augment: AugmentConfig, seed: int, epoch: int, indices: Sequenc
     if not augment.vtlp:
         return None
     low, high = augment.vtlp
-    effect = of_view("vtlp", view)
+    effect = effect_of_view("vtlp", view)
     drawn = [utterance_rng(seed, epoch, index, effect).uniform(low, high) for index in indices]
     return torch.tensor([[round(factor * MILLION)] for factor in drawn], dtype=torch.int64)
 
@@ -203,7 +203,7 @@ def warp(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: 
 
 
 def _mask_draws(config: AugmentConfig, seed: int, epoch: int, index: int, view: int) -> NDArray[np.float64]:
-    return utterance_rng(seed, epoch, index, of_view("masks", view)).random(
+    return utterance_rng(seed, epoch, index, effect_of_view("masks", view)).random(
         (config.frequency_masks + config.time_masks, 2)
     )
 

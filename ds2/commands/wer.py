@@ -109,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-_NAMED_AT_MOST = 10
+_MAX_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,4 +204,4 @@ def match_texts(
 
 def first_names(names: list[str]) -> str:
     """Return the first names of a list, for a message."""
-    return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")
+    return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ds2.audio.augment import (
     NoiseSource,
+    augment_in_epoch,
     augment_waveform,
     babble,
     coloured_noise,
-    of_epoch,
     random_segment,
     utterance_rng,
 )
@@ -91,7 +91,7 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
     return batches
 
 
-def deal(batch: Sequence[int], rank: int, world: int) -> list[int]:
+def rank_part(batch: Sequence[int], rank: int, world: int) -> list[int]:
     """Return one rank's part of a batch: every `world`-th utterance, so that all ranks get similar durations.
 
     Where a batch is shorter than `world`, the other ranks repeat its last utterance so that they make the same calls;
@@ -206,7 +206,8 @@ class SpeechLoader:
 
         Args:
             plans: (epoch, batches) each. The epoch, from 1, selects the random augmentation. A batch is a list of
-                positions, such as those of `plan_epoch(...)[step:]` for this rank (`deal`). Read as workers need it.
+                positions, such as those of `plan_epoch(...)[step:]` for this rank (`rank_part`). Read when workers
+                need it.
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
             LoaderError: a worker was killed, and another one before any batch arrived.
@@ -361,7 +362,7 @@ class _BatchDataset(Dataset["Batch | AudioError"]):
         if self.augmentation is None:
             return waveform
         rng_of = partial(utterance_rng, self.seed, epoch, position)
-        config = of_epoch(self.augmentation.config, epoch)
+        config = augment_in_epoch(self.augmentation.config, epoch)
         return augment_waveform(waveform, config, self.audio.sample_rate_hz, rng_of, self.augmentation.noise)
 
 

@@ -397,5 +397,5 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 
 def _quantile_line(values: Sequence[float]) -> str:
-    least, low, middle, high, most = (f"{value:.2f}" for value in values)
-    return f"median {middle}, 90 % in {low} to {high}, all in {least} to {most}"
+    lowest, low, middle, high, highest = (f"{value:.2f}" for value in values)
+    return f"median {middle}, 90 % in {low} to {high}, all in {lowest} to {highest}"

@@ -20,7 +20,7 @@ from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.phrases import END, FALSE_ALARMS, OTHERS, ROOT, PhraseError, PhraseGraph, compile_phrases
 
 BONUSES = (-4.0, -2.0, 0.0, 2.0, 4.0)  # those of `decode.keyword_alarms`
-_MOST_TEXTS = 200  # that the keywords stand for
+_MAX_TEXTS = 200  # that the keywords stand for
 
 
 def measured_search(decoder: Decoder) -> BeamDecoder | None:
@@ -104,8 +104,8 @@ def texts_of(graph: PhraseGraph) -> list[str]:
             texts[text] = None
         following = {(word.end, word.text) for word in graph.words if word.start in graph.reached[point]}
         waiting += [(end, f"{text} {word}".strip()) for end, word in sorted(following)]
-        if len(texts) + len(waiting) > _MOST_TEXTS:
-            raise PhraseError(f"the keywords stand for more than {_MOST_TEXTS} texts: leave some out")
+        if len(texts) + len(waiting) > _MAX_TEXTS:
+            raise PhraseError(f"the keywords stand for more than {_MAX_TEXTS} texts: leave some out")
     return list(texts)
 
 

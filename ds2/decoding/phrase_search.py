@@ -31,7 +31,7 @@ from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 _BEAM = 60.0  # natural log: paths that are less probable than the best one by more are dropped
 _TRACE_S = 1.0
-_MOST_PENDING_S = 10.0  # paths that disagree for longer: the best one is final
+_MAX_PENDING_S = 10.0  # paths that disagree for longer: the best one is final
 _NEVER = -math.inf
 
 
@@ -118,7 +118,7 @@ class _PhraseStream:
         self.moves: list[NDArray[np.int32]] = []  # (states,) the state before, of each frame that is not final
         self.losses: list[NDArray[np.float32]] = []  # (V,) of each of these frames
         self.reader = _PathReader(states, frame_s)
-        self.trace_every, self.most_pending = (max(1, round(s / frame_s)) for s in (_TRACE_S, _MOST_PENDING_S))
+        self.trace_every, self.max_pending = (max(1, round(s / frame_s)) for s in (_TRACE_S, _MAX_PENDING_S))
 
     def step(self, frame: NDArray[np.float64]) -> None:
         """Add the log-probs (V,) of the next frame."""
@@ -203,7 +203,7 @@ class _PhraseStream:
 
     def _finalise(self) -> None:
         """Read the part that all paths share: its words are final."""
-        if len(self.moves) > self.most_pending:
+        if len(self.moves) > self.max_pending:
             best = int(self.scores.argmax())
             self.scores[np.arange(len(self.scores)) != best] = _NEVER
         alive = np.flatnonzero(np.isfinite(self.scores))

@@ -22,9 +22,9 @@ FALSE_ALARMS = 0.5  # an hour, of each keyword
 MAX_LABELS = 20_000  # of all words of a session's phrases
 MAX_CHARACTERS = 20_000  # of all phrases as they are typed
 _LARGEST_NUMBER = 10**9
-_MOST_NUMBERS = 1001  # of one range
-_MOST_NESTED = 20
-_MOST_ALTERNATIVES = 10_000  # ways around optional parts, in all
+_MAX_NUMBERS = 1001  # of one range
+_MAX_NESTED = 20
+_MAX_ALTERNATIVES = 10_000  # ways around optional parts, in all
 _TOKEN = re.compile(r"[()\[\]|]|<[^<>]*>?|[^()\[\]|<>\s]+|>")  # all but white space is in some token
 _RANGE = re.compile(r"<\s*(\d{1,10})\s*-\s*(\d{1,10})\s*>")
 
@@ -117,8 +117,8 @@ class _Compiler:
 
     def _choice(self, start: int, end: int, depth: int) -> None:
         """Read alternatives up to what closes them, each from `start` to `end`."""
-        if depth > _MOST_NESTED:
-            self._refuse(f"brackets in brackets, more than {_MOST_NESTED} deep")
+        if depth > _MAX_NESTED:
+            self._refuse(f"brackets in brackets, more than {_MAX_NESTED} deep")
         self._sequence(start, end, depth)
         while self._at < len(self._tokens) and self._tokens[self._at] == "|":
             self._at += 1
@@ -156,8 +156,8 @@ class _Compiler:
     def _numbers(self, token: str, start: int, end: int) -> None:
         match = _RANGE.fullmatch(token)
         first, last = (int(match[1]), int(match[2])) if match else (1, 0)
-        if not first <= last <= _LARGEST_NUMBER or last - first >= _MOST_NUMBERS:
-            self._refuse(f"{token!r} is no range: the smaller number first, {_MOST_NUMBERS} numbers at most")
+        if not first <= last <= _LARGEST_NUMBER or last - first >= _MAX_NUMBERS:
+            self._refuse(f"{token!r} is no range: the smaller number first, {_MAX_NUMBERS} numbers at most")
         if self.alphabet.normalise("0")[1]:  # numbers that begin alike share their first words
             language = self.alphabet.numbers or self.alphabet.locale or "en"
             texts = [spell_numbers(str(number), language) for number in range(first, last + 1)]
@@ -220,6 +220,6 @@ class _Compiler:
         for point in range(len(self._skips)):
             closures.append(self._reached_from(point))
             ways += len(closures[-1]) - 1
-            if ways > len(self._skips) * 3 + _MOST_ALTERNATIVES:
+            if ways > len(self._skips) * 3 + _MAX_ALTERNATIVES:
                 raise PhraseError("the phrases have too many optional parts in a row: split them into several phrases")
         return tuple(closures)

@@ -186,7 +186,7 @@ class Watchdog(threading.Thread):
         # A signal wakes this thread even while the training thread is inside MPI, where Python runs no handlers.
         self._wake, self._signals = os.pipe()
         os.set_blocking(self._signals, False)
-        self._former = signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)
 
     def run(self) -> None:
         """Send and receive reports and look for hangs until `stop`."""
@@ -254,6 +254,6 @@ class Watchdog(threading.Thread):
         """Stop, after a last message in both directions; all ranks call it together."""
         os.write(self._signals, bytes([_STOP]))
         self.join()
-        signal.set_wakeup_fd(self._former)
+        signal.set_wakeup_fd(self._previous_fd)
         os.close(self._wake)
         os.close(self._signals)

@@ -183,7 +183,7 @@ class Network:
         frames = LayerFrames(x, frames.at, frames.valid)
         for module in network.modules:
             frames = self._module(frames, module)
-        x = self._divided_by_rms(frames.x, network.rms_eps)
+        x = self._rms_norm(frames.x, network.rms_eps)
         logits = x @ ops.constant(network.classifier.t()) + ops.constant(network.bias)
         blank = torch.full((len(network.bias),), NEVER)
         blank[BLANK] = 0.0
@@ -235,7 +235,7 @@ class Network:
         self, frames: LayerFrames, layer: RecurrentWeights, direction: DirectionWeights, *, reverse: bool
     ) -> Value:
         ops, hidden = self.ops, layer.hidden
-        x = self._divided_by_rms(frames.x, layer.rms_eps)
+        x = self._rms_norm(frames.x, layer.rms_eps)
         z = x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
         valid = ops.reshape(frames.valid, (0, -1, 1)).float()
         # The last gate of gru_before has a product of its own.
@@ -277,9 +277,9 @@ class Network:
                 self.memory.write(state)
         return y
 
-    def _divided_by_rms(self, x: Value, eps: float | None) -> Value:
+    def _rms_norm(self, x: Value, eps: float | None) -> Value:
         """x / sqrt(mean(x^2) + eps) over the last axis of (B, T, H); as it is without an eps."""
-        return x if eps is None else self.ops.divided_by_rms(x, eps)
+        return x if eps is None else self.ops.rms_norm(x, eps)
 
     def _delay(self, window: TimeWindow) -> int:
         return 0 if self.tails is None else window.delay

@@ -141,7 +141,7 @@ class OnnxOperations:
         inputs = (x, weight) if bias is None else (x, weight, bias)
         return self.node("Conv", *inputs, strides=list(stride), pads=[bins, 0, bins, 0])
 
-    def divided_by_rms(self, x: OnnxValue, eps: float) -> OnnxValue:
+    def rms_norm(self, x: OnnxValue, eps: float) -> OnnxValue:
         mean = self.node("ReduceMean", self.node("Mul", x, x), axes=[-1], keepdims=1)
         return self.node("Div", x, self.node("Sqrt", self.node("Add", mean, eps)))
 

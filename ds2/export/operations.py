@@ -39,7 +39,7 @@ class Operations(Protocol):
     def conv(self, x: Value, weight: Value, bias: Value | None, stride: Sequence[int], bins: int) -> Value:
         """Convolve (B, C, F, T), padded with `bins` zeros below and above in frequency."""
 
-    def divided_by_rms(self, x: Value, eps: float) -> Value:
+    def rms_norm(self, x: Value, eps: float) -> Value:
         """x / sqrt(mean(x^2) + eps), the mean along the last axis."""
 
     def where(self, condition: Value, x: Value, y: Value) -> Value:
@@ -88,7 +88,7 @@ class TorchOperations:
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], bins: int) -> Tensor:
         return functional.conv2d(x, weight, bias, list(stride), (bins, 0))
 
-    def divided_by_rms(self, x: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], None, eps)
 
     def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:

@@ -30,11 +30,11 @@ from ds2.config.schema import ConfigError
 from ds2.inference.slots import UNBOUNDED, StreamState
 from ds2.model.acoustic import AcousticModel
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights
-from ds2.model.norm import divided_by_rms
+from ds2.model.norm import rms_norm
 from ds2.model.structure import frames_after, operator_cell
 from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
-MOST_PARALLEL_STREAMS = 16  # that a cluster runs at once
+MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
 _HOLD = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
 
 Carry = tuple[Tensor, ...]  # of a recurrent layer, (B, H) each: h, and c of an LSTM
@@ -139,7 +139,7 @@ class BlockNetwork:
         frames = flatten(x.first(self._channels))
         y = self.run_layers(frames, state, slots, blocks, ends, edges=edges)
         if self._rms_eps is not None:
-            y = divided_by_rms(y, self._rms_eps)
+            y = rms_norm(y, self._rms_eps)
         return classify(y, *self._classifier)
 
     @torch.no_grad()
@@ -179,7 +179,7 @@ class BlockNetwork:
 
     def _streams_for(self, batch: int) -> list[LayerStreams]:
         """CUDA streams for a batch whose layers take so few multiprocessors that several fit side by side."""
-        if not self.runs_parallel or batch > MOST_PARALLEL_STREAMS:
+        if not self.runs_parallel or batch > MAX_PARALLEL_STREAMS:
             return []
         while len(self._layer_streams) < self.parallel_layers:
             self._layer_streams.append(LayerStreams(self.device))
@@ -210,7 +210,7 @@ def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:
         return False
     unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
     size = (config.hidden, dtype, device, operator_cell(config), LAYER_SMS)
-    return not (unasked or any(why_not_concurrent(batch, *size) for batch in (1, MOST_PARALLEL_STREAMS)))
+    return not (unasked or any(why_not_concurrent(batch, *size) for batch in (1, MAX_PARALLEL_STREAMS)))
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ class BlockRecurrence:
         max_sms = None if projection_stream is None else LAYER_SMS
         if self.rms_eps is not None:
             with torch.cuda.stream(projection_stream):  # None: the current one
-                x = divided_by_rms(x, self.rms_eps)
+                x = rms_norm(x, self.rms_eps)
         last: Sequence[Tensor]
         if self.cell.startswith("gru"):
             z = project(x.contiguous(), self.weight, self.bias, None)

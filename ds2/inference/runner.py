@@ -157,9 +157,9 @@ class BlockRunner:
             slots: of the streams.
             blocks: samples (N,) float32 in [-1, 1] of each; a shorter one ends its stream, see `final_blocks`.
         """
-        most = self.batch_sizes[-1]
-        for first in range(0, len(slots), most):
-            yield from self._step(slots[first : first + most], blocks[first : first + most], first)
+        max_batch = self.batch_sizes[-1]
+        for first in range(0, len(slots), max_batch):
+            yield from self._step(slots[first : first + max_batch], blocks[first : first + max_batch], first)
 
     def final_blocks(self, slot: Slot, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
         """End a stream.

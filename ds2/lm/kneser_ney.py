@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 MAX_ORDER = 20
 DEFAULT_MEMORY_BYTES = 512 << 20
 _FALLBACK_DISCOUNTS = (0.0, 0.5, 1.0, 1.5)
-_LEAST_MASS = 1e-99  # keeps the logarithm of a back-off weight of zero finite
+_MIN_MASS = 1e-99  # keeps the logarithm of a back-off weight of zero finite
 
 
 class Scratch:
@@ -325,7 +325,7 @@ def _levels(
         if n > 1:
             for part in slices(len(gamma)):
                 at, stays = new_position[part], new_position[part] >= 0
-                levels[-1].backoff[at[stays]] = np.log(np.maximum(gamma[part][stays], _LEAST_MASS))
+                levels[-1].backoff[at[stays]] = np.log(np.maximum(gamma[part][stays], _MIN_MASS))
         terms = _Terms(discount, total, gamma, lower)
         made, probability, position = _pruned_level(level, counts, terms, threshold, new_position, size, scratch)
         if not len(made):

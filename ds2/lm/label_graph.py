@@ -18,7 +18,7 @@ from ds2.lm.sentences import SentenceReader
 from ds2.text.alphabet import BLANK, Alphabet
 
 _ROUNDING = 1e-5  # of a probability from a float32 logarithm
-MOST_ARCS = 500_000
+MAX_ARCS = 500_000
 
 
 def label_tokens(labels: Iterable[int], alphabet: Alphabet) -> list[str]:
@@ -85,17 +85,17 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
     probability; its parent is the node of the shorter history. All other nodes have arcs to all labels.
 
     Raises:
-        LanguageModelError: the model is not interpolated, or the graph would have more than `MOST_ARCS` arcs.
+        LanguageModelError: the model is not interpolated, or the graph would have more than `MAX_ARCS` arcs.
     """
     scorer, labels = LabelScorer(model, alphabet), len(alphabet)
     size, order = len(model.vocabulary), model.order
     first_longest = model.state_starts[order - 1] if order > 2 else model.backoff.numel()
     full = first_longest * (labels - 1)
-    arcs_at_most = full + model.keys.numel()
-    if arcs_at_most > MOST_ARCS:
+    max_arcs = full + model.keys.numel()
+    if max_arcs > MAX_ARCS:
         raise LanguageModelError(
             f"the denominator of CTC-CRF has {first_longest} histories x {labels - 1} labels and "
-            f"{model.keys.numel()} n-grams, more than {MOST_ARCS} arcs: lower train.denominator_order, raise "
+            f"{model.keys.numel()} n-grams, more than {MAX_ARCS} arcs: lower train.denominator_order, raise "
             "train.denominator_prune, or use an alphabet of fewer labels"
         )
     probs_of_words, following = (table.numpy() for table in model.score_all(torch.arange(model.backoff.numel())))

@@ -19,7 +19,7 @@ from ds2.lm.ngram import END, NGram
 from ds2.text.pronunciations import Phones, PronunciationError, Pronunciations
 
 Unit = tuple[str, Phones]  # a letter and its phones
-_MOST_PHONES = 2  # of a letter
+_MAX_PHONES = 2  # of a letter
 _ROUNDS = 5  # of hard EM
 _FIRST_WORDS = 20_000  # that all rounds but the last align: the counts of units need no more
 _ORDER = 7
@@ -50,7 +50,7 @@ class LettersToPhones:
         if not aligned:
             raise PronunciationError(
                 f"pronunciations cannot be guessed: of {len(dictionary.words)} words in the dictionary none has letters"
-                f" of at most {_MOST_PHONES} phones each; give a larger one, such as CMUdict, or --no-guess"
+                f" of at most {_MAX_PHONES} phones each; give a larger one, such as CMUdict, or --no-guess"
             )
         names: dict[str, dict[Unit, str]] = {}
         for units in aligned:
@@ -118,7 +118,7 @@ def _align(word: str, phones: Phones, scores: Mapping[Unit, float]) -> list[Unit
         for at, before in enumerate(best):
             if before == -math.inf:
                 continue
-            for count in range(min(_MOST_PHONES, len(phones) - at) + 1):
+            for count in range(min(_MAX_PHONES, len(phones) - at) + 1):
                 score = before + scores.get((letter, phones[at : at + count]), _UNSEEN)
                 if score > after[at + count]:
                     after[at + count], took[at + count] = score, count

@@ -17,7 +17,7 @@ from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet, describe
 
 _BATCH_SENTENCES = 4096
-_MOST_NATS = 700.0  # for each token; beyond that the perplexity overflows
+_MAX_NATS = 700.0  # for each token; beyond that the perplexity overflows
 
 
 def tokenise(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
@@ -131,7 +131,7 @@ class Perplexity:
         if not self.sentences:
             raise LanguageModelError("the text is empty: no line has a token")
         mean = -self.log_prob / (self.tokens + self.sentences)
-        if not 0 <= mean < _MOST_NATS:
+        if not 0 <= mean < _MAX_NATS:
             raise LanguageModelError(
                 f"the language model is damaged: the mean log-prob of a token is {-mean:g}: copy the file again or "
                 "build the model again"

@@ -14,7 +14,7 @@ from ds2.config.schema import ModelConfig
 from ds2.model.convolution import MaskedConv
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights
-from ds2.model.norm import Count, Norm, Ragged, RmsNorm, SequenceBatchNorm, folded_before, make_norm, rms_eps
+from ds2.model.norm import Count, Norm, Ragged, RmsNorm, SequenceBatchNorm, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.recurrent import RecurrentLayer, RecurrentModule, why_torch
 from ds2.model.structure import (
@@ -45,8 +45,8 @@ class Head(nn.Module):
         self.classifier = nn.Linear(width, labels)
 
 
-def classified(x: Tensor, count: Count | None, head: Classifier, context: PassContext = OWN_PARAMETERS) -> Tensor:
-    """(T, B, H) to logits (T, B, V) by the norm and the classifier of a head or of the whole model."""
+def classifier_logits(x: Tensor, count: Count | None, head: Classifier, context: PassContext) -> Tensor:
+    """Map (T, B, H) to logits (T, B, V) by the norm and the classifier of a head or of the whole model."""
     with torch.autocast(x.device.type, enabled=False):
         classifier = head.classifier
         x = x.to(classifier.weight.dtype)
@@ -203,8 +203,8 @@ class AcousticModel(nn.Module):
         for number, module in enumerate(self.recurrent_modules if count == 1 else (), 1):
             x = module(x, ragged, context)
             if self.training and str(number) in self.heads:
-                every.append(classified(x, ragged.count, cast(Head, self.heads[str(number)]), context))
-        every.append(classified(x, ragged.count, self, context))
+                every.append(classifier_logits(x, ragged.count, cast(Head, self.heads[str(number)]), context))
+        every.append(classifier_logits(x, ragged.count, self, context))
         return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in every]
 
     @torch.no_grad()
@@ -223,7 +223,7 @@ class AcousticModel(nn.Module):
         for module in cast(Iterable[RecurrentModule], self.recurrent_modules):
             modules.append(module.folded(delay))
             delay += modules[-1].lookahead
-        weight, bias = folded_before(self.classifier.weight, self.classifier.bias, self.norm)
+        weight, bias = fold_norm_before(self.classifier.weight, self.classifier.bias, self.norm)
         return NetworkWeights(self.bins, convs, modules, rms_eps(self.norm), weight, bias, delay)
 
     def _scale_branches(self) -> None:

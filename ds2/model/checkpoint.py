@@ -167,9 +167,9 @@ def _bad_values(name: str, tensor: Tensor) -> str:
     """Why no training gives these values, or nothing."""
     if not bool(torch.isfinite(tensor.float()).all()):  # float64 values beyond float32 would become infinite
         return "holds NaN or infinite values"
-    least = float(tensor.min()) if tensor.numel() else 0.0
-    if name == "features.std" and least <= 0:
-        return f"holds a standard deviation of {least:g}, all must be above 0"
-    if name.endswith((".running_var", "_extra_state")) and least < 0:
-        return f"holds {least:g}, variances and counts must not be negative"
+    smallest = float(tensor.min()) if tensor.numel() else 0.0
+    if name == "features.std" and smallest <= 0:
+        return f"holds a standard deviation of {smallest:g}, all must be above 0"
+    if name.endswith((".running_var", "_extra_state")) and smallest < 0:
+        return f"holds {smallest:g}, variances and counts must not be negative"
     return ""

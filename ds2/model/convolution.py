@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.model.folded import ConvWeights, TimeWindow
-from ds2.model.norm import Ragged, SequenceBatchNorm, folded_behind
+from ds2.model.norm import Ragged, SequenceBatchNorm, fold_norm_after
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.structure import frames_after
 
@@ -60,7 +60,7 @@ class MaskedConv(nn.Module):
 
     def folded(self, bins: int, delay_in: int) -> ConvWeights:
         """Describe the layer in evaluation for so many bins, whose input is late by so many frames."""
-        weight, bias = folded_behind(self.weight, self.bias, self.norm)
+        weight, bias = fold_norm_after(self.weight, self.bias, self.norm)
         window = TimeWindow(self.kernel[1], (self.kernel[1] - 1) // 2, self.stride[1], delay_in)
         return ConvWeights(weight, bias, (self.stride[0], self.stride[1]), self.clip, bins, window)
 

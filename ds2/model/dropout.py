@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_ODD = -7046029254386353131  # 2^64 over the golden ratio, as a signed integer: steps that fill 64 bits evenly
-_BRANCHES = 2**20  # numbers of branches begin behind those of layers
+_MULTIPLIER = -7046029254386353131  # 2^64 over the golden ratio, as a signed integer: steps that fill 64 bits evenly
+_FIRST_BRANCH = 2**20  # the numbers of branches follow those of layers
 _FIRST, _SECOND = -2048144789, -1028477387  # multipliers of MurmurHash3's 32-bit finalizer (Appleby), signed
 
 
 class UtteranceDropout(nn.Module):
     """Zeroes inputs with probability `rate` and divides the rest by 1 - rate (Srivastava et al. 2014), in training.
 
-    Whether x[t, b, d] stays is a hash of (key of utterance b, layer, t, d): a function, not the next draw of a stream,
-    so that nothing but the key decides it. The hash is of 32 bits: `rate` is met to 2^-32.
+    Whether x[t, b, d] is kept is a hash of (key of utterance b, layer, t, d): a function, not the next draw of a
+    generator, so that nothing but the key decides it. The hash is of 32 bits: `rate` is met to 2^-32.
 
     Args:
         rate: from 0 to below 1; 0 leaves the input as it is.
@@ -39,17 +39,17 @@ class UtteranceDropout(nn.Module):
         if keys is None:
             keys = torch.randint(2**62, x.shape[1:2], device=x.device)
         if share is None:
-            return torch.where(self._stays(keys, first, x.shape), x / (1 - self.rate), 0.0)
+            return torch.where(self._keep_mask(keys, first, x.shape), x / (1 - self.rate), 0.0)
         rates = (self.rate * share)[:, None]
-        stays = self._stays(keys, first, x.shape, rates)
-        return torch.where(stays, (x / (1 - rates).float()).to(x.dtype), 0.0)
+        keep = self._keep_mask(keys, first, x.shape, rates)
+        return torch.where(keep, (x / (1 - rates).float()).to(x.dtype), 0.0)
 
-    def _stays(self, keys: Tensor, first: int, shape: torch.Size, rates: Tensor | None = None) -> Tensor:
+    def _keep_mask(self, keys: Tensor, first: int, shape: torch.Size, rates: Tensor | None = None) -> Tensor:
         """(T, B, D) bool, by one rate or (B, 1) float64. Integers overflow on purpose: modulo 2^64 and 2^32."""
         frames, _, width = shape
         time = torch.arange(first, first + frames, device=keys.device)[:, None]
-        rows = _low(_mixed(_mixed(keys + self.layer * 2**20) + time))
-        columns = _low(_mixed(torch.arange(width, device=keys.device)))
+        rows = _low_32_bits(_hash(_hash(keys + self.layer * 2**20) + time))
+        columns = _low_32_bits(_hash(torch.arange(width, device=keys.device)))
         bits = rows[:, :, None] + columns
         bits *= _FIRST
         bits ^= bits >> 15
@@ -62,7 +62,7 @@ class UtteranceDropout(nn.Module):
 class BranchDropout(nn.Module):
     """Leaves a residual branch out with probability `rate` an utterance, and divides it by 1 - rate elsewhere.
 
-    Stochastic depth (Huang et al. 2016) by utterance; whether a branch stays is a hash of (key, branch).
+    Stochastic depth (Huang et al. 2016) by utterance; whether a branch is kept is a hash of (key, branch).
 
     Args:
         rate: from 0 to below 1; 0 leaves the branch as it is.
@@ -79,18 +79,18 @@ class BranchDropout(nn.Module):
             return y
         if keys is None:
             keys = torch.randint(2**62, y.shape[1:2], device=y.device)
-        stays = _low(_mixed(keys + (_BRANCHES + self.branch) * 2**20)) >= round(self.rate * 2**32) - 2**31
-        return y * (stays / (1 - self.rate)).to(y.dtype)[:, None]
+        keep = _low_32_bits(_hash(keys + (_FIRST_BRANCH + self.branch) * 2**20)) >= round(self.rate * 2**32) - 2**31
+        return y * (keep / (1 - self.rate)).to(y.dtype)[:, None]
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def _hash(numbers: Tensor) -> Tensor:
     """A hash of int64: two rounds of multiplication and folding the high half onto the low one."""
     for _ in range(2):
-        numbers = (numbers + 1) * _ODD
+        numbers = (numbers + 1) * _MULTIPLIER
         numbers = numbers ^ ((numbers >> 32) & 0xFFFFFFFF)
     return numbers
 
 
-def _low(numbers: Tensor) -> Tensor:
+def _low_32_bits(numbers: Tensor) -> Tensor:
     """The low 32 bits of int64, as int32."""
     return ((numbers & 0xFFFFFFFF) - 2**31).to(torch.int32)

@@ -217,7 +217,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor, count: Count | int | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Normalise (..., C), any float dtype, computed in float32 at least; `count` and `context` are not used."""
-        return divided_by_rms(x, self.eps)
+        return rms_norm(x, self.eps)
 
 
 Norm = SequenceBatchNorm | RmsNorm
@@ -230,7 +230,7 @@ def make_norm(channels: int, config: ModelConfig) -> Norm | None:
     return SequenceBatchNorm(channels, config.batch_norm_momentum) if config.batch_norm else None
 
 
-def divided_by_rms(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, in the dtype of x."""
     with torch.autocast(x.device.type, enabled=False):
         return functional.rms_norm(x, x.shape[-1:], None, eps)
@@ -241,7 +241,7 @@ def rms_eps(norm: Norm | None) -> float | None:
     return norm.eps if isinstance(norm, RmsNorm) else None
 
 
-def folded_behind(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
+def fold_norm_after(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
     """Weight (C, ...) and bias (C,) of a product and the norm behind it, float64: s (W x) + t = (s W) x + t."""
     weight = weight.double()
     shift = weight.new_zeros(len(weight)) if bias is None else bias.double()
@@ -251,7 +251,7 @@ def folded_behind(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm |
     return weight * scale.view(-1, *[1] * (weight.dim() - 1)), shift * scale + offset
 
 
-def folded_before(weight: Tensor, bias: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+def fold_norm_before(weight: Tensor, bias: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     """Weight (V, H) and bias (V,) of a product and the norm before it, float64: W (s x + t) = (W s) x + W t.
 
     The division of an RMS norm is not in them: see `rms_eps`.

@@ -21,7 +21,7 @@ from ds2.config.schema import ModelConfig
 from ds2.model.convolution import RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.folded import DirectionWeights, ModuleWeights, RecurrentWeights
-from ds2.model.norm import Ragged, RmsNorm, SequenceBatchNorm, folded_before, folded_behind, make_norm, rms_eps
+from ds2.model.norm import Ragged, RmsNorm, SequenceBatchNorm, fold_norm_after, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.structure import operator_cell
 
@@ -125,9 +125,9 @@ class RecurrentLayer(nn.Module):
     def folded(self) -> RecurrentWeights:
         """Describe the layer in evaluation."""
         if isinstance(self.norm, SequenceBatchNorm):
-            weight, bias = folded_behind(self.weight_ih, None, self.norm)
+            weight, bias = fold_norm_after(self.weight_ih, None, self.norm)
         else:
-            weight, bias = folded_before(self.weight_ih, cast(Tensor, self.bias), self.norm)
+            weight, bias = fold_norm_before(self.weight_ih, cast(Tensor, self.bias), self.norm)
         matrices = [matrix.detach() for matrix in (self.weight_hh, self.weight_hh_reverse) if matrix is not None]
         directions = [DirectionWeights(weight, bias, matrix, None) for matrix in matrices]
         return RecurrentWeights(self.nonlinearity, self.clip, rms_eps(self.norm), directions)
@@ -226,7 +226,7 @@ class GatedRecurrentLayer(nn.Module):
             if self.operator == "gru_after":
                 bias_hn = bias_hh[2 * self.hidden :]
                 bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
-            weight, bias = folded_before(weight, bias + bias_hh, self.norm)
+            weight, bias = fold_norm_before(weight, bias + bias_hh, self.norm)
             directions.append(DirectionWeights(weight, bias, weight_hh, bias_hn))
         return RecurrentWeights(self.operator, math.inf, rms_eps(self.norm), directions)
 

@@ -49,7 +49,7 @@ def lookahead_parts_ms(config: ModelConfig, step_s: float) -> dict[str, float]:
     return parts | ({"bidirectional": float("inf")} if config.bidirectional else {})
 
 
-def least_weights(config: ModelConfig) -> int:
+def min_weight_count(config: ModelConfig) -> int:
     """Weights of a model without its first recurrent inputs, row convolutions and classifier: a little too few."""
     channels = [1, *(conv.channels for conv in config.convs)]
     convs = sum(
@@ -77,7 +77,7 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
             f"model.intermediate={config.intermediate}, allowed are different numbers from 1 to {inner}: "
             f"this model has {inner + 1} modules, and the last has the classifier anyway"
         )
-    needed, present = 4 * least_weights(config), memory_bytes()
+    needed, present = 4 * min_weight_count(config), memory_bytes()
     if needed > present:
         raise ConfigError(
             f"the model has more than {needed / 2**30:,.0f} GiB of weights in fp32, this machine has "

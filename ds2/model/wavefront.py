@@ -167,12 +167,12 @@ class Wavefront:
 
     def pieces(self, frames: int, batch: int) -> int:
         """Return the number of pieces in which a batch is fastest; 1: layers run one after the other."""
-        most = frames // (self.lookahead + 2)
+        max_pieces = frames // (self.lookahead + 2)
         if self.fixed:
-            return min(self.fixed, most)
+            return min(self.fixed, max_pieces)
         if frames == 0 or batch == 0:
             return 1
-        counts = range(2, min(most, len(self.streams)) + 1)
+        counts = range(2, min(max_pieces, len(self.streams)) + 1)
         best = min(counts, key=lambda count: self.estimated_us(frames, batch, count), default=1)
         gain = self.estimated_us(frames, batch, best) / self.estimated_us(frames, batch, 1)
         return best if gain < _GAIN else 1

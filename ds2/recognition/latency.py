@@ -34,7 +34,7 @@ _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _DEVIATIONS = 6.0  # above the median: listed where there is no measured limit
 _SWAPPED_SHARE = 0.05  # of swapped transcripts that are below the limit
 _FEWEST_SWAPPED = 20
-_LEAST_SURPRISE = 2.0  # nats a label: smaller surprises are never listed
+_MIN_SURPRISE = 2.0  # nats a label: smaller surprises are never listed
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ def suspicious(surprises: Iterable[float], swapped: Sequence[float] = ()) -> lis
     others = sorted(value for value in swapped if math.isfinite(value))
     limit = 0.0
     if len(others) >= _FEWEST_SWAPPED:
-        limit = max(_LEAST_SURPRISE, others[int(_SWAPPED_SHARE * len(others))])
+        limit = max(_MIN_SURPRISE, others[int(_SWAPPED_SHARE * len(others))])
     elif finite:
         median = statistics.median(finite)
         deviation = _MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in finite)
-        limit = max(_LEAST_SURPRISE, median + _DEVIATIONS * deviation)
+        limit = max(_MIN_SURPRISE, median + _DEVIATIONS * deviation)
     return sorted((i for i, value in enumerate(values) if value > limit), key=lambda i: -values[i])
 
 

@@ -31,7 +31,7 @@ from ds2.recognition.pipeline import Pipeline
 BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
 Item = TypeVar("Item")
 Failed = Callable[[Any, Exception], None]  # called with a session and its error
-_MOST_AT_ONCE = 256  # sessions in one call of the model
+_MAX_AT_ONCE = 256  # sessions in one call of the model
 
 
 class Session:
@@ -300,8 +300,8 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
     failures: list[tuple[Session, Exception]] = []
     for group in groups.values():
         blocks = [(session, session.blocks.popleft()) for session in group]
-        for first in range(0, len(blocks), _MOST_AT_ONCE):
-            batch = blocks[first : first + _MOST_AT_ONCE]
+        for first in range(0, len(blocks), _MAX_AT_ONCE):
+            batch = blocks[first : first + _MAX_AT_ONCE]
             add_levels(batch)
             _forward(batch, lambda session, error: failures.append((session, error)))
     for session, error in failures:  # at the end, as `failed` may raise
@@ -315,8 +315,8 @@ def add_levels(blocks: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
         return
     live, pipeline = lives[0][0], lives[0][0].pipeline
     stride = pipeline.model.time_stride
-    step, most = pipeline.features.step_samples * stride, live.block_frames // stride
-    counts = [min(len(block) // step, most) for _, block in lives]
+    step, max_frames = pipeline.features.step_samples * stride, live.block_frames // stride
+    counts = [min(len(block) // step, max_frames) for _, block in lives]
     frames = np.concatenate([block[: count * step] for (_, block), count in zip(lives, counts, strict=True)])
     frames = frames.reshape(-1, step)
     levels = np.einsum("ij,ij->i", frames, frames) / step

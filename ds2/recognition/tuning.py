@@ -24,7 +24,7 @@ from ds2.text.alphabet import Alphabet
 _BEAM_TOLERANCE = 0.0005  # a narrower beam is chosen if its WER is higher by no more than this
 _REFINEMENTS = 2  # rounds around the best point, each at half the step
 _BEAMS = (16, 32, 64, 128, 256)
-_KEYWORD_LETTERS, _MOST_KEYWORDS = 5, 100
+_KEYWORD_LETTERS, _MAX_KEYWORDS = 5, 100
 _SHARES = tuple(tenths / 10 for tenths in range(11))  # of a recurrent model in log p_lm
 
 
@@ -179,7 +179,7 @@ def tune_keywords(
     keywords = [word for word, _ in occurrences.most_common() if len(word) >= _KEYWORD_LETTERS and word in lm.ids]
     if alphabet.pronunciations is not None:
         keywords = [word for word in keywords if word in alphabet.pronunciations.words]
-    keywords = keywords[:_MOST_KEYWORDS]
+    keywords = keywords[:_MAX_KEYWORDS]
     hours = sum(int(lengths.sum()) for _, lengths in dev.batches) * frame_s / 3600
     total = sum(occurrences[word] for word in keywords)
     trials: list[KeywordTrial] = []

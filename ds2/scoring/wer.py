@@ -18,8 +18,8 @@ import numpy as np
 from ds2.scoring.statistics import ConfidenceInterval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
-MOST_CELLS = 10**11  # of the table of one utterance, a minute or two
-MOST_CELLS_APART = 10**10  # of texts that have less than half of their tokens in common: no long recording is so wrong
+MAX_CELLS = 10**11  # of the table of one utterance, a minute or two
+MAX_CELLS_APART = 10**10  # of texts that have less than half of their tokens in common: no long recording is so wrong
 STORED_CELLS = 10**8  # tables up to this size are stored whole, in 25 MB
 _MASK_BYTES = 2**25  # cache of the masks of frequent tokens
 Key = TypeVar("Key", str, int)
@@ -78,8 +78,8 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: s
         only).
 
     Raises:
-        ScoringError: the table, without equal tokens at both ends, has more than `MOST_CELLS` cells, or more than
-            `MOST_CELLS_APART` where the texts have less than half of their tokens in common.
+        ScoringError: the table, without equal tokens at both ends, has more than `MAX_CELLS` cells, or more than
+            `MAX_CELLS_APART` where the texts have less than half of their tokens in common.
     """
     if reference == hypothesis:
         return CORRECT * len(reference)
@@ -102,12 +102,12 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
     if not common:
         more, fewer = len(hypothesis) - shorter, len(reference) - shorter
         return INSERTION * more + SUBSTITUTION * shorter + DELETION * fewer  # in rapidfuzz's order
-    most = MOST_CELLS if 2 * common >= shorter else MOST_CELLS_APART
-    if cells > most:
-        apart = "" if most == MOST_CELLS else f", of which {common} are common,"
+    allowed = MAX_CELLS if 2 * common >= shorter else MAX_CELLS_APART
+    if cells > allowed:
+        apart = "" if allowed == MAX_CELLS else f", of which {common} are common,"
         raise ScoringError(
             f"{name}: {len(reference)} and {len(hypothesis)} words or characters{apart} take too long to align: their "
-            f"product may be {most:.0e} at most; split it into utterances"
+            f"product may be {allowed:.0e} at most; split it into utterances"
         )
     masks = _masks(reference)
     full = (1 << len(reference)) - 1

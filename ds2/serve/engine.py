@@ -117,7 +117,7 @@ class Engine:
     """
 
     def __init__(self, recogniser: Recogniser, limits: Limits) -> None:
-        self.recogniser, self.most_sessions, self.most_batch = recogniser, limits.sessions, limits.batch
+        self.recogniser, self.max_sessions, self.max_batch = recogniser, limits.sessions, limits.batch
         self.metrics = Metrics()
         recogniser.session().runner.prepare(limits.sessions)  # refuses a model that cannot stream
         self._warm_up()
@@ -154,8 +154,8 @@ class Engine:
         return live
 
     def _check_free(self) -> None:
-        if len(self._open) >= self.most_sessions:
-            raise FullError(f"all {self.most_sessions} sessions of this server are taken: try again later")
+        if len(self._open) >= self.max_sessions:
+            raise FullError(f"all {self.max_sessions} sessions of this server are taken: try again later")
 
     def close(self, live: Live) -> None:
         """Close a session, which may be closed already."""
@@ -191,7 +191,7 @@ class Engine:
         waiting, failures = [*waiting, *accepted], _Failures()
         try:
             waiting = self._answer_finished(waiting, failures)
-            batch = list(dict.fromkeys(chunk.live for chunk in waiting[: self.most_batch]))
+            batch = list(dict.fromkeys(chunk.live for chunk in waiting[: self.max_batch]))
             if batch:
                 self.metrics.batch.observe(len(batch))
                 decode_sessions(batch, failures)

@@ -22,7 +22,7 @@ from ds2.config.schema import ConfigError
 from ds2.system.files import atomic_file, cache_dir
 
 _DAYS = 365
-_LEAST_DAYS = 30  # a certificate that ends sooner is made again
+_MIN_DAYS = 30  # a certificate that ends sooner is made again
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _serves(made: Certificate, names: Sequence[str]) -> bool:
     except (ConfigError, OSError, ValueError):
         return False
     remaining = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    return remaining.days >= _LEAST_DAYS and {_general_name(name) for name in names} <= set(own)
+    return remaining.days >= _MIN_DAYS and {_general_name(name) for name in names} <= set(own)
 
 
 def names_of_host(host: str, more: Sequence[str]) -> list[str]:

@@ -206,8 +206,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 MAX_LINE_BYTES = 1 << 24
-_MOST_UNPACKED = 100  # times the size of an archive; texts have 3 to 30
-_LEAST_UNPACKED_BYTES = 1 << 25  # that are allowed at any ratio
+_MAX_UNPACKED = 100  # times the size of an archive; texts have 3 to 30
+_MIN_UNPACKED_BYTES = 1 << 25  # that are allowed at any ratio
 STANDARD_INPUT = Path("-")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -242,12 +242,12 @@ def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number, unpacked = 0, 0
     with _errors(path), _open(path) as file:
         packed = path.stat().st_size if path.suffix in (".gz", ".xz") else 0
-        most = max(_LEAST_UNPACKED_BYTES, _MOST_UNPACKED * packed) if packed else sys.maxsize
+        max_bytes = max(_MIN_UNPACKED_BYTES, _MAX_UNPACKED * packed) if packed else sys.maxsize
         while line := file.readline(MAX_LINE_BYTES + 1):
             unpacked += len(line)
-            if unpacked > most:
+            if unpacked > max_bytes:
                 raise TextError(
-                    f"{path}:{number + 1}: unpacks to more than {_MOST_UNPACKED} times its {packed} bytes, as no text "
+                    f"{path}:{number + 1}: unpacks to more than {_MAX_UNPACKED} times its {packed} bytes, as no text "
                     "does; unpack it first if it is one"
                 )
             if number == 0:

@@ -86,8 +86,8 @@ def handle_signals(
     try:
         yield
     finally:
-        for number, former in previous.items():
-            signal.signal(number, former)
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ _DOTTED_ORDINALS = _words("bs cs da de et fi fo hr hu is lb lv nn no pl se sk sl
 _YEARS = {"en", "de", "nl", "sv", "da", "no"}  # languages that read 1995 as nineteen (hundred) ninety-five
 _CONTEXT = 50  # characters before a number that may say how it is read
 _FIRST_YEAR, _LAST_YEAR = 1100, 2099
-_MOST_DIGITS = 12  # longer runs of digits are telephone or card numbers, which are read digit by digit
-_MOST_GROUPED = 15  # digits of a number with thousands marks; CLDR's rules have names up to here in every language
+_MAX_DIGITS = 12  # longer runs of digits are telephone or card numbers, which are read digit by digit
+_MAX_GROUPED = 15  # digits of a number with thousands marks; CLDR's rules have names up to here in every language
 _SYMBOLS = "$€£¥₺₽₹₩¢№′″%‰°§#&+=±×÷*^<>~@_|\\²³¹½¼¾"  # a number beside one of these is more than its digits
 _INSIDE = r".,:/\-–−'’⁄"  # between two digits these make one number, date, time or range
 
@@ -220,13 +220,13 @@ def _rules(language: str) -> list[tuple[re.Pattern[str], _Reader]]:
         digits, _, fraction = written.partition(decimal)
         plain = re.sub(marks, "", digits)
         if fraction:
-            sure = (plain == "0" or plain[0] != "0") and len(plain) <= _MOST_GROUPED
+            sure = (plain == "0" or plain[0] != "0") and len(plain) <= _MAX_GROUPED
             return _decimal(plain, fraction, language) if sure else ""
-        if plain == digits and (len(plain) > _MOST_DIGITS or (len(plain) > 1 and plain[0] == "0")):
+        if plain == digits and (len(plain) > _MAX_DIGITS or (len(plain) > 1 and plain[0] == "0")):
             return " ".join(_spell(digit, language) for digit in plain)
         if base in _YEARS and plain == digits and len(plain) == 4 and _FIRST_YEAR <= int(plain) <= _LAST_YEAR:
             return _spell(plain, language, "spellout-numbering-year")
-        sure = (plain[0] != "0" or plain == "0") and len(plain) <= _MOST_GROUPED
+        sure = (plain[0] != "0" or plain == "0") and len(plain) <= _MAX_GROUPED
         return _spell(plain, language) if sure else ""
 
     def signed(written: str) -> str:
@@ -318,7 +318,7 @@ def _money(
             words = value(match["number"])
             return words and _amount(f"{words} {scale}", money.unit[1], base)
         number = re.fullmatch(rf"({whole})(?:[.,](\d\d|[-–—]+))?", match["number"])
-        if number is None or (number[1][0] == "0" and number[1] != "0") or len(number[1]) > _MOST_GROUPED:
+        if number is None or (number[1][0] == "0" and number[1] != "0") or len(number[1]) > _MAX_GROUPED:
             return ""
         units, parts = re.sub(marks, "", number[1]), (number[2] or "0").lstrip("0-–—") or "0"
         gender = "feminine" if money.feminine else "masculine"

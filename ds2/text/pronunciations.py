@@ -13,7 +13,7 @@ from ds2.system import UserError
 
 Phones = tuple[str, ...]
 _STRESS = "012"
-_MOST_TIMES = 100  # that packed pronunciations may grow; those of CMUdict grow 4 times
+_MAX_TIMES = 100  # that packed pronunciations may grow; those of CMUdict grow 4 times
 
 
 class PronunciationError(UserError):
@@ -59,13 +59,13 @@ class Pronunciations:
         try:
             compressed = base64.b64decode(packed, validate=True)
             unpacking = zlib.decompressobj()
-            text = unpacking.decompress(compressed, _MOST_TIMES * len(compressed)).decode()
+            text = unpacking.decompress(compressed, _MAX_TIMES * len(compressed)).decode()
         except (ValueError, zlib.error) as error:
             raise PronunciationError(f"the pronunciations of the model are damaged: {error}") from error
         if not unpacking.eof:
             raise PronunciationError(
                 "the pronunciations of the model are damaged: they break off, or unpack to more than "
-                f"{_MOST_TIMES} times their size"
+                f"{_MAX_TIMES} times their size"
             )
         return parse_pronunciations(text.splitlines(), "the model's pronunciations")
 

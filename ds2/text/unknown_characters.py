@@ -24,7 +24,7 @@ _SCRIPTS = {
 }
 _CHINESE = "CJK"  # letters without kana: Chinese reads 2 in two ways, so digits stay symbols
 _SAMPLE = 20_000  # characters of the texts whose language is guessed
-_LEAST_LETTERS = 40  # below, a guess is worth nothing
+_MIN_LETTERS = 40  # below, a guess is worth nothing
 
 
 def count_unknown(texts: Iterable[str], alphabet: Alphabet) -> Counter[str]:
@@ -128,7 +128,7 @@ def text_language(texts: Iterable[str]) -> str:
         sample += text + "\n"
         if len(sample) > _SAMPLE:
             break
-    if sum(map(str.isalpha, sample)) < _LEAST_LETTERS:
+    if sum(map(str.isalpha, sample)) < _MIN_LETTERS:
         return ""
     try:
         import py3langid

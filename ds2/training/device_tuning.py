@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
 from ds2.config.schema import BatchingConfig, Config, ConfigError
-from ds2.data.loader import Batch, deal, plan_epoch
+from ds2.data.loader import Batch, plan_epoch, rank_part
 from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
@@ -66,7 +66,7 @@ def largest_budget(
     world: int,
     measure: Measure,
     available_bytes: float,
-    most_s: float = float("inf"),
+    max_s: float = float("inf"),
 ) -> float:
     """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
 
@@ -79,15 +79,15 @@ def largest_budget(
         durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
         batching: whose buckets and order count.
         seed: of the run.
-        world: ranks that a batch is dealt to.
+        world: ranks that share a batch.
         measure: bytes that both passes over utterances (indices) need at their peak; None where they do not fit.
         available_bytes: bytes that they may need.
-        most_s: an upper bound of the budget, also where more fits.
+        max_s: an upper bound of the budget, also where more fits.
     Raises:
         ConfigError: the longest utterance alone does not fit.
     """
     longest_s = float(durations_s.max())
-    most_s = min(most_s, longest_s * len(durations_s))  # the latter is all in one batch
+    max_s = min(max_s, longest_s * len(durations_s))  # the latter is all in one batch
     started = time.monotonic()
 
     def need(budget_s: float) -> float:
@@ -102,8 +102,8 @@ def largest_budget(
 
     known: list[tuple[float, float]] = []  # budgets, and the bytes that they need
     fits_s, fails_s, rate = 0.0, float("inf"), 0.0
-    least_s = min(most_s, longest_s * world)
-    budget_s = min(most_s, _FIRST * least_s)
+    min_s = min(max_s, longest_s * world)
+    budget_s = min(max_s, _FIRST * min_s)
     for trial in range(1, _TRIALS + 1):
         began = time.monotonic()
         size = need(budget_s)
@@ -116,8 +116,8 @@ def largest_budget(
             fits_s = max(fits_s, budget_s)
         else:
             fails_s = min(fails_s, budget_s)
-        if not fits_s and budget_s > least_s:
-            budget_s = least_s
+        if not fits_s and budget_s > min_s:
+            budget_s = min_s
             continue
         if not fits_s:
             raise ConfigError(
@@ -128,7 +128,7 @@ def largest_budget(
             known.append((budget_s, size))
         rate = max(rate, budget_s / max(ended - began, 1e-6))
         affordable_s = rate * (_LIMIT_S - (ended - started))
-        wished_s = min(_proposal(known, available_bytes), most_s)
+        wished_s = min(_proposal(known, available_bytes), max_s)
         if wished_s >= fails_s:
             wished_s = (fits_s + fails_s) / 2
         budget_s = min(wished_s, affordable_s)
@@ -143,10 +143,8 @@ def largest_budget(
 def _proposal(known: Sequence[tuple[float, float]], available_bytes: float) -> float:
     """Return where the line through the largest two trials, or through one and zero, reaches the available bytes."""
     (low_s, low), (high_s, high) = sorted([(0.0, 0.0), *known])[-2:]
-    most_s = _GROWTH * high_s
-    return (
-        min(most_s, low_s + (_AIM * available_bytes - low) * (high_s - low_s) / (high - low)) if high > low else most_s
-    )
+    max_s = _GROWTH * high_s
+    return min(max_s, low_s + (_AIM * available_bytes - low) * (high_s - low_s) / (high - low)) if high > low else max_s
 
 
 def _down(value: float) -> float:
@@ -161,7 +159,7 @@ def worst_parts(durations_s: NDArray[np.float64], batching: BatchingConfig, seed
     Searches the first two epochs: in order of duration, and shuffled in buckets. `durations_s` is (N,), seconds of
     each utterance; parts are positions in it.
     """
-    parts = [deal(batch, 0, world) for epoch in (1, 2) for batch in plan_epoch(durations_s, batching, epoch, seed)]
+    parts = [rank_part(batch, 0, world) for epoch in (1, 2) for batch in plan_epoch(durations_s, batching, epoch, seed)]
     padded = max(parts, key=lambda part: durations_s[part[0]] * len(part))
     return [padded] if len(padded) == max(map(len, parts)) else [padded, max(parts, key=len)]
 
@@ -193,9 +191,7 @@ def choose_batching(
         started = time.monotonic()
         probe = make_probe()
         world, seed = comm.world, config.train.seed
-        budget_s = largest_budget(
-            durations_s, batching, seed, world, probe, probe.available_bytes, world * probe.most_s
-        )
+        budget_s = largest_budget(durations_s, batching, seed, world, probe, probe.available_bytes, world * probe.max_s)
         budget_s = min(comm.allgather(budget_s))
         log.info("batching=auto: %g s of audio a batch, found in %.0f s", budget_s, time.monotonic() - started)
         _warn_of_few_batches(durations_s, budget_s)
@@ -285,7 +281,7 @@ class MemoryProbe:
         return _USABLE * float(free + torch.cuda.memory_reserved(self._device))
 
     @property
-    def most_s(self) -> float:
+    def max_s(self) -> float:
         """Padded audio below which no activation has 2^31 values; above, libraries are slow or fail."""
         features = self._passes.features
         values, bins, frames_per_s = 1.0, features.bins, 1 / features.step_s
@@ -359,21 +355,21 @@ def choose_tiles(
         plan: an epoch's batches.
     """
     try:
-        most = config.train.calibrate or tiles_to_measure()
+        max_tiles = config.train.calibrate or tiles_to_measure()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if comm.rank == 0 and most and not progress.tiles and not progress.step and comm.device.type == "cuda":
-        sizes = Counter(len(deal(batch, 0, comm.world)) for batch in plan)
+    if comm.rank == 0 and max_tiles and not progress.tiles and not progress.step and comm.device.type == "cuda":
+        sizes = Counter(len(rank_part(batch, 0, comm.world)) for batch in plan)
         problems = recurrent_problems(config, precision, [size for size, _ in sizes.most_common(_SIZES)])
         for problem in problems:
             try:
-                progress.tiles |= calibrate([(problem, None)], comm.device.index or 0, most)
+                progress.tiles |= calibrate([(problem, None)], comm.device.index or 0, max_tiles)
             except DoesNotFit:
                 continue  # runs as a loop of products
             except RuntimeError as error:  # such as of a driver that is too old: the layers have another path
                 log.warning("train.calibrate: no tile of the recurrent kernels was timed: %s", error)
                 break
-        log.info("recurrent kernels, fastest of %d: %s", most, progress.tiles or "none to choose")
+        log.info("recurrent kernels, fastest of %d: %s", max_tiles, progress.tiles or "none to choose")
     progress.tiles = comm.broadcast(progress.tiles)
     adopt(progress.tiles)
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds2.audio.augment import of_view, utterance_rng
+from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import MILLION, SpectrogramMasks, spectrogram_masks, time_warps, warp_factors
 from ds2.config.schema import Config, TrainConfig
-from ds2.data.loader import Batch, SpeechLoader, deal
+from ds2.data.loader import Batch, SpeechLoader, rank_part
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.training.ctc import feasible_rows
@@ -26,7 +26,8 @@ FRAMES_MULTIPLE = 32  # step of padded shapes; on average half of it is padding
 # Short of a multiple: at 16 n frames behind the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
 # convolution's weight gradient (B 4, 352 frames, H200).
 _FRAMES_SHORT = 4
-_FIXED = 6  # columns of `Inputs.numbers` that every batch has
+# Columns of `Inputs.numbers`: these, then the labels, then those of each view.
+_FRAMES, _LABEL_LENGTHS, _FEASIBLE, _LOG_PROBS, _TIME_WARPS, _FIXED_COLUMNS = 0, 1, 2, 3, slice(4, 6), 6
 
 
 @dataclass(frozen=True)
@@ -63,27 +64,27 @@ class Inputs:
     @property
     def frames(self) -> Tensor:
         """(B,) int64, frames of the features."""
-        return self.numbers[:, 0]
+        return self.numbers[:, _FRAMES]
 
     @property
     def label_lengths(self) -> Tensor:
         """(B,) int64."""
-        return self.numbers[:, 1]
+        return self.numbers[:, _LABEL_LENGTHS]
 
     @property
     def feasible(self) -> Tensor:
         """(B,) bool: whether there are enough frames for the labels."""
-        return self.numbers[:, 2] > 0
+        return self.numbers[:, _FEASIBLE] > 0
 
     @property
     def label_log_probs(self) -> Tensor:
         """(B,) float64, the log-prob of the labels under the model of CTC-CRF; 0 without one."""
-        return self.numbers.view(torch.float64)[:, 3]
+        return self.numbers.view(torch.float64)[:, _LOG_PROBS]
 
     @property
     def time_warps(self) -> Tensor | None:
         """(B, 2) int64: the frame that moves and where to, None where the config has no time warping."""
-        return self.numbers[:, 4:_FIXED] if self.warps_time else None
+        return self.numbers[:, _TIME_WARPS] if self.warps_time else None
 
     @property
     def keys(self) -> Tensor:
@@ -93,7 +94,7 @@ class Inputs:
     @property
     def labels(self) -> Tensor:
         """(B, L) int64."""
-        return self.numbers[:, _FIXED : _FIXED + self.label_columns]
+        return self.numbers[:, _FIXED_COLUMNS : _FIXED_COLUMNS + self.label_columns]
 
     @property
     def factors(self) -> Tensor | None:
@@ -117,7 +118,7 @@ class Inputs:
     @property
     def _drawn(self) -> Tensor:
         """(V B, key, maybe factor, maybe share, masks) int64: all utterances in one view, then all in the next."""
-        drawn = self.numbers[:, _FIXED + self.label_columns :]
+        drawn = self.numbers[:, _FIXED_COLUMNS + self.label_columns :]
         return drawn.reshape(len(drawn), self.views, -1).transpose(0, 1).flatten(0, 1)
 
     @property
@@ -168,37 +169,27 @@ class InputMaker:
     def __call__(self, batch: Batch, epoch: int) -> Inputs:
         """Make the inputs of a batch of an epoch."""
         config, indices = self.config, batch.indices.tolist()
-        seed, augment = config.train.seed, config.augment
         frames, labels = self.features.frames(batch.sample_lengths), batch.labels
         feasible = feasible_rows(self.model.output_frames(frames), labels, batch.label_lengths)
-        longest, columns = max(int(frames.max()), 1), labels.shape[1]
+        longest, label_columns = max(int(frames.max()), 1), labels.shape[1]
         if self.padded:
             longest += -(longest + _FRAMES_SHORT) % FRAMES_MULTIPLE
-            columns = self.model.output_frames(longest)  # more labels than that are not feasible
-        drawn: list[Tensor] = []
+            label_columns = self.model.output_frames(longest)  # more labels than that are not feasible
         views = 2 if config.train.consistency else 1
         share = dropout_share(config.train, epoch)
-        for view in range(views):
-            drawn.append(torch.tensor(_dropout_keys(config, epoch, indices, view), dtype=torch.int64)[:, None])
-            factors = warp_factors(augment, seed, epoch, indices, view)
-            drawn += [factors] if factors is not None else []
-            drawn += [torch.full((len(frames), 1), share)] if share is not None else []
-            masks = spectrogram_masks(frames, self.features.bins, augment, config.features, seed, epoch, indices, view)
-            drawn += [masks.frequency.flatten(1), masks.time.flatten(1)] if masks is not None else []
-        on_gpu = self.device.type == "cuda"
-        shape = len(frames), _FIXED + columns + sum(part.shape[1] for part in drawn)
-        numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        view_columns = torch.cat([self._view_columns(frames, indices, epoch, view, share) for view in range(views)], 1)
+        width = _FIXED_COLUMNS + label_columns + view_columns.shape[1]
+        numbers = torch.zeros(len(frames), width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         table = numbers.numpy()
-        chosen = self._label_log_probs[batch.indices] if self._label_log_probs is not None else torch.zeros(len(frames))
-        moves = time_warps(frames, augment, config.features, seed, epoch, indices)
-        if moves is not None:
-            table[:, 4:_FIXED] = moves
-        fixed = (frames, batch.label_lengths, feasible, chosen.double().view(torch.int64))
-        for column, values in enumerate(fixed):
-            table[:, column] = values
-        copied = min(columns, labels.shape[1])
-        table[:, _FIXED : _FIXED + copied] = labels[:, :copied]
-        table[:, _FIXED + columns :] = torch.cat(drawn, 1)
+        table[:, _FRAMES], table[:, _LABEL_LENGTHS], table[:, _FEASIBLE] = frames, batch.label_lengths, feasible
+        if self._label_log_probs is not None:
+            table[:, _LOG_PROBS] = self._label_log_probs[batch.indices].double().view(torch.int64)
+        warps = time_warps(frames, config.augment, config.features, config.train.seed, epoch, indices)
+        if warps is not None:
+            table[:, _TIME_WARPS] = warps
+        copied = min(label_columns, labels.shape[1])
+        table[:, _FIXED_COLUMNS : _FIXED_COLUMNS + copied] = labels[:, :copied]
+        table[:, _FIXED_COLUMNS + label_columns :] = view_columns
         samples = self.features.samples(longest)
         waveforms, numbers = self._to_device(batch.waveforms, numbers)
         if samples != waveforms.shape[1]:
@@ -206,16 +197,31 @@ class InputMaker:
         return Inputs(
             waveforms,
             numbers,
-            views,
-            columns,
-            moves is not None,
-            bool(augment.vtlp),
-            share is not None,
-            config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
-            augment.frequency_masks,
-            augment.time_masks,
-            int((~feasible).sum()),
+            views=views,
+            label_columns=label_columns,
+            warps_time=warps is not None,
+            warps=bool(config.augment.vtlp),
+            rises=share is not None,
+            delay_penalty=config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
+            frequency_masks=config.augment.frequency_masks,
+            time_masks=config.augment.time_masks,
+            infeasible=int((~feasible).sum()),
         )
+
+    def _view_columns(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int, share: int | None) -> Tensor:
+        """Draw for one view of each utterance key, frequency warp, share of dropout and masks: (B, K) int64."""
+        config, seed = self.config, self.config.train.seed
+        columns = [torch.tensor(_dropout_keys(config, epoch, indices, view), dtype=torch.int64)[:, None]]
+        factors = warp_factors(config.augment, seed, epoch, indices, view)
+        if factors is not None:
+            columns.append(factors)
+        if share is not None:
+            columns.append(torch.full((len(frames), 1), share))
+        bins = self.features.bins
+        masks = spectrogram_masks(frames, bins, config.augment, config.features, seed, epoch, indices, view)
+        if masks is not None:
+            columns += [masks.frequency.flatten(1), masks.time.flatten(1)]
+        return torch.cat(columns, 1)
 
     def _to_device(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors on the device, ready for its current stream."""
@@ -243,7 +249,7 @@ def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int)
     """Return a key for each utterance, epoch and view; masks do not depend on the number of ranks."""
     if not config.model.dropout and not config.model.stochastic_depth:
         return [0] * len(indices)
-    effect = of_view("dropout", view)
+    effect = effect_of_view("dropout", view)
     return [int(utterance_rng(config.train.seed, epoch, index, effect).integers(2**62)) for index in indices]
 
 
@@ -257,7 +263,7 @@ class EpochBatches:
         loader: of the training utterances.
         plan: the batches of an epoch, by its number.
         last_epoch: number of the last epoch.
-        comm: the ranks among whom batches are dealt.
+        comm: the ranks that share each batch.
     """
 
     def __init__(self, loader: SpeechLoader, plan: Callable[[int], Plan], last_epoch: int, comm: Communicator) -> None:
@@ -275,7 +281,7 @@ class EpochBatches:
 
     def _parts(self, epoch: int, batch: int) -> Iterator[tuple[int, Plan]]:
         for number in range(epoch, max(epoch, self._last_epoch) + 1):
-            yield number, [deal(whole, self._comm.rank, self._comm.world) for whole in self._plan(number)[batch:]]
+            yield number, [rank_part(whole, self._comm.rank, self._comm.world) for whole in self._plan(number)[batch:]]
             batch = 0
 
 

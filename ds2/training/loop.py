@@ -98,16 +98,16 @@ def _log_again(trainer: Trainer, board: RunLog) -> None:
         board.scalars(*trainer.logged)
 
 
-def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog:
+def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunLog:
     """Continue with the processes that are present; return the log of this one.
 
     Raises:
         TrainingError: they are fewer than `comm.min_ranks`; the state is saved.
     """
-    logged = trainer.logged if former.writes else None
+    logged = trainer.logged if previous.writes else None
     view, comm = trainer.regroup(interrupts), trainer.comm
     step = trainer.progress.step
-    former.close()
+    previous.close()
     board = _board(trainer)
     if trainer.logged != logged:  # a rank that was further, and lost while the ranks met, may have passed it on
         _log_again(trainer, board)

@@ -26,7 +26,7 @@ from ds2.training.inputs import Inputs
 
 log = logging.getLogger(__name__)
 # train-clean-5 in batches of 16 at five speeds has 55 shapes; with 32 graphs, four shapes an epoch were recorded again.
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 _REMEMBERED_SHAPES = 1024
 
 
@@ -200,7 +200,7 @@ class GraphedPasses(Passes):
     Passes run launch by launch, with the same kernels on the same shapes and so the same bits, when a shape comes for
     the first time; while running averages still weigh batches by their number; for batches that count nothing; and,
     where a shape is not recorded yet, once half of the GPU's memory is in use. Graphs share their working memory, whose
-    size the largest shape decides: a larger one deletes all graphs. At most `MOST_GRAPHS` are kept, those used last.
+    size the largest shape decides: a larger one deletes all graphs. At most `MAX_GRAPHS` are kept, those used last.
 
     With several ranks, the sums of batch norm are part of a recording, and so are those of gradients where these
     overlap the backward pass: on a stream that forks from the pass whenever a bucket is complete.
@@ -273,7 +273,7 @@ class GraphedPasses(Passes):
             if sums:
                 self.gradients.finish_step()
         self.recordings[key] = RecordedPasses(static, losses, forward, backward)
-        if len(self.recordings) > MOST_GRAPHS:
+        if len(self.recordings) > MAX_GRAPHS:
             self.recordings.popitem(last=False)
         return self.recordings[key]
 

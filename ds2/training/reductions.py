@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # whether gradients are summed during the backward pass, and whether by copies between GPUs
 _WAYS = {"after": (False, False), "during": (True, False), "by copies during": (True, True)}
 _ENOUGH_STEPS = 12  # of each way, measured
-_MOST_STEPS = 1000  # after which the choice is made from what was measured
+_MAX_STEPS = 1000  # after which the choice is made from what was measured
 
 
 @dataclass
@@ -191,23 +191,23 @@ class OverlapChoice:
         if not self.decided:
             self._set(list(self._seconds)[self._steps % len(self._seconds)])
 
-    def end_step(self, audio_s: float, *, typical: bool, former_s: float) -> None:
+    def end_step(self, audio_s: float, *, typical: bool, previous_s: float) -> None:
         """Record the time of a step.
 
         Args:
             audio_s: seconds of audio of all ranks together.
             typical: whether it took as long as later steps will, on every rank: recorded passes were only launched.
-            former_s: the time of the step before it, in seconds; the mean over ranks.
+            previous_s: the time of the step before it, in seconds; the mean over ranks.
         """
         if self.decided:
             return
         self._steps += 1
         if self._last is not None:
-            way, former_audio_s, counts = self._last
-            if counts and former_s > 0 and former_audio_s > 0:
-                self._seconds[way].append(former_s / former_audio_s)
+            way, previous_audio_s, counts = self._last
+            if counts and previous_s > 0 and previous_audio_s > 0:
+                self._seconds[way].append(previous_s / previous_audio_s)
         self._last = self._way, audio_s, typical
-        if self._steps >= _MOST_STEPS or min(map(len, self._seconds.values())) >= _ENOUGH_STEPS:
+        if self._steps >= _MAX_STEPS or min(map(len, self._seconds.values())) >= _ENOUGH_STEPS:
             self._decide()
 
     def _set(self, way: str) -> None:

@@ -120,18 +120,18 @@ class BackgroundWriter:
         self._running: list[Future[None]] = []
 
     def run(self, write: Callable[[], None]) -> None:
-        """Run a function after all former ones; if one of these fails, it is not called."""
-        former = self._running[-1] if self._running else None
+        """Run a function after all earlier ones; if one of these fails, it is not called."""
+        previous = self._running[-1] if self._running else None
 
-        def after_former() -> None:
-            if (former is None or former.exception() is None) and not self._superseded():
+        def after_previous() -> None:
+            if (previous is None or previous.exception() is None) and not self._superseded():
                 try:
                     write()
                 except CheckpointError:
                     if not self._superseded():
                         raise
 
-        self._running.append(self._thread.submit(after_former))
+        self._running.append(self._thread.submit(after_previous))
 
     def busy(self) -> bool:
         """Return whether a function is running or waiting to run; raises the error of one that failed."""
@@ -209,7 +209,7 @@ class RunFiles:
     def save(self) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped.
 
-        At most one state is being written: this waits for the former one.
+        At most one state is being written: this waits for the previous one.
         """
         self._save(self._writer.run)
 
@@ -222,7 +222,7 @@ class RunFiles:
                 save_state(self.run_dir, self.state, self.config, **options)
 
     def save_in_turn(self) -> None:
-        """As `save`, in mid-epoch; warns where the former save is not complete, so that the run waits for it.
+        """As `save`, in mid-epoch; warns where the previous save is not complete, so that the run waits for it.
 
         Where ranks come and go, the state is copied now and written by `confirm`: until all ranks have ended the step,
         they would repeat it with fewer ranks if this one was lost, and a run that resumed from the file would differ.

@@ -41,23 +41,14 @@ from ds2.training.optim import WeightAverage, longest_prefix, no_such_weights, s
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
-_PLANNED_BY = (
-    "batching.",
-    "augment.speed",
-    "augment.tempo",
-    "train.seed",
-    "data.train",
-)  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
-_FIXED = (
-    "model.",
-    "features.",
-    "alphabet.",
-    "train.freeze",
-    "optim.layer_rates",
-    "optim.name",
-)  # the optimizer's order
-_FREE = ("model.dropout", "model.stochastic_depth")  # in training alone, of any weights
+# Settings that change the plan of an epoch.
+_PLANNED_BY = ("batching.", "augment.speed", "augment.tempo", "train.seed", "data.train")
+# Settings that a resumed run must share with its file: they decide the tensors, and the order of the optimizer's.
+_FIXED = ("model.", "features.", "alphabet.", "train.freeze", "optim.layer_rates", "optim.name")
+_FREE = ("model.dropout", "model.stochastic_depth")  # of these, what changes training only and fits any weights
+_MAX_NAMED = 12  # weights in a message
+_STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the features
 
 
 @dataclass
@@ -263,10 +254,6 @@ def plan_fingerprint(plan: Sequence[Sequence[int]], utterances: Sequence[Utteran
     return digest.hexdigest()[:16]
 
 
-_NAMED_AT_MOST = 12
-_STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the features
-
-
 def initial_state(
     state: TrainState, loader: SpeechLoader, alphabet: Alphabet, config: Config, run_dir: Path
 ) -> tuple[Parts, Progress]:
@@ -338,7 +325,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
     if fresh:
         log.warning(
             "%d of %d weights of the model to start from fit; these start from nothing: %s", len(fitting), len(theirs),
-            ", ".join(fresh[:_NAMED_AT_MOST]) + (", ..." if len(fresh) > _NAMED_AT_MOST else ""),
+            ", ".join(fresh[:_MAX_NAMED]) + (", ..." if len(fresh) > _MAX_NAMED else ""),
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ds2.system.signals import Stopped
 
 log = logging.getLogger(__name__)
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupts:
@@ -35,7 +35,7 @@ class Interrupts:
     _at_once: bool = False
 
     def __enter__(self) -> Interrupts:
-        self._old = {s: signal.signal(s, self._handle) for s in _NUMBERS}
+        self._old = {s: signal.signal(s, self._handle) for s in _SIGNALS}
         return self
 
     def __exit__(
@@ -52,12 +52,12 @@ class Interrupts:
     def send(self) -> list[float]:
         """Return 1 for the signal that this process received, 0 for the others, to be summed over ranks."""
         self._sent = self.received
-        return [float(number == self.received) for number in _NUMBERS]
+        return [float(number == self.received) for number in _SIGNALS]
 
     def receive(self, flags: Sequence[float], comm: Communicator) -> None:
         """Read the signals of all ranks from the sum of their flags."""
         if sum(flags) >= self._needed(comm):
-            self.agreed = max(self.agreed, *(number for number, ranks in zip(_NUMBERS, flags, strict=True) if ranks))
+            self.agreed = max(self.agreed, *(number for number, ranks in zip(_SIGNALS, flags, strict=True) if ranks))
 
     def agree(self, comm: Communicator) -> int:
         """Exchange signals with all ranks, which make this call together; returns `agreed`."""

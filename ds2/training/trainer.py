@@ -282,7 +282,7 @@ class Trainer:
         utterances = sum(map(len, group))
         self.overlap.start_step()
         self.gradients.start_step()
-        losses_of_batches, counts = self._passes(batches, group)
+        losses_of_batches, counts = self._run_passes(batches, group)
         with self.timer.phase("allreduce_exposed"):
             for began, ended in self.gradients.finish_step():
                 self.timer.add("allreduce_total", began, ended)
@@ -293,9 +293,9 @@ class Trainer:
             if launched:
                 self.update(report.norm)
             numbers = report.read()
-            loss = self._count(numbers, len(group), utterances)
+            loss = self._add_to_progress(numbers, len(group), utterances)
             if not numbers.finite:
-                self._skip(losses_of_batches, loss)
+                self._skip_step(losses_of_batches, loss)
                 return None
             if self.noise is not None:
                 self.noise.add(self.grad_norm, utterances)
@@ -304,12 +304,12 @@ class Trainer:
             self._end_step()
         return loss
 
-    def _count(self, numbers: StepNumbers, batches: int, utterances: int) -> float:
+    def _add_to_progress(self, numbers: StepNumbers, batches: int, utterances: int) -> float:
         """Add a step's numbers of all ranks to the progress; returns the mean loss."""
-        infeasible, audio_s, atypical, former_s, *self.extra_sums = numbers.counts
+        infeasible, audio_s, atypical, previous_s, *self.extra_sums = numbers.counts
         now_s = time.perf_counter()
         self._step_s, self._read_s = now_s - self._read_s, now_s
-        self.overlap.end_step(audio_s, typical=not atypical, former_s=former_s / self.comm.world)
+        self.overlap.end_step(audio_s, typical=not atypical, previous_s=previous_s / self.comm.world)
         progress = self.progress
         progress.batch += batches
         progress.infeasible += round(infeasible)
@@ -317,7 +317,7 @@ class Trainer:
         self.grad_norm = numbers.norm
         return numbers.loss / utterances
 
-    def _passes(
+    def _run_passes(
         self, batches: PreparedBatches, group: Sequence[Sequence[int]]
     ) -> tuple[list[tuple[Batch, Tensor]], list[float]]:
         """Run the forward and backward passes of a step.
@@ -363,7 +363,7 @@ class Trainer:
         self.progress.step += 1
         self.comm.status.step = self.progress.step
 
-    def _not_finite(self, losses_of_batches: Sequence[tuple[Batch, Tensor]]) -> list[str]:
+    def _names_of_nonfinite(self, losses_of_batches: Sequence[tuple[Batch, Tensor]]) -> list[str]:
         return [
             self.utterances[index].name
             for batch, losses in losses_of_batches
@@ -371,8 +371,8 @@ class Trainer:
             if not ok
         ]
 
-    def _skip(self, losses_of_batches: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
-        bad = [name for names in self.comm.allgather(self._not_finite(losses_of_batches)) for name in names]
+    def _skip_step(self, losses_of_batches: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
+        bad = [name for names in self.comm.allgather(self._names_of_nonfinite(losses_of_batches)) for name in names]
         self.progress.skipped += 1
         for module in self.model.modules():
             if isinstance(module, SequenceBatchNorm):
@@ -514,8 +514,8 @@ def graphs_possible(
     """Whether steps run as CUDA graphs: see `use_graphs`."""
     longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
     samples = int(longest_s * config.data.sample_rate_hz)
-    most_frames = output_frames(features, model, samples) + FRAMES_MULTIPLE
-    no_loss = why_no_loss(most_frames, len(alphabet), comm.device)
+    max_frames = output_frames(features, model, samples) + FRAMES_MULTIPLE
+    no_loss = why_no_loss(max_frames, len(alphabet), comm.device)
     if crf is not None:
         no_loss = no_loss or crf.denominator.why_not(comm.device)
     return use_graphs(config, comm, no_loss, model.why_torch(precision))

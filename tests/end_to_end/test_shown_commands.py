@@ -25,7 +25,7 @@ PAGES = [page for folder in (".", "ds2", "ops", "docs") for page in sorted((ROOT
 PAGES += [page for folder in ("guide", "design", "results") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
 PAGES += sorted((ROOT / "recipes").rglob("*.md"))
 HISTORY = ROOT / "CHANGELOG.md"
-MOST_BYTES = 200_000  # of all pages together, the log left out
+MAX_BYTES = 200_000  # of all pages together, the log left out
 COMMAND = re.compile(rf"(?<![\w./-])ds2 (?:{'|'.join(COMMANDS)})\b|ds2\.cli (?:{'|'.join(COMMANDS)})\b|tools/\w+\.py")
 BLOCK = re.compile(r"^```\w*\n[\s\S]*?^```$|(?:^ {4}.*\n)+", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
@@ -123,7 +123,7 @@ def test_every_page_is_known() -> None:
 
 
 def test_pages_are_short_enough_to_be_read() -> None:
-    assert sum(page.stat().st_size for page in PAGES) <= MOST_BYTES
+    assert sum(page.stat().st_size for page in PAGES) <= MAX_BYTES
     assert (ROOT / "README.md").stat().st_size <= 8_000
 
 

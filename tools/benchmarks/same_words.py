@@ -20,7 +20,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Session, decode_sessions, results
 from ds2.scoring.wer import CORRECT, align
 
-MOST_AT_ONCE = 32
+MAX_AT_ONCE = 32
 
 
 class Streams:
@@ -36,7 +36,7 @@ class Streams:
     def run(self) -> None:
         """Recognise all files."""
         while self.waiting or self.active:
-            while self.waiting and len(self.active) < MOST_AT_ONCE and self.draw.random() < 0.8:
+            while self.waiting and len(self.active) < MAX_AT_ONCE and self.draw.random() < 0.8:
                 index, name = self.waiting.pop(0)
                 samples = read_audio(name, self.recogniser.features.sample_rate_hz)
                 self.active[index], self.partial_words[index] = (self.recogniser.session(), samples, 0), []

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
 from ds2.config.schema import ModelConfig
-from ds2.data.loader import Batch, deal
+from ds2.data.loader import Batch, rank_part
 from ds2.distributed.communicator import Communicator
 from ds2.model import recurrent
 from ds2.model.norm import Ragged, make_norm
@@ -137,7 +137,7 @@ def open_trainer(
     trainer = Trainer(config, Path(config.run_dir), comm)
     trainer.model.train()
     plan = [list(range(batch))]
-    own = plan[0] if comm is None else deal(plan[0], comm.rank, comm.world)
+    own = plan[0] if comm is None else rank_part(plan[0], comm.rank, comm.world)
     prepared: Batch = next(iter(trainer.loader.epoch([own], 1)))
     batches = trainer.prepared(itertools.repeat(prepared.pin_memory() if trainer.device.type == "cuda" else prepared))
     return trainer, lambda: trainer.step(batches, plan)

@@ -38,7 +38,7 @@ from support.op_cases import nan_filled_memory, poison_padding
 CELLS = ("relu", "clipped_relu", "tanh", *GATED)
 LARGEST = {"relu": 2816, "clipped_relu": 2816, "tanh": 2816, "lstm": 1280, "gru_after": 1312, "gru_before": 1312}
 ROUNDING = {"bfloat16": 2**-9, "float16": 2**-12, "float32": 2**-11}  # fp32 products go through TF32
-RUNS, MOST_NUMBERS, HANDFUL = 4, 4_000_000, 8
+RUNS, MAX_NUMBERS, HANDFUL = 4, 4_000_000, 8
 
 
 def cases(seed: int, case: int) -> Iterator[str]:
@@ -52,7 +52,7 @@ def cases(seed: int, case: int) -> Iterator[str]:
         max_sms = rng.choice((None, None, None, 16, 64, 120))
         batch = rng.choice((1, rng.randint(2, 16), rng.randint(17, 32), rng.randint(33, 64), rng.randint(65, 130)))
         frames = rng.choice((1, 2, rng.randint(3, 15), rng.randint(16, 40), rng.randint(41, 150)))
-        frames = max(1, min(frames, MOST_NUMBERS // (batch * hidden)))
+        frames = max(1, min(frames, MAX_NUMBERS // (batch * hidden)))
         try:
             tiles = {
                 backward: _tile(rng, Problem(batch, hidden, dtype, cell, backward), max_sms, layouts)

@@ -38,7 +38,7 @@ TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
 DS2 = (sys.executable, "-m", "ds2.cli")
 KILLS_A_CHAIN = 8
 OTHERS_END_S = 60.0
-MOST_FAULTS = 8  # a command that fails by itself would never be killed often enough
+MAX_FAULTS = 8  # a command that fails by itself would never be killed often enough
 PREPARE = (  # a corpus that takes about as long as Python's start
     "import sys; from ds2 import cli; from ds2.data.corpora import synthetic;"
     "synthetic.UTTERANCES.update(train=120, dev=10, test=10); sys.exit(cli.main())"
@@ -222,7 +222,7 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
         count.faults.append(f"the unbroken run ended with status {status}: {last_output(unbroken)}")
         return count
     expected, ordinary = work.result(unbroken), {path.name for path in _temporary(unbroken)}  # torch's own caches
-    while count.kills < kills and len(count.faults) < MOST_FAULTS:
+    while count.kills < kills and len(count.faults) < MAX_FAULTS:
         chain = folder / f"chain{count.chains}"
         count.chains += 1
         for kill in range(min(KILLS_A_CHAIN, kills - count.kills)):

@@ -1070,7 +1070,7 @@ FAULTS = planted(
     ("a damaged cache is not noticed", audio_cache.CacheFile, "samples", _unchecked),
     ("a batch that was prepared is lost", PreparedBatches, "prepare_next", _prepare_again),
     ("batches that workers made for the ranks of before are used", Loader, "_drop", _nothing),
-    ("the rest of a batch that ranks cannot share evenly is lost", inputs, "deal", _even_parts),
+    ("the rest of a batch that ranks cannot share evenly is lost", inputs, "rank_part", _even_parts),
     ("an evaluation counts what one before it, cut off, has counted", DevMonitor, "start", _go_on_with_sums),
 )  # each must be detected
 

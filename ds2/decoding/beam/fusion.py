@@ -230,7 +230,7 @@ _SPECIAL = (UNKNOWN, START, END)
 
 
 _FIRST_CHARACTER = 0xE000  # Unicode's private use area: a copy of a phone is written as one character
-_MOST_CHARACTERS = 6400
+_MAX_CHARACTERS = 6400
 
 
 class _Copies(dict[tuple[str, bool, int], str]):
@@ -241,9 +241,9 @@ class _Copies(dict[tuple[str, bool, int], str]):
     """
 
     def __missing__(self, copy: tuple[str, bool, int]) -> str:
-        if len(self) == _MOST_CHARACTERS:
+        if len(self) == _MAX_CHARACTERS:
             raise LexiconError(
-                f"the words need more than {_MOST_CHARACTERS} labels: too many of them sound alike; take some out "
+                f"the words need more than {_MAX_CHARACTERS} labels: too many of them sound alike; take some out "
                 "of the lexicon"
             )
         self[copy] = chr(_FIRST_CHARACTER + len(self))
@@ -333,9 +333,9 @@ class PronouncedWords:
         for phrase in phrases:
             ways = [""]
             for word in phrase.split():
-                ways = [f"{way} {spelling}".strip() for way in ways for spelling in self.spelled[word]][:_MOST_WAYS]
+                ways = [f"{way} {spelling}".strip() for way in ways for spelling in self.spelled[word]][:_MAX_WAYS]
             spelled[phrase] = ways
         return spelled
 
 
-_MOST_WAYS = 16  # of saying a phrase
+_MAX_WAYS = 16  # of saying a phrase

@@ -147,13 +147,13 @@ def search(fusion: Fusion, beams: Beams, packed: Tensor, counts: Tensor, prune: 
         counts: (B,) int64 frames of each utterance.
         prune: prefixes this far below the best are dropped, natural log.
     """
-    most, least = int(counts.max()), int(counts.min())
-    beams = beams.with_capacity(most)
-    if packed.is_cuda and most >= _GRAPH_FRAMES:
-        return _search_by_graph(fusion, beams, packed[:most], counts, prune)
-    for time in range(most):
+    longest, shortest = int(counts.max()), int(counts.min())
+    beams = beams.with_capacity(longest)
+    if packed.is_cuda and longest >= _GRAPH_FRAMES:
+        return _search_by_graph(fusion, beams, packed[:longest], counts, prune)
+    for time in range(longest):
         later = step(fusion, beams, packed[time].double(), prune)
-        beams = later if time < least else _where(time < counts, later, beams)
+        beams = later if time < shortest else _where(time < counts, later, beams)
     return beams
 
 

@@ -164,8 +164,8 @@ class Realtime(Client):
         if "phrases" in transcription:  # our extension: only these
             phrases = await self.engine.phrases.grammar(transcription["phrases"], "transcription.phrases")
         silence_ms = self._silence_ms(audio_input)
-        former = (self.hot_words, self.phrases, self.silence_ms, self.format)
-        if (hot_words, phrases, silence_ms, kind) == former:
+        previous = (self.hot_words, self.phrases, self.silence_ms, self.format)
+        if (hot_words, phrases, silence_ms, kind) == previous:
             return
         if not self._is_empty():
             raise BadRequestError(

@@ -25,14 +25,14 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.settings import decode_settings
 from tests.ds2.commands.test_listen import fake
 
-MOST_BYTES = 15_000_000
+MAX_BYTES = 15_000_000
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", shipped.names())
 def test_a_shipped_model_is_small_and_says_what_it_is(name: str, capsys: Capture) -> None:
     folder, card = shipped.FOLDER / name, shipped.read_card(name)
-    assert max(file.stat().st_size for file in folder.iterdir()) <= MOST_BYTES
+    assert max(file.stat().st_size for file in folder.iterdir()) <= MAX_BYTES
     assert not any(str(word).startswith("/") for word in json.dumps(load_model(folder).metadata).split('"'))
     assert main(["models", name]) == 0
     printed = capsys.readouterr().out

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds2.config.schema import BatchingConfig
-from ds2.data.loader import deal, padded_durations_s, plan_epoch
+from ds2.data.loader import padded_durations_s, plan_epoch, rank_part
 
 DURATIONS = np.random.default_rng(0).gamma(3.0, 2.0, 1000) + 0.3
 
@@ -52,7 +52,7 @@ def test_every_utterance_exactly_once_within_the_budget(
             assert len(batch) <= budget
         else:
             assert array[batch].max() * len(batch) <= budget or len(batch) == 1
-        parts = [deal(batch, rank, world) for rank in range(world)]
+        parts = [rank_part(batch, rank, world) for rank in range(world)]
         assert sorted(index for part in parts[: len(batch)] for index in part) == sorted(batch)
         assert min(map(len, parts)) >= max(1, max(map(len, parts)) - 1)
     if flags[1]:
@@ -104,7 +104,7 @@ def test_the_longest_batch_opens_every_epoch_on_request() -> None:
 
 def test_ranks_get_like_durations() -> None:
     for batch in plan_epoch(DURATIONS, by_count(50), 2, 1):
-        means = [DURATIONS[deal(batch, rank, 4)].mean() for rank in range(4)]
+        means = [DURATIONS[rank_part(batch, rank, 4)].mean() for rank in range(4)]
         assert max(means) < 1.15 * min(means)
 
 

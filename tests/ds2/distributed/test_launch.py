@@ -13,7 +13,7 @@ from support.launch import mpirun, torchrun
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
-from ds2.data.loader import deal
+from ds2.data.loader import rank_part
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import Launched, launched
@@ -122,7 +122,7 @@ def test_an_address_alone_makes_nobody_a_rank(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 def test_a_batch_is_dealt_whole_and_ranks_without_a_part_repeat_one(size: int) -> None:
     batch = list(range(10, 10 + size))
-    parts = [deal(batch, rank, 4) for rank in range(4)]
+    parts = [rank_part(batch, rank, 4) for rank in range(4)]
     assert sorted(index for part in parts[:size] for index in part) == batch
     assert all(part == [batch[-1]] for part in parts[size:])
 

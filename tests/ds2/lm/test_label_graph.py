@@ -85,7 +85,7 @@ def test_a_graph_of_the_same_texts_is_the_same() -> None:
 
 def test_graphs_that_are_too_large_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = label_model(CHARACTERS, 4, 0, transcripts=TEXTS)
-    monkeypatch.setattr(label_graph, "MOST_ARCS", 100)
+    monkeypatch.setattr(label_graph, "MAX_ARCS", 100)
     with pytest.raises(LanguageModelError, match=r"more than 100 arcs: lower train\.denominator_order, raise"):
         label_graph.label_graph(model, CHARACTERS)
     with pytest.raises(LanguageModelError, match=r"reserved symbol </s>"):

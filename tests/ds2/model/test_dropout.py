@@ -76,7 +76,7 @@ def reference(key: int, number: int, t: int, d: int) -> int:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_device_computes_the_hash_modulo_its_size(device: str) -> None:
-    kept = layer(0.4, 3)._stays(KEYS.to(device), 0, torch.Size((9, len(KEYS), 21))).tolist()
+    kept = layer(0.4, 3)._keep_mask(KEYS.to(device), 0, torch.Size((9, len(KEYS), 21))).tolist()
     limit = round(0.4 * 2**32) - 2**31
     expected = [[[reference(key, 3, t, d) >= limit for d in range(21)] for key in KEYS.tolist()] for t in range(9)]
     assert kept == expected
@@ -87,8 +87,7 @@ def test_masks_look_like_independent_draws(rate: float) -> None:
     """Means and products of neighbours are those of independent draws, within 6 standard deviations of them."""
     keys = torch.arange(8)
     dropped = (
-        torch.stack([~layer(rate, number)._stays(keys, 0, torch.Size((200, 8, 96))) for number in range(3)]).double()
-        - rate
+        torch.stack([~layer(rate, n)._keep_mask(keys, 0, torch.Size((200, 8, 96))) for n in range(3)]).double() - rate
     )
     variance = rate * (1 - rate)
     assert abs(float(dropped.mean())) < 6 * math.sqrt(variance / dropped.numel())

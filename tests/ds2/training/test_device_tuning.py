@@ -109,7 +109,7 @@ def test_worst_parts_hold_the_most_audio_and_the_most_utterances() -> None:
 
 def test_ranks_take_the_least_and_a_resumed_run_what_it_had(caplog: pytest.LogCaptureFixture) -> None:
     class Probe:
-        available_bytes = most_s = 1e9
+        available_bytes = max_s = 1e9
 
         def __call__(self, part: list[int]) -> float:
             return need(part, 0, 1e6, 0)
@@ -148,7 +148,7 @@ def test_a_run_plans_with_what_was_found_and_resumes_exactly(
     probes = []
 
     class Probe:
-        available_bytes, most_s = 3.1, 1e9  # a byte a second of audio
+        available_bytes, max_s = 3.1, 1e9  # a byte a second of audio
 
         def __init__(self, _: Config, utterances: Sequence[Utterance], *__: Any, **___: Any) -> None:
             probes.append(self)
@@ -305,11 +305,11 @@ def test_training_needs_what_the_trial_measured(
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     drawn = torch.get_rng_state(), torch.cuda.get_rng_state()
     probe = trainer.memory_probe()
-    available_bytes, most_s = probe.available_bytes, probe.most_s
+    available_bytes, max_s = probe.available_bytes, probe.max_s
     plan = trainer.plan()
     measured = max(probe(batch) or 0.0 for batch in plan)
     del probe
-    assert most_s > 100 and measured < available_bytes <= torch.cuda.get_device_properties(0).total_memory
+    assert max_s > 100 and measured < available_bytes <= torch.cuda.get_device_properties(0).total_memory
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
     assert torch.equal(drawn[0], torch.get_rng_state()) and torch.equal(drawn[1], torch.cuda.get_rng_state())
     torch.cuda.empty_cache()

@@ -377,7 +377,7 @@ def test_a_step_that_is_not_finite_is_skipped(
 def test_few_graphs_are_kept(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(*ON_GPU)
     whole = run(config, tmp_path / "all", STEPS)
-    monkeypatch.setattr(passes, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(passes, "MAX_GRAPHS", 1)
     few = run(config, tmp_path / "few", STEPS)
     assert_equal(whole, few)
     assert len(few[0].passes.recordings) == 1 < len(whole[0].passes.recordings)  # type: ignore[attr-defined]

@@ -59,15 +59,15 @@ def run(
     choice: OverlapChoice, reducer: Any, *, during_s: float, after_s: float, copied_s: float = 2.0, steps: int
 ) -> int:
     """Take steps of growing length that are as fast as said, reported a step later; returns how many were taken."""
-    former_s = 0.0
+    previous_s = 0.0
     for step in range(steps):
         audio_s = 10.0 + step
         choice.start_step()
         slow = step % 7 == 0  # a recording
         a_second = copied_s if reducer.copied else during_s if reducer.overlap else after_s
         step_s = a_second * audio_s + 5 * slow
-        choice.end_step(audio_s, typical=not slow, former_s=former_s)
-        former_s = step_s
+        choice.end_step(audio_s, typical=not slow, previous_s=previous_s)
+        previous_s = step_s
         if choice.decided:
             return step + 1
     return steps
@@ -81,7 +81,7 @@ def test_the_faster_way_is_taken_whatever_the_lengths_of_steps(during_s: float, 
     assert 24 < taken < 40 and reducer.overlap == (during_s < after_s)
     before = reducer.overlap
     choice.start_step()
-    choice.end_step(1.0, typical=True, former_s=100.0)
+    choice.end_step(1.0, typical=True, previous_s=100.0)
     assert reducer.overlap == before
 
 
@@ -102,7 +102,7 @@ def test_steps_that_never_count_leave_sums_behind_the_pass() -> None:
     for _ in range(1000):
         assert not choice.decided
         choice.start_step()
-        choice.end_step(1.0, typical=False, former_s=1.0)
+        choice.end_step(1.0, typical=False, previous_s=1.0)
     assert choice.decided and not reducer.overlap
 
 
