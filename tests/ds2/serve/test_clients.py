@@ -58,9 +58,9 @@ async def events(running: Running, messages: list[str | bytes]) -> list[dict[str
     return await replies(f"ws://127.0.0.1:{running.port}/v1/realtime?intent=transcription", messages)
 
 
-def test_vosk_tells_words_with_times_unless_they_are_not_wanted(serve: Callable[..., Running]) -> None:
+def test_vosk_tells_words_with_times_unless_they_are_not_wanted(shared: Callable[..., Running]) -> None:
     """Its server does by default, which its test_srt.py and makers of captions count on."""
-    running, data = serve(), speech(2, 1.0)
+    running, data = shared(), speech(2, 1.0)
     wanted = text_alone(running.recogniser, data)
     start = config(**CONFIG)
     first = asyncio.run(replies(running.vosk, [start, data, '{"eof" : 1}']))[-1]
@@ -72,8 +72,8 @@ def test_vosk_tells_words_with_times_unless_they_are_not_wanted(serve: Callable[
     assert late == {"text": wanted}
 
 
-def test_a_vosk_client_may_say_its_config_again(serve: Callable[..., Running]) -> None:
-    running, data = serve(), speech(3, 1.0)
+def test_a_vosk_client_may_say_its_config_again(shared: Callable[..., Running]) -> None:
+    running, data = shared(), speech(3, 1.0)
     messages = [config(**CONFIG), data, '{"reset" : 1}', config(**CONFIG), data, config(**CONFIG), '{"eof" : 1}']
     assert texts(asyncio.run(replies(running.vosk, messages))) == [text_alone(running.recogniser, data)] * 2
     for other in ({"sample_rate": 8000}, {"endpoints": {"silence_s": 1.0}}):
@@ -81,8 +81,8 @@ def test_a_vosk_client_may_say_its_config_again(serve: Callable[..., Running]) -
         assert "after the first audio" in last["error"]
 
 
-def test_vosks_word_for_anything_else_is_let_go(serve: Callable[..., Running]) -> None:
-    running, data = serve("beam"), speech(4, 1.0)
+def test_vosks_word_for_anything_else_is_let_go(shared: Callable[..., Running]) -> None:
+    running, data = shared("beam"), speech(4, 1.0)
     answers = asyncio.run(replies(running.vosk, [config(**CONFIG, phrase_list=["a", "[unk]"]), data, '{"eof" : 1}']))
     assert texts(answers) and "error" not in answers[-1]
 

@@ -30,8 +30,8 @@ async def vosk(running: Running, config: dict[str, Any]) -> str:
     return str(answer.get("error") or answer["text"])
 
 
-def test_sessions_of_vosk_have_their_own(serve: Callable[..., Running]) -> None:
-    running = serve(decode=OPEN)
+def test_sessions_of_vosk_have_their_own(shared: Callable[..., Running]) -> None:
+    running = shared(decode=OPEN)
     plain = wanted(running, None)
     other = wanted(running, {plain: -500.0})
     hot = [None, {plain: -500.0}, {plain: -500.0, other: -500.0}]
@@ -46,8 +46,8 @@ def test_sessions_of_vosk_have_their_own(serve: Callable[..., Running]) -> None:
     assert asyncio.run(vosk(running, {"phrase_list": ["CAB", "b a"]})) == wanted(running, {"cab": 10.0, "b a": 10.0})
 
 
-def test_openais_prompt_is_a_hint_and_our_field_an_order(serve: Callable[..., Running]) -> None:
-    running = serve(decode=OPEN)
+def test_openais_prompt_is_a_hint_and_our_field_an_order(shared: Callable[..., Running]) -> None:
+    running = shared(decode=OPEN)
     upload, create = wav(DATA), running.client().audio.transcriptions.create
     prompt = "Cab, b a; a sentence of many words that is no phrase. 123, zebra"
     assert create(model="ds2", file=upload, prompt=prompt).text == wanted(running, {"cab": 10.0, "b a": 10.0})
@@ -68,22 +68,22 @@ def test_what_has_no_weight_is_worth_the_setting(serve: Callable[..., Running]) 
     assert running.client().audio.transcriptions.create(model="ds2", file=wav(DATA), prompt=plain).text == other
 
 
-def test_realtime_takes_them_before_audio(serve: Callable[..., Running]) -> None:
-    running = serve(decode=OPEN)
+def test_realtime_takes_them_before_audio(shared: Callable[..., Running]) -> None:
+    running = shared(decode=OPEN)
     assert updated(running, prompt="cab, 7").type == "session.updated"
     assert updated(running, keywords=["cab", "7"]).type == "session.updated"
     assert updated(running, hot_words={"cab": 3}).type == "session.updated"
     assert "zebra" in updated(running, hot_words=["zebra"]).error.message
 
 
-def test_a_decoder_that_looks_for_none_says_so(serve: Callable[..., Running]) -> None:
-    running = serve("greedy")
+def test_a_decoder_that_looks_for_none_says_so(shared: Callable[..., Running]) -> None:
+    running = shared("greedy")
     assert "decode.method=beam" in asyncio.run(vosk(running, {"hot_words": {"cab": 3.0}}))
     assert asyncio.run(vosk(running, {})) == wanted(running, None)
 
 
-def test_a_prompt_of_too_many_phrases_is_refused_before_any_work(serve: Callable[..., Running]) -> None:
-    running = serve(decode=OPEN)
+def test_a_prompt_of_too_many_phrases_is_refused_before_any_work(shared: Callable[..., Running]) -> None:
+    running = shared(decode=OPEN)
     create = running.client().audio.transcriptions.create
     with pytest.raises(openai.BadRequestError, match="20000 at most"):
         create(model="ds2", file=("talk.raw", DATA), prompt="ab, c " * 150_000)

@@ -40,8 +40,8 @@ async def opens(running: Running, path: str, host: str = "127.0.0.1", origin: st
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_page_of_another_site_opens_no_websocket(serve: Callable[..., Running], path: str) -> None:
-    running = serve()
+def test_a_page_of_another_site_opens_no_websocket(shared: Callable[..., Running], path: str) -> None:
+    running = shared()
     own = running.web
 
     async def all_of_them() -> list[int]:
@@ -56,8 +56,8 @@ def test_a_page_of_another_site_opens_no_websocket(serve: Callable[..., Running]
     assert asyncio.run(all_of_them()) == [101, 101, 403, 403, 403]
 
 
-def test_a_page_of_another_site_reads_nothing(serve: Callable[..., Running]) -> None:
-    running = serve()
+def test_a_page_of_another_site_reads_nothing(shared: Callable[..., Running]) -> None:
+    running = shared()
     for path in ("/", "/healthz", "/metrics", "/v1/audio/transcriptions"):
         assert status(running.web + path, Origin=EVIL) == 403
         assert status(running.web + path, Host="evil.example") == 421
@@ -118,8 +118,8 @@ def test_who_is_let_in(limits: Any, host: str | None, origin: str | None, local:
     assert (guard.refusal(scope(host, origin, local)) is None) == allowed
 
 
-def test_a_request_with_two_lengths_ends_its_connection(serve: Callable[..., Running]) -> None:
-    running = serve()
+def test_a_request_with_two_lengths_ends_its_connection(shared: Callable[..., Running]) -> None:
+    running = shared()
     smuggled = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     for path in (b"/healthz", b"/v1/audio/transcriptions"):
         head = b"POST " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=x\r\n"

@@ -19,8 +19,8 @@ def wanted(running: Running, phrases: list[str]) -> str:
     return text_alone(running.recogniser.only_phrases(phrases) if phrases else running.recogniser, DATA)
 
 
-def test_a_grammar_of_vosk_is_all_that_its_session_hears(serve: Callable[..., Running]) -> None:
-    running = serve("greedy")
+def test_a_grammar_of_vosk_is_all_that_its_session_hears(shared: Callable[..., Running]) -> None:
+    running = shared("greedy")
     free = wanted(running, [])
     grammars: list[list[str]] = [[], free.split(), ["a", "[unk]"]]
     texts = [wanted(running, grammar) for grammar in grammars]
@@ -50,22 +50,22 @@ def test_a_grammar_of_vosk_is_all_that_its_session_hears(serve: Callable[..., Ru
     ],
 )
 def test_a_grammar_that_cannot_be_read_is_an_error_in_the_protocol(
-    serve: Callable[..., Running], grammar: Any, named: str
+    shared: Callable[..., Running], grammar: Any, named: str
 ) -> None:
-    running = serve("greedy")
+    running = shared("greedy")
     assert named in asyncio.run(vosk(running.vosk, DATA, config={"grammar": grammar}))[-1]["error"]
     assert asyncio.run(vosk(running.vosk, DATA))[-1]["text"] is not None  # others go on
 
 
-def test_openais_files_take_phrases(serve: Callable[..., Running]) -> None:
-    running = serve("greedy")
+def test_openais_files_take_phrases(shared: Callable[..., Running]) -> None:
+    running = shared("greedy")
     upload, create = wav(DATA), running.client().audio.transcriptions.create
     assert create(model="ds2", file=upload, extra_body={"phrases": json.dumps(ONLY)}).text == wanted(running, ONLY)
     with pytest.raises(openai.BadRequestError, match="zebra"):
         create(model="ds2", file=upload, extra_body={"phrases": '["zebra"]'})
 
 
-def test_openais_sessions_take_phrases(serve: Callable[..., Running]) -> None:
-    running = serve("greedy")
+def test_openais_sessions_take_phrases(shared: Callable[..., Running]) -> None:
+    running = shared("greedy")
     assert updated(running, phrases=ONLY).type == "session.updated"
     assert "zebra" in updated(running, phrases=["zebra"]).error.message

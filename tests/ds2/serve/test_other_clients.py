@@ -50,8 +50,8 @@ def best(message: Any) -> Any:
     return message.channel.alternatives[0]
 
 
-def test_deepgrams_client_gets_words_with_times(serve: Callable[..., Running]) -> None:
-    running, data = serve(), speech(2, 1.0)
+def test_deepgrams_client_gets_words_with_times(shared: Callable[..., Running]) -> None:
+    running, data = shared(), speech(2, 1.0)
     wanted = alone(running.recogniser, data)
     *results, metadata = listen(running, pieces(data))
     assert [message.type for message in results] == ["Results"] and results[0].speech_final
@@ -62,19 +62,19 @@ def test_deepgrams_client_gets_words_with_times(serve: Callable[..., Running]) -
 
 
 @pytest.mark.parametrize("law", ["mulaw", "alaw"])
-def test_deepgram_takes_the_audio_of_telephones(serve: Callable[..., Running], law: str) -> None:
-    running = serve()
+def test_deepgram_takes_the_audio_of_telephones(shared: Callable[..., Running], law: str) -> None:
+    running = shared()
     encoded, data = companded(speech(2, 1.0), law)
     result, _ = listen(running, pieces(encoded), encoding=law)
     assert best(result).transcript == alone(running.recogniser, data).text != ""
 
 
 def test_deepgrams_client_gets_interim_results_and_events(
-    serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+    shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model finds no silence
     monkeypatch.setattr("ds2.serve.protocols.deepgram.Deepgram.endpoints", START_AGAIN)
-    running, data = serve(), speech(2, 2.0)
+    running, data = shared(), speech(2, 2.0)
     asked = {"interim_results": True, "vad_events": True, "utterance_end_ms": 1000}
     messages = listen(running, pieces(data), finalize=True, **asked)
     results = [message for message in messages if message.type == "Results"]
@@ -99,9 +99,9 @@ def test_deepgrams_client_gets_interim_results_and_events(
     ],
 )
 def test_deepgrams_errors_say_what_is_allowed(
-    serve: Callable[..., Running], settings: dict[str, Any], message: str
+    shared: Callable[..., Running], settings: dict[str, Any], message: str
 ) -> None:
-    running = serve()
+    running = shared()
     [error] = listen(running, [], **settings)
     assert error.type == "Error" and message in error.description
     assert running.metric("ds2_sessions") == 0
@@ -143,11 +143,11 @@ def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running],
 
 
 def test_sherpa_onnx_segments_are_numbered_and_timed(
-    serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+    shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     monkeypatch.setattr("ds2.serve.protocols.sherpa_onnx._ENDPOINTS", START_AGAIN)
-    running = serve()
+    running = shared()
     results = asyncio.run(sherpa(f"{running.vosk}sherpa-onnx", speech(2, 2.0)))
     finals = [result for result in results if result["is_final"]]
     assert [result["segment"] for result in finals] == list(range(len(finals))) and len(finals) > 2
@@ -164,8 +164,8 @@ def test_sherpa_onnx_segments_are_numbered_and_timed(
         ("Finish", "the text Done"),
     ],
 )
-def test_what_sherpa_onnx_has_not_is_an_error(serve: Callable[..., Running], message: str | bytes, error: str) -> None:
-    running = serve()
+def test_what_sherpa_onnx_has_not_is_an_error(shared: Callable[..., Running], message: str | bytes, error: str) -> None:
+    running = shared()
 
     async def answers() -> list[dict[str, Any]]:
         async with connect(f"{running.vosk}sherpa-onnx") as ws:
@@ -200,8 +200,8 @@ def utterance(data: bytes, **transcribe: Any) -> list[Any]:
     return [asr.Transcribe(**transcribe), audio.AudioStart(**form), *chunks, audio.AudioStop()]
 
 
-def test_wyomings_client_gets_a_transcript_in_pieces(serve: Callable[..., Running]) -> None:
-    running, data = serve(), speech(2, 2.0)
+def test_wyomings_client_gets_a_transcript_in_pieces(shared: Callable[..., Running]) -> None:
+    running, data = shared(), speech(2, 2.0)
     wanted = text_alone(running.recogniser, data)
     first, *chunks, transcript, _ = asyncio.run(wyoming(running, utterance(data, language="en")))
     assert first.type == "transcript-start" and transcript.type == "transcript"
@@ -209,8 +209,8 @@ def test_wyomings_client_gets_a_transcript_in_pieces(serve: Callable[..., Runnin
     assert running.metric("ds2_sessions") == 0
 
 
-def test_a_wyoming_connection_has_any_number_of_utterances(serve: Callable[..., Running]) -> None:
-    running, data = serve("beam"), speech(2, 1.0)
+def test_a_wyoming_connection_has_any_number_of_utterances(shared: Callable[..., Running]) -> None:
+    running, data = shared("beam"), speech(2, 1.0)
     info, ping = pytest.importorskip("wyoming.info"), pytest.importorskip("wyoming.ping")
     hint = utterance(data, transcript_names=["ab"])
     events = [info.Describe(), *utterance(data), *hint, *utterance(b""), ping.Ping("x")]

@@ -28,8 +28,8 @@ SPOKEN_S = 2.0
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
 
-def test_the_page_asks_no_other_host(serve: Callable[..., Running]) -> None:
-    running = serve()
+def test_the_page_asks_no_other_host(shared: Callable[..., Running]) -> None:
+    running = shared()
     with urllib.request.urlopen(running.web + "/", timeout=WAIT_S) as answer:
         html, policy = answer.read().decode(), answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy

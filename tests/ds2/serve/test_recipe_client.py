@@ -12,8 +12,8 @@ from support.paths import ROOT
 from support.serving import RATE_HZ, WAIT_S, Running, samples_of, speech, text_alone
 
 
-def test_the_client_in_the_recipe(serve: Callable[..., Running], tmp_path: Path) -> None:
-    running, data = serve(), speech(2, 1.5)
+def test_the_client_in_the_recipe(shared: Callable[..., Running], tmp_path: Path) -> None:
+    running, data = shared(), speech(2, 1.5)
     soundfile.write(tmp_path / "talk.wav", samples_of(data), RATE_HZ, subtype="PCM_16")
     page = (ROOT / "docs/guide/live.md").read_text(encoding="utf-8")
     client = page.split("```python\n")[1].split("```")[0]

@@ -273,13 +273,13 @@ def test_an_upload_whose_client_has_gone_is_decoded_no_further(serve: Callable[.
 
 @pytest.mark.parametrize("name", ["a.mkv", "a.m4a", "a.ts"])
 def test_an_upload_cannot_open_other_files_of_the_server(
-    serve: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    shared: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # uploads are kept there
     soundfile.write(tmp_path / "secret.wav", 0.1 * np.random.default_rng(0).standard_normal(RATE_HZ), RATE_HZ)
     upload = b"ffconcat version 1.0\nfile 'secret.wav'\n"
     with pytest.raises(openai.BadRequestError, match=rf"{name}: not readable as audio") as refused:
-        serve().client().audio.transcriptions.create(model="ds2", file=(name, upload))
+        shared().client().audio.transcriptions.create(model="ds2", file=(name, upload))
     assert "secret" not in str(refused.value)
 
 
@@ -300,9 +300,9 @@ def test_a_client_that_is_half_open_is_cut_off(serve: Callable[..., Running]) ->
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_texts_that_are_not_utf_8_are_refused_without_a_traceback(
-    serve: Callable[..., Running], caplog: pytest.LogCaptureFixture, cut: bool
+    shared: Callable[..., Running], caplog: pytest.LogCaptureFixture, cut: bool
 ) -> None:
-    running = serve()
+    running = shared()
 
     async def send() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)

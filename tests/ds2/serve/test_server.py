@@ -58,8 +58,8 @@ def words_of(answers: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
-def test_openais_client_gets_every_format(serve: Callable[..., Running], method: str) -> None:
-    running, data = serve(method), speech(1, 2.0)
+def test_openais_client_gets_every_format(shared: Callable[..., Running], method: str) -> None:
+    running, data = shared(method), speech(1, 2.0)
     wanted, create = text_alone(running.recogniser, data), running.client().audio.transcriptions.create
     assert wanted
     assert create(model="ds2", file=flac(data)).text == wanted
@@ -82,8 +82,8 @@ def test_openais_client_gets_every_format(serve: Callable[..., Running], method:
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
-def test_a_vosk_client_gets_one_answer_a_message_and_all_words(serve: Callable[..., Running], method: str) -> None:
-    running, data = serve(method), speech(2, 1.5)
+def test_a_vosk_client_gets_one_answer_a_message_and_all_words(shared: Callable[..., Running], method: str) -> None:
+    running, data = shared(method), speech(2, 1.5)
     answers = asyncio.run(vosk(running.vosk, data, chunk=4001, config={"words": True}))  # samples cut in halves too
     assert len(answers) == -(-len(data) // 4001) + 1
     assert all(answer.keys() & {"partial", "text"} for answer in answers)
@@ -95,9 +95,9 @@ def test_a_vosk_client_gets_one_answer_a_message_and_all_words(serve: Callable[.
 
 
 def test_transcripts_are_logged_only_if_asked_for(
-    serve: Callable[..., Running], caplog: pytest.LogCaptureFixture
+    shared: Callable[..., Running], caplog: pytest.LogCaptureFixture
 ) -> None:
-    running, data = serve(), speech(2, 1.5)
+    running, data = shared(), speech(2, 1.5)
     caplog.set_level(logging.DEBUG, "ds2")
     wanted = words_of(asyncio.run(vosk(running.vosk, data)))
     assert wanted and wanted not in caplog.text
@@ -106,8 +106,8 @@ def test_transcripts_are_logged_only_if_asked_for(
     assert wanted in caplog.text
 
 
-def test_a_vosk_client_says_when_segments_end(serve: Callable[..., Running]) -> None:
-    running, data, rules = serve(), speech(2, 12.0), {"longest_s": 0.5}
+def test_a_vosk_client_says_when_segments_end(shared: Callable[..., Running]) -> None:
+    running, data, rules = shared(), speech(2, 12.0), {"longest_s": 0.5}
     live = running.recogniser.live(sample_rate_hz=RATE_HZ, endpoints=Endpoints(**rules))
     live.accept_waveform(samples_of(data))
     live.flush()
@@ -117,8 +117,8 @@ def test_a_vosk_client_says_when_segments_end(serve: Callable[..., Running]) -> 
     assert [answer["text"] for answer in answers if answer.get("text")] == wanted
 
 
-def test_a_reset_ends_an_utterance_and_the_session_goes_on(serve: Callable[..., Running]) -> None:
-    running, data = serve(), speech(3, 1.0)
+def test_a_reset_ends_an_utterance_and_the_session_goes_on(shared: Callable[..., Running]) -> None:
+    running, data = shared(), speech(3, 1.0)
 
     async def twice() -> list[str]:
         async with connect(running.vosk) as ws:
@@ -187,8 +187,8 @@ BAD_MESSAGES = {
 
 
 @pytest.mark.parametrize("case", BAD_MESSAGES)
-def test_a_bad_message_is_answered_by_what_is_wrong(serve: Callable[..., Running], case: str) -> None:
-    running = serve()
+def test_a_bad_message_is_answered_by_what_is_wrong(shared: Callable[..., Running], case: str) -> None:
+    running = shared()
     message, reason = BAD_MESSAGES[case]
 
     async def send() -> str:
@@ -242,8 +242,8 @@ def test_limits_are_named(serve: Callable[..., Running]) -> None:
     assert caught.value.status_code == 413
 
 
-def test_damaged_uploads_and_unknown_formats_are_named(serve: Callable[..., Running]) -> None:
-    running = serve()
+def test_damaged_uploads_and_unknown_formats_are_named(shared: Callable[..., Running]) -> None:
+    running = shared()
     create = running.client().audio.transcriptions.create
     for file, message in ((("a.wav", b"not audio"), r"a\.wav: not readable"), (("a.wav", b""), "empty")):
         for stream in (False, True):
@@ -260,21 +260,21 @@ def test_damaged_uploads_and_unknown_formats_are_named(serve: Callable[..., Runn
 
 
 @pytest.mark.parametrize("name", ["a." + "x" * 300, "a.\0wav", "a.日本", "../../a.wav", "a./b"])
-def test_an_upload_may_be_called_anything(serve: Callable[..., Running], name: str) -> None:
+def test_an_upload_may_be_called_anything(shared: Callable[..., Running], name: str) -> None:
     body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="' + name.encode() + b'"\r\n\r\n'
     body += flac(speech(1, 0.5)).read() + b"\r\n--x--\r\n"
     headers = {"content-type": "multipart/form-data; boundary=x"}
-    running = serve()
+    running = shared()
     request = urllib.request.Request(running.web + "/v1/audio/transcriptions", body, headers)
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
         assert json.load(answer) == {"text": text_alone(running.recogniser, speech(1, 0.5))}
 
 
-def test_a_full_disk_is_named(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    running = serve()
+    running = shared()
     monkeypatch.setattr("ds2.serve.protocols.openai_rest.tempfile.NamedTemporaryFile", full)
     with pytest.raises(openai.InternalServerError, match="cannot store the upload: No space left") as caught:
         running.client().audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.2)))

@@ -36,8 +36,8 @@ async def send(connection: Any, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("kind", "law"), [("audio/pcmu", "mulaw"), ("audio/pcma", "alaw")])
-def test_the_audio_of_telephones_is_taken(serve: Callable[..., Running], kind: str, law: str) -> None:
-    running = serve()
+def test_the_audio_of_telephones_is_taken(shared: Callable[..., Running], kind: str, law: str) -> None:
+    running = shared()
     encoded, data = companded(speech(1, 1.5, 8000), law)
 
     async def talk() -> tuple[Any, Any]:
@@ -56,8 +56,8 @@ def test_the_audio_of_telephones_is_taken(serve: Callable[..., Running], kind: s
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
-def test_a_commit_makes_an_item_of_all_that_was_sent(serve: Callable[..., Running], method: str) -> None:
-    running, data = serve(method), speech(1, 1.5, RATE_HZ)
+def test_a_commit_makes_an_item_of_all_that_was_sent(shared: Callable[..., Running], method: str) -> None:
+    running, data = shared(method), speech(1, 1.5, RATE_HZ)
     wanted = text_at(running.recogniser, data, RATE_HZ)
     assert wanted
 
@@ -83,8 +83,8 @@ def test_a_commit_makes_an_item_of_all_that_was_sent(serve: Callable[..., Runnin
     assert [rest[at].usage.seconds for at in (2, 5)] == pytest.approx([1.5, 1.5])
 
 
-def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(serve: Callable[..., Running]) -> None:
-    running, data = serve(), speech(2, 1.0, RATE_HZ)
+def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(shared: Callable[..., Running]) -> None:
+    running, data = shared(), speech(2, 1.0, RATE_HZ)
     bad = [
         ({"type": "response.create", "event_id": "mine"}, "response.create"),
         ({"type": "input_audio_buffer.commit"}, "append audio"),
@@ -120,8 +120,8 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(serve: Callable
     assert asyncio.run(talk()) == text_at(running.recogniser, data, RATE_HZ)
 
 
-def test_server_vad_ends_items_at_pauses(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    running, data = serve(), speech(3, 1.0, RATE_HZ)
+def test_server_vad_ends_items_at_pauses(shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    running, data = shared(), speech(3, 1.0, RATE_HZ)
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     monkeypatch.setattr("ds2.serve.protocols.openai_realtime.Endpoints", _rules)
 

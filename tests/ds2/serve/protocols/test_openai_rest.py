@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_refuses_the_upload_and_nothing_else(
     assert not list(temporary.glob("ds2-upload-*"))
 
 
-def test_the_event_loop_copies_no_upload(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_loop_copies_no_upload(shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written to the named file is written in another thread than that of the event loop."""
     threads = set[str]()
     make = tempfile.NamedTemporaryFile
@@ -80,7 +80,7 @@ def test_the_event_loop_copies_no_upload(serve: Callable[..., Running], monkeypa
         threads.add(threading.current_thread().name)
         return make(**options)
 
-    running, data = serve(), speech(3, 1.0)
+    running, data = shared(), speech(3, 1.0)
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", watched)
     assert transcribe(running, data) == text_alone(running.recogniser, data)
     assert threads and all("AnyIO worker" in name for name in threads)
