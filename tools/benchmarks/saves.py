@@ -111,12 +111,12 @@ def main(arguments: list[str] | None = None) -> int:
             saves.append(save_during_steps(trainer, take_step))
         mib = state_file(trainer.run_dir).stat().st_size / 2**20
         result = {"mib": mib, "quiet_ms": [1e3 * s for s in quiet_s], "saves": delays(quiet_s, saves)}
+        table = Table(COLUMNS)
+        for row in result["saves"]:
+            table.print_row(row)
+        median, slowest = 1e3 * statistics.median(quiet_s), 1e3 * max(quiet_s)
+        print(f"beside no save a step takes {median:.1f} ms, the slowest of {len(quiet_s)} {slowest:.1f}", flush=True)
         result["stop_s"] = stop_seconds([*overrides, f"run_dir={folder}/stopped"])
-    table = Table(COLUMNS)
-    for row in result["saves"]:
-        table.print_row(row)
-    median, slowest = 1e3 * statistics.median(quiet_s), 1e3 * max(quiet_s)
-    print(f"beside no save a step takes {median:.1f} ms, the slowest of {len(quiet_s)} {slowest:.1f}")
     print(f"a state of {mib:.0f} MiB is complete, and the run ends, {result['stop_s']:.2f} s after SIGTERM")
     write_json(None, head | result)
     return 0
