@@ -14,6 +14,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from ds2_ops import gru
@@ -35,7 +36,7 @@ from ds2.model.structure import frames_after, operator_cell
 from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
-_HOLD = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
+_UPDATE_NOTHING = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
 
 Carry = tuple[Tensor, ...]  # of a recurrent layer, (B, H) each: h, and c of an LSTM
 
@@ -378,48 +379,29 @@ class BlockRecurrence:
             with torch.cuda.stream(projection_stream):  # None: the current one
                 x = rms_norm(x, self.rms_eps)
         last: Sequence[Tensor]
+        weights = self.weight, self.bias, self.weight_hh
+        options: dict[str, Any] = {
+            "lengths": lengths, "begin": begin, "backend": self.backend, "max_sms": max_sms,
+            "projection_stream": projection_stream,
+        }  # fmt: skip
         if self.cell.startswith("gru"):
             z = project(x.contiguous(), self.weight, self.bias, None)
             if begin is not None:
-                z = self._held(z, begin)
+                z = self._keep_state_until(z, begin)
             inputs = z, self.weight_hh, self.bias_hn, carry[0], lengths
             y, *last = gru(*inputs, reset_after=self.cell == "gru_after", backend=self.backend)
         elif self.cell == "lstm":
-            y, *last = lstm_layer(
-                x,
-                self.weight,
-                self.bias,
-                self.weight_hh,
-                carry[0],
-                carry[1],
-                lengths,
-                begin,
-                backend=self.backend,
-                max_sms=max_sms,
-                projection_stream=projection_stream,
-            )
+            y, *last = lstm_layer(x, *weights, *carry, **options)
         else:
-            y, *last = recurrent_layer(
-                x,
-                self.weight,
-                self.bias,
-                self.weight_hh,
-                carry[0],
-                lengths,
-                begin,
-                nonlinearity=self.cell,
-                clip=self.clip,
-                backend=self.backend,
-                max_sms=max_sms,
-                projection_stream=projection_stream,
-            )
+            options |= {"nonlinearity": self.cell, "clip": self.clip}
+            y, *last = recurrent_layer(x, *weights, *carry, **options)
         return y, tuple(last)
 
-    def _held(self, z: Tensor, begin: Tensor) -> Tensor:
-        """Pre-activations (T, B, 3 H) whose update gate keeps the state until a stream begins."""
+    def _keep_state_until(self, z: Tensor, begin: Tensor) -> Tensor:
+        """Return pre-activations (T, B, 3 H) whose update gate keeps the state until a stream begins."""
         early = (torch.arange(len(z), device=z.device)[:, None] < begin)[:, :, None]
         reset, update, new = z.chunk(3, 2)
-        return torch.cat([reset, torch.where(early, _HOLD, update), new], 2)
+        return torch.cat([reset, torch.where(early, _UPDATE_NOTHING, update), new], 2)
 
 
 class BlockModule:

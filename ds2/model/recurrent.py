@@ -73,7 +73,7 @@ class RecurrentLayer(nn.Module):
         if self.weight_hh_reverse is not None:
             both = z[:, :, None].expand(-1, -1, 2, -1)
             parameters = [self.weight_hh, self.weight_hh_reverse]
-            ways = bidirectional(
+            outputs = bidirectional(
                 self.nonlinearity,
                 both,
                 torch.stack([context.weight(parameter) for parameter in parameters]),
@@ -83,7 +83,7 @@ class RecurrentLayer(nn.Module):
                 backend=self.backend,
                 weight_sink=sinks_of(parameters, context),
             )
-            return ways.sum(2)
+            return outputs.sum(2)
         return self.recur(z, (), ragged.lengths, context)[0]
 
     def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
@@ -167,7 +167,7 @@ class GatedRecurrentLayer(nn.Module):
             return self.recur(z, (), ragged.lengths, context)[0]
         recurrent = [_parameter(cell, "weight_hh_l0") for cell in self._cells]
         biases_hn = [self._bias_hn(cell, context) for cell in self._cells]
-        ways = bidirectional(
+        outputs = bidirectional(
             self.operator,
             z.view(*z.shape[:2], 2, -1),
             torch.stack([context.weight(parameter) for parameter in recurrent]),
@@ -176,7 +176,7 @@ class GatedRecurrentLayer(nn.Module):
             backend=self.backend,
             weight_sink=sinks_of(recurrent, context),
         )
-        return ways.sum(2)
+        return outputs.sum(2)
 
     def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """See :meth:`RecurrentLayer.project`; (T, B, G H)."""
@@ -208,7 +208,9 @@ class GatedRecurrentLayer(nn.Module):
         """Pre-activations (T, B, G H), of both directions one after the other."""
         weights = [_parameter(cell, "weight_ih_l0") for cell in self._cells]
         if self.cell_reverse is None and self.operator != "gru_after":
-            return linear(x, weights, None, context, [_parameter(self.cell, f"bias_{way}_l0") for way in ("ih", "hh")])
+            return linear(
+                x, weights, None, context, [_parameter(self.cell, f"bias_{kind}_l0") for kind in ("ih", "hh")]
+            )
         biases = [self._input_bias(cell, context) for cell in self._cells]
         return linear(x, weights, biases[0] if len(biases) == 1 else torch.cat(biases), context)
 

@@ -44,10 +44,11 @@ _FIRST = 16  # utterances a rank, of the longest; smaller batches use kernels th
 _GROWTH = 16.0  # largest factor from one trial to the next
 _AIM, _CLOSE = 0.98, 0.95  # of the available bytes: the target of a trial, and where the search stops
 _FEW_BATCHES = 50
-Measure = Callable[[list[int]], float | None]
 _USABLE = 0.92  # of the memory: the rest is for what the allocator cannot use between blocks of other sizes
 _OPTIMIZER_TENSORS = {"sgd": 1, "adamw": 2}  # of each weight's size, made by the first step
 _SIZES = 3  # of batches, the most frequent: each takes a moment to measure
+Measure = Callable[[list[int]], float | None]
+"""Returns the bytes that both passes over utterances (indices) need at their peak; None where they do not fit."""
 
 
 def check_device(batching: BatchingConfig, device: torch.device) -> None:
@@ -80,8 +81,8 @@ def largest_budget(
         batching: whose buckets and order count.
         seed: of the run.
         world: ranks that share a batch.
-        measure: bytes that both passes over utterances (indices) need at their peak; None where they do not fit.
-        available_bytes: bytes that they may need.
+        measure: see `Measure`.
+        available_bytes: bytes that passes may need.
         max_s: an upper bound of the budget, also where more fits.
     Raises:
         ConfigError: the longest utterance alone does not fit.
@@ -89,24 +90,13 @@ def largest_budget(
     longest_s = float(durations_s.max())
     max_s = min(max_s, longest_s * len(durations_s))  # the latter is all in one batch
     started = time.monotonic()
-
-    def need(budget_s: float) -> float:
-        config = replace(batching, utterances=0, audio_s=budget_s)
-        sizes = [0.0]
-        for part in worst_parts(durations_s, config, seed, world):
-            size = measure(part)
-            padded_s = world * float(durations_s[part[0]]) * len(part)
-            # A batch of a later epoch may be nearer to the budget than all that were tried.
-            sizes.append(float("inf") if size is None else size * max(1.0, budget_s / padded_s))
-        return max(sizes)
-
-    known: list[tuple[float, float]] = []  # budgets, and the bytes that they need
+    measured: list[tuple[float, float]] = []  # budgets, and the bytes that they need
     fits_s, fails_s, rate = 0.0, float("inf"), 0.0
     min_s = min(max_s, longest_s * world)
     budget_s = min(max_s, _FIRST * min_s)
     for trial in range(1, _TRIALS + 1):
         began = time.monotonic()
-        size = need(budget_s)
+        size = _bytes_of_budget(budget_s, durations_s, batching, seed, world, measure)
         ended = time.monotonic()
         log.info(
             "batching=auto: trial %d, %.0f s of audio: %.2f GB of %.2f, in %.1f s",
@@ -125,29 +115,48 @@ def largest_budget(
                 "lower data.max_duration_s, or choose a smaller model"
             )
         if np.isfinite(size):
-            known.append((budget_s, size))
+            measured.append((budget_s, size))
         rate = max(rate, budget_s / max(ended - began, 1e-6))
         affordable_s = rate * (_LIMIT_S - (ended - started))
-        wished_s = min(_proposal(known, available_bytes), max_s)
-        if wished_s >= fails_s:
-            wished_s = (fits_s + fails_s) / 2
-        budget_s = min(wished_s, affordable_s)
-        if _CLOSE * available_bytes < size <= available_bytes or wished_s < 1.02 * fits_s:
+        next_s = min(_proposal(measured, available_bytes), max_s)
+        if next_s >= fails_s:
+            next_s = (fits_s + fails_s) / 2
+        budget_s = min(next_s, affordable_s)
+        if _CLOSE * available_bytes < size <= available_bytes or next_s < 1.02 * fits_s:
             break
         if budget_s < 1.02 * fits_s:
             log.warning("batching=auto: ended after %.0f s, before all that fits was found", ended - started)
             break
-    return float(f"{_down(fits_s):g}")
+    return float(f"{_round_down(fits_s):g}")
 
 
-def _proposal(known: Sequence[tuple[float, float]], available_bytes: float) -> float:
+def _bytes_of_budget(
+    budget_s: float,
+    durations_s: NDArray[np.float64],
+    batching: BatchingConfig,
+    seed: int,
+    world: int,
+    measure: Measure,
+) -> float:
+    """Return the bytes that the worst batches of a budget need, infinity if they do not fit."""
+    sizes = [0.0]
+    for part in worst_parts(durations_s, replace(batching, utterances=0, audio_s=budget_s), seed, world):
+        size = measure(part)
+        padded_s = world * float(durations_s[part[0]]) * len(part)
+        # A batch of a later epoch may be nearer to the budget than all that were tried.
+        sizes.append(float("inf") if size is None else size * max(1.0, budget_s / padded_s))
+    return max(sizes)
+
+
+def _proposal(measured: Sequence[tuple[float, float]], available_bytes: float) -> float:
     """Return where the line through the largest two trials, or through one and zero, reaches the available bytes."""
-    (low_s, low), (high_s, high) = sorted([(0.0, 0.0), *known])[-2:]
-    max_s = _GROWTH * high_s
-    return min(max_s, low_s + (_AIM * available_bytes - low) * (high_s - low_s) / (high - low)) if high > low else max_s
+    (low_s, low), (high_s, high) = sorted([(0.0, 0.0), *measured])[-2:]
+    if high <= low:
+        return _GROWTH * high_s
+    return min(_GROWTH * high_s, low_s + (_AIM * available_bytes - low) * (high_s - low_s) / (high - low))
 
 
-def _down(value: float) -> float:
+def _round_down(value: float) -> float:
     """Round down to three digits."""
     unit = 10.0 ** (np.floor(np.log10(value)) - 2)
     return float(np.floor(value / unit) * unit)
@@ -208,7 +217,7 @@ def _warn_of_few_batches(durations_s: NDArray[np.float64], budget_s: float) -> N
             "ones: batching=fixed batching.utterances=0 batching.audio_s=%g",
             budget_s,
             batches,
-            _down(max(float(durations_s.max()), float(durations_s.sum()) / _FEW_BATCHES)),
+            _round_down(max(float(durations_s.max()), float(durations_s.sum()) / _FEW_BATCHES)),
         )
 
 
@@ -382,8 +391,8 @@ def recurrent_problems(config: Config, precision: str, batches: Iterable[int]) -
         return []
     directions = (1, 2) if model.bidirectional else (1,)  # both at once, where they fit
     return [
-        Problem(batch, model.hidden, dtype, operator_cell(model), backward, ways)
+        Problem(batch, model.hidden, dtype, operator_cell(model), backward, direction_count)
         for batch in batches
         for backward in (False, True)
-        for ways in directions
+        for direction_count in directions
     ]

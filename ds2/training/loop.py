@@ -203,16 +203,14 @@ def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
 
 def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     """Take the remaining steps of the running epoch; return whether it was completed (not stopped)."""
-    config, progress = trainer.config, trainer.progress
+    config, progress, rank = trainer.config, trainer.progress, trainer.comm.rank
     plan = trainer.plan()
     resolve_position(progress, plan, trainer.utterances)
     batches = trainer.epoch(plan)
     trainer.model.train()
     epoch, window = LogWindow(progress), LogWindow(progress)
     clock = saved_at = reported_at = time.monotonic()
-    with progress_bar(
-        len(plan), progress.epoch, config.train.epochs, progress.batch, shown=trainer.comm.rank == 0
-    ) as bar:
+    with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch, shown=rank == 0) as bar:
         while progress.batch < len(plan) and not interrupts.agreed and not finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]
             done = planned_part(config, progress, len(plan))
@@ -220,7 +218,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             rate = learning_rate(config.optim, progress.step, progress.epoch, done, warmed_up)
             set_learning_rate(trainer.optimizer, rate)
             clock, began = time.monotonic(), clock
-            of_rank_0 = clock - began if trainer.comm.rank == 0 else 0.0
+            of_rank_0 = clock - began if rank == 0 else 0.0
             loss = trainer.step(
                 batches,
                 group,
@@ -235,25 +233,16 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             now = time.monotonic()
             bar.update(len(group))
             left_min = progress.elapsed_s / 60 * (1 - done) / max(done, 1e-9)
-            if bar.disable and trainer.comm.rank == 0 and now - reported_at >= PROGRESS_EVERY_S:
+            if bar.disable and rank == 0 and now - reported_at >= PROGRESS_EVERY_S:
                 reported_at = now
-                log.info(
-                    "epoch %d/%d, batch %d of %d, step %d: loss %.2f, %.0f audio s/s, %.0f min left",
-                    *(progress.epoch, config.train.epochs, progress.batch, len(plan), progress.step),
-                    *(epoch.loss, epoch.audio_s_per_s, left_min),
-                )
+                log.info("%s, %.0f min left", _progress_line(trainer, epoch, len(plan)), left_min)
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
-                values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm, trainer.comm.world)
-                if trainer.noise is not None:
-                    values["noise_scale"] = trainer.noise.end_window()
-                trainer.logged = board.scalars("train", progress.step, values)
+                values = _log_window(trainer, board, window, rate)
                 bar.set_postfix_str(
                     f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_min:.0f} min left"
                 )
                 window = LogWindow(progress)
-            timed = 0 < 60 * config.checkpoint.every_minutes < now - saved_at
-            stepped = config.checkpoint.every_steps > 0 and progress.step % config.checkpoint.every_steps == 0
-            if timed or stepped:
+            if _save_is_due(config, progress, now - saved_at):
                 trainer.files.save_in_turn()
                 saved_at = time.monotonic()
             trainer.files.check()
@@ -263,11 +252,33 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                 raise LostRankError("a process joins")
     progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
     if epoch.steps:  # none where a run resumes at the end of an epoch
-        log.info(
-            "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,
-            epoch.loss, epoch.audio_s_per_s,
-        )  # fmt: skip
+        log.info("%s", _progress_line(trainer, epoch, len(plan)))
     return progress.batch == len(plan)
+
+
+def _progress_line(trainer: Trainer, epoch: LogWindow, batches: int) -> str:
+    """Describe the position in an epoch of so many batches, and the steps of it that this process took."""
+    progress = trainer.progress
+    batch = "" if progress.batch == batches else f", batch {progress.batch} of {batches}"
+    return (
+        f"epoch {progress.epoch}/{trainer.config.train.epochs}{batch}, step {progress.step}: loss {epoch.loss:.2f}, "
+        f"{epoch.audio_s_per_s:.0f} audio s/s"
+    )
+
+
+def _log_window(trainer: Trainer, board: RunLog, window: LogWindow, rate: float) -> dict[str, float]:
+    """Log the scalars of the steps of a window, whose learning rate is that of the last; returns them."""
+    values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm, trainer.comm.world)
+    if trainer.noise is not None:
+        values["noise_scale"] = trainer.noise.end_window()
+    trainer.logged = board.scalars("train", trainer.progress.step, values)
+    return values
+
+
+def _save_is_due(config: Config, progress: Progress, since_s: float) -> bool:
+    """Whether the state is saved after this step; the last save in mid-epoch was `since_s` ago."""
+    every = config.checkpoint
+    return 0 < 60 * every.every_minutes < since_s or (every.every_steps > 0 and progress.step % every.every_steps == 0)
 
 
 def evaluation_due(trainer: Trainer, complete: bool) -> bool:
