@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 from support.launch import TIMEOUT_S
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
+from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
@@ -37,6 +41,21 @@ def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
     ]
     add_efficiency(rows)
     assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 1.0, 0.9, 1.0, 0.5])
+
+
+def test_operations_of_a_step_are_those_that_torch_counts(tmp_path: Path) -> None:
+    from benchmarks import scaling
+
+    size = {"duration": 0.5, "characters": 14.0, "model": "rnn_8", "bucket_mib": 25.0, "warmup": 1, "steps": 2}
+    small = ["device=cpu", "model.hidden=24", "model.depth=3", "model.row_convs=0"]
+    options = Namespace(**size, overrides=small)
+    with FlopCounterMode(display=False) as counter:
+        row = scaling.measure(Communicator(torch.device("cpu")), options, tmp_path, 2, True, "local", "gemm")
+    first = 2 * 41 * 11 * 32 * 81 * 50  # the first convolution: 81 rows of 50 frames; its input needs no gradient
+    counted = counter.get_total_flops() / (size["warmup"] + size["steps"]) + first
+    assert row["tflop_per_s"] * 1e12 * row["step_ms"] / 1e3 == pytest.approx(counted, rel=0.02)
+    assert row["audio_s_per_s"] == pytest.approx(2 * 0.5 / (1e-3 * row["step_ms"]))
+    assert (row["ranks"], row["batch"], row["backend"]) == (1, 2, "gemm")
 
 
 def test_the_fit_of_a_link_recovers_latency_and_bandwidth() -> None:
@@ -137,6 +156,37 @@ def test_the_serving_benchmark_feeds_every_source_in_turn_and_times_every_chunk(
         fed = np.round(np.concatenate(own) * 32768).astype(int)
         sound = sounds[number % 2].astype(int)
         assert np.array_equal(fed, np.resize(np.roll(sound, int(sound[0]) - fed[0]), len(fed)))
+
+
+def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_every_answer() -> None:
+    from benchmarks import serving
+    from websockets.asyncio.server import ServerConnection, serve
+
+    audio = [np.arange(first, first + 4000, dtype="<i2").tobytes() for first in (0, 10_000)]
+    received = list[bytes]()
+    answer_s = 0.05
+
+    async def answer(socket: ServerConnection) -> None:
+        assert json.loads(await socket.recv()) == {"config": {"sample_rate": 16_000}}
+        chunks = []
+        while not isinstance(message := await socket.recv(), str):
+            chunks.append(message)
+            await asyncio.sleep(answer_s)
+            await socket.send("{}")
+        received.append(b"".join(chunks))
+        await socket.send("{}")
+
+    async def measured() -> list[float]:
+        async with serve(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await serving._clients(f"ws://127.0.0.1:{port}/", audio, 3, 0.1, 0.4, 0.0)
+
+    latencies = asyncio.run(measured())
+    assert len(latencies) == 3 * 4 and min(latencies) >= answer_s
+    samples = [np.frombuffer(sent, "<i2") for sent in received]
+    assert sorted(int(own.max()) // 10_000 for own in samples) == [0, 0, 1]
+    for own in samples:  # 0.1 s are 1,600 samples: a file goes on behind its end with its beginning
+        assert len(own) == 6400 and set((np.diff(own.astype(int)) - 1) % 4000) == {0}
 
 
 def test_the_delay_counts_from_the_last_sound_of_a_recording(
