@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,6 +93,9 @@ def write_tones(path: Path, text: str, rng: np.random.Generator) -> float:
     return len(samples) / RATE_HZ
 
 
+_CACHES = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def _the_same_draws_on_every_run() -> None:
     """Seed what a test draws without a generator of its own, so that one that fails fails again."""
@@ -99,9 +103,9 @@ def _the_same_draws_on_every_run() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what a test converts out of the user's cache."""
-    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path / "cache"))
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what a test converts out of the user's cache; few tests make the folder."""
+    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache{next(_CACHES)}"))
 
 
 @pytest.fixture(scope="session")
