@@ -2,6 +2,7 @@
 
     python tools/plans.py fit RECORD...            print how far from the fastest tile the model's choices are
     python tools/plans.py fit RECORD... --write    fit first, and write the constants that the planner uses
+    python tools/plans.py fit RECORD --calibrated  what the few tiles that are timed on an unknown GPU change
 
 Least squares of relative errors, every constant at least 0. The halves are the two colours of a chessboard of hidden
 and batch sizes. GRNN (2019), section 8.3, reports for its model: 1.03 times the fastest on average and 1.14 at worst
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dispatch import read_result
+from ds2_ops.recurrent.calibrate import few_kernels, listed
 from ds2_ops.recurrent.plan.choose import space
-from ds2_ops.recurrent.plan.model import Constants, Timed, kind, step_us
+from ds2_ops.recurrent.plan.model import Constants, Processor, Timed, fit_factors, kind, step_us
 from ds2_ops.recurrent.plan.model import fit as fit_constants
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 
@@ -90,11 +92,31 @@ def fit(problems: Iterable[Measured]) -> Constants:
     )
 
 
-def judge(problems: list[Measured], constants: Constants | None = None) -> dict[str, float]:
+def calibrate(record: Record) -> tuple[Processor, int, list[Measured]]:
+    """Fit factors as on the first use of the record's GPU, if no sweep of it was recorded, to what the record holds.
+
+    Returns:
+        The GPU with these factors; how many tiles they are from; the problems of which none was timed for it.
+    """
+    few = {(problem, choice.name) for tiles in few_kernels(record.facts).values() for problem, choice in tiles}
+    timed, others = list[Timed](), list[Measured]()
+    for measured in record.problems:
+        own = [Timed(c.work, us, us) for c, us in measured.times if (measured.problem, c.name) in few]
+        timed += own
+        others += [] if own else [measured]
+    clock = record.facts.processor.clock
+    return Processor(clock, 1 / clock, fit_factors(timed, clock)), len(timed), others
+
+
+def judge(
+    problems: list[Measured], constants: Constants | None = None, processor: Processor | None = None
+) -> dict[str, float]:
     """How far from the fastest the first choice and the first five are, on average and at worst."""
     result: dict[str, float] = {"problems": len(problems)}
     for most in (1, 5):
-        regrets = [measured.regret(lambda choice: step_us(choice.work, constants), most) for measured in problems]
+        regrets = [
+            m.regret(lambda choice: step_us(choice.work, constants, processor or Processor()), most) for m in problems
+        ]
         result |= {f"top-{most} mean": round(statistics.mean(regrets), 4), f"top-{most} worst": round(max(regrets), 4)}
     return result
 
@@ -134,8 +156,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worst", type=int, default=8)
+    parser.add_argument("--calibrated", action="store_true", help="of records of GPUs whose times are not fitted to")
     options = parser.parse_args(arguments)
     whole = [read(path) for path in options.records]
+    if options.calibrated:
+        for record in whole:
+            processor, tiles, others = calibrate(record)
+            print(f"{record.facts.name}: factors of {tiles} tiles: {listed(processor.factors)}")
+            print("by the constants and the clock", judge(others, processor=record.facts.processor))
+            print("by these factors", judge(others, processor=processor))
+        return 0
     records = [halves(record.problems) for record in whole]
     fitted_by, judged_by = (
         [problem for halves_of_record in records for problem in halves_of_record[side]] for side in (0, 1)

@@ -72,6 +72,23 @@ def test_regret() -> None:
     assert measured.regret(lambda choice: order[choice.name], 2) == 1.0
 
 
+def test_factors_of_an_unknown_gpu_are_judged_on_problems_that_were_not_timed_for_them() -> None:
+    path = ROOT / "ops" / "figures" / "plans_h100_portable_gated.json"
+    truth = {"portable": {"exchange": 2.5, "reads": 0.6, "products": 1.3}}
+    recorded = read(path)
+    problems = [
+        Measured(m.problem, [(c, step_us(c.work, processor=Processor(factors=truth))) for c, _ in m.times])
+        for m in recorded.problems
+    ]
+    processor, tiles, others = fit.calibrate(recorded._replace(problems=problems))
+    for link, factor in truth["portable"].items():
+        assert processor.factors["portable"][link] == pytest.approx(factor, rel=0.1)
+    assert tiles == 8 and 0 < len(others) < len(problems)
+    by_clock, by_factors = (fit.judge(others, processor=p) for p in (recorded.facts.processor, processor))
+    assert by_factors["top-1 mean"] < 1.001 < by_clock["top-1 mean"]
+    assert by_clock["problems"] == len(others)
+
+
 def test_a_record_of_another_space_is_refused(tmp_path: Path) -> None:
     text = (ROOT / "ops" / "figures" / RECORDS["relu"]).read_text()
     (tmp_path / "old.json").write_text(text.replace('"cluster8 w', '"cluster7 w'))
