@@ -267,7 +267,7 @@ class OrderedCommunicator(GroupCommunicator):
     def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
         super()._use(group, on_hang)
         self.scattered = self.gathered = 0  # number of started ones; all ranks start them in the same order
-        self._progress = _Progress()
+        self._progress = _Progress(self.device)
         self._sums = 0
         self._buffers: dict[int, _Buffers] = {}
         self._progress.start()
@@ -354,8 +354,9 @@ class _Sum:
 class _Progress(threading.Thread):
     """Drives the sums: MPI's non-blocking collectives make no progress while nobody tests them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(name="ds2-progress", daemon=True)
+        self._device = device
         self._incoming: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
 
     def submit(self, work: _Sum) -> None:
@@ -369,6 +370,8 @@ class _Progress(threading.Thread):
 
     def run(self) -> None:
         """Advance all sums in turn; block while there is none."""
+        if self._device.type == "cuda":  # else this thread would also open the first GPU, and take memory there
+            torch.cuda.set_device(self._device)
         running: list[tuple[_Sum, Generator[None, None, None]]] = []
         while True:
             while not running or not self._incoming.empty():

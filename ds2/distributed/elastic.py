@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.distributed.communicator import DisagreementError, OrderedCommunicator
 from ds2.distributed.launcher import Launched
@@ -127,6 +129,7 @@ class Members:
         port = self._listener.getsockname()[1]
         self.me = Member(secrets.token_hex(16), platform.node(), os.getpid(), address, port)
         self.view: View | None = None
+        self._gpu = ""  # that this process uses, by its id
         self._enter()
         self._read: View | None = None  # the newest one, as far as this process knows
         self._left_behind = False
@@ -154,6 +157,8 @@ class Members:
                     f"comm.max_ranks: {self._folder} has no file locks ({error}), by which ranks see that another one "
                     "ended: give a run_dir on a file system that has them"
                 ) from error
+        if self._gpu:
+            self._write_gpu()
         if self.view is not None:
             self._propose(self.view, "again")
 
@@ -446,6 +451,41 @@ class Members:
         draft.replace(path)
         return path
 
+    def take_device(self, name: str) -> torch.device:
+        """Return the device of this process: of the GPUs that it sees, one that the fewest processes of the run use.
+
+        A process that takes the place of a lost one gets its GPU, whatever ranks they have. It stays with it, also
+        where ranks that it shared the GPU with leave.
+
+        Args:
+            name: of the config; cpu and cuda:N leave no choice.
+        """
+        count = 0 if name == "cpu" else torch.cuda.device_count()
+        if not count:
+            return resolve_device(name)
+        with self.one_at_a_time():
+            gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+            users = Counter(self._gpus_of_others())
+            device = resolve_device(name, min(range(count), key=lambda index: users[gpus[index]]))
+            if device.type == "cuda":
+                self._gpu = gpus[device.index or 0]
+                self._write_gpu()
+                sharing = f", as do {users[self._gpu]} others" if users[self._gpu] else ""
+                log.info("this process of the run uses %s of %d GPUs, %s%s", device, count, self._gpu, sharing)
+        return device
+
+    def _gpus_of_others(self) -> Iterator[str]:
+        for lock in self._folder.glob("*.lock"):
+            if lock.stem != self.me.id and self.alive(lock.stem):  # the own file must not be closed, see `alive`
+                with suppress(FileNotFoundError):
+                    yield lock.read_text(encoding="utf-8")
+
+    def _write_gpu(self) -> None:
+        """Write the GPU of this process into its locked file."""
+        self._lock.seek(0)
+        self._lock.write(self._gpu)
+        self._lock.flush()
+
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """Run the block in one process of the run after the other."""
@@ -467,15 +507,28 @@ class Members:
 
 
 class ElasticCommunicator(OrderedCommunicator):
-    """Sums over ranks that come and go. A process is alone until its first `regroup`."""
+    """Sums over ranks that come and go. A process is alone until its first `regroup`.
+
+    Gradients of GPUs go through page-locked host memory as everything else does, so that a transfer that fails leaves
+    nothing on a GPU that waits: no kernel of NCCL, and no mailbox in the memory of a rank that is gone.
+
+    Args:
+        config: how many ranks there may be, and how long they wait.
+        device: its name, see `Members.take_device`.
+        run_dir: where the ranks meet.
+    """
 
     elastic = True
 
-    def __init__(self, config: CommConfig, device: torch.device, run_dir: Path) -> None:
+    def __init__(self, config: CommConfig, device: str, run_dir: Path) -> None:
         self.members = Members(run_dir / "members", config)
         self._facts: dict[str, str] = {}
         self._looked_s = 0.0
-        super().__init__(alone(platform.node()), device, config.timeout_s)
+        try:
+            super().__init__(alone(platform.node()), self.members.take_device(device), config.timeout_s)
+        except BaseException:
+            self.members.close()
+            raise
 
     @property
     def view(self) -> View | None:
@@ -552,6 +605,8 @@ class ElasticCommunicator(OrderedCommunicator):
         self._progress.stop()
         self.watchdog.drop()
         self.group.close()
+        if self.device.type == "cuda":  # what a broken step launched must not write over what comes next
+            torch.cuda.synchronize(self.device)
         self.rank, self.world = 0, 1
         try:
             with self.status.waiting("a group of ranks"):
@@ -582,7 +637,7 @@ class ElasticCommunicator(OrderedCommunicator):
         self.members.close()
 
 
-def why_not_elastic(config: CommConfig, start: Launched, device: torch.device) -> str:
+def why_not_elastic(config: CommConfig, start: Launched) -> str:
     """Return why ranks cannot come and go here, or ''."""
     if start.by == "mpi":
         return (
@@ -596,8 +651,6 @@ def why_not_elastic(config: CommConfig, start: Launched, device: torch.device) -
         )
     if config.backend != "auto":
         return f"comm={config.backend} has a fixed number of ranks: leave comm=auto"
-    if device.type != "cpu":
-        return f"the device is {device}, and only sums on CPUs can go on without a rank: set device=cpu"
     return ""
 
 

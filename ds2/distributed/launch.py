@@ -76,14 +76,13 @@ def _elastic(config: CommConfig, device: str, start: Launched, run_dir: Path) ->
     """Return the communicator of ranks that come and go; the block joins them."""
     from ds2.distributed.elastic import ElasticCommunicator, why_not_elastic
 
-    own = resolve_device(device)
-    if obstacle := why_not_elastic(config, start, own):
+    if obstacle := why_not_elastic(config, start):
         raise ConfigError(
             f"comm.max_ranks={config.max_ranks} lets ranks come and go, which cannot work here: {obstacle}"
         )
-    comm = ElasticCommunicator(config, own, run_dir)
+    comm = ElasticCommunicator(config, device, run_dir)
     try:
-        comm.agree(program(), "")
+        comm.agree({**program(), "kind of device": comm.device.type}, "")
         yield comm
     except BaseException:
         comm.leave()

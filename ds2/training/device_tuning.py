@@ -51,8 +51,14 @@ Measure = Callable[[list[int]], float | None]
 """Returns the bytes that both passes over utterances (indices) need at their peak; None where they do not fit."""
 
 
-def check_device(batching: BatchingConfig, device: torch.device) -> None:
-    """Raise ConfigError where `batching.auto` has no GPU memory to measure."""
+def check_device(batching: BatchingConfig, comm: Communicator) -> None:
+    """Raise ConfigError where `batching.auto` has no GPU memory to measure, or no number of ranks to share batches."""
+    device = comm.device
+    if batching.auto and comm.elastic:
+        raise ConfigError(
+            "batching=auto fits batches to the memory of a fixed number of GPUs, and comm.max_ranks lets it change: "
+            "give batching.utterances, or batching.utterances=0 batching.audio_s=SECONDS"
+        )
     if batching.auto and device.type != "cuda":
         raise ConfigError(
             f"batching=auto fills a GPU's memory, and the device is {device}: give batching.utterances, or "
@@ -346,6 +352,12 @@ def choose_factors(progress: Progress, comm: Communicator) -> None:
         progress.factors = measured_factors(comm.device.index or 0)
     progress.factors = comm.broadcast(progress.factors)
     adopt_factors(progress.factors)
+
+
+def adopt_measurements(progress: Progress) -> None:
+    """Use the times and tiles of a run's progress, which may come from another rank."""
+    adopt_factors(progress.factors)
+    adopt(progress.tiles)
 
 
 def choose_tiles(

@@ -144,11 +144,15 @@ def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torc
     Raises:
         ConfigError: train.graphs=on where graphs cannot be recorded.
     """
-    hosts = len(set(comm.allgather(comm.host)))
+    hosts = len(set(comm.allgather(comm.host))) if comm.name == "nccl" else 1
     several_hosts = config.train.graphs == "auto" and hosts > 1
     reasons = (
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
         (comm.world > 1 and comm.name != "nccl", f"the ranks' sums go over {comm.name}, which cannot be recorded"),
+        (
+            comm.elastic and config.train.graphs == "on",
+            "ranks may join (comm.max_ranks), whose sums cannot be recorded; auto records while one rank is alone",
+        ),
         (
             several_hosts,
             f"the ranks are on {hosts} hosts, where no recorded sum was tried; train.graphs=on records there too",

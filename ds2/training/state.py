@@ -114,10 +114,9 @@ class TrainState:
         self.features.load_state_dict(parts["features"])
         restore_optimizer(self.optimizer, parts["optimizer"])
         if average_decay:
-            self.average = WeightAverage(self.model, average_decay)
-            if parts["average"]:
-                self.average.model.load_state_dict(parts["average"])
-                self.average.updates = progress.step
+            self.average = self.average or WeightAverage(self.model, average_decay)
+            self.average.model.load_state_dict(parts["average"] or parts["model"])
+            self.average.updates = progress.step if parts["average"] else 0
 
 
 def broadcast_state(

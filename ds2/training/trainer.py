@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import torch
 from ds2_ops.ctc.loss import why_not as why_no_loss
-from ds2_ops.recurrent.calibrate import adopt_factors
 from torch import Tensor
 
 from ds2.audio.augment import speed_range
@@ -38,6 +38,7 @@ from ds2.training.ctc import Crf
 from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import (
     MemoryProbe,
+    adopt_measurements,
     check_device,
     choose_batching,
     choose_factors,
@@ -106,11 +107,37 @@ class Trainer:
         self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
         self.timer = StepTimer(self.device, self.comm.status.enter)
-        self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
+        self._prepare_steps()
+        self.memory_probe = partial(
+            MemoryProbe,
+            config,
+            self.utterances,
+            self.alphabet,
+            self.features,
+            autocast=autocast,
+            padded=self.inputs.padded,
+            crf=self.crf,
+        )
+        self.batching = choose_batching(config, self.progress, self.comm, self.durations_s, self.memory_probe)
+        self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
+        self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
+        choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
+        self._commits, self._committed = JOINER, Committed()
+
+    def _prepare_steps(self) -> None:
+        """Make what the launches and sums of a step depend on: the ranks, and the memory of the state.
+
+        Recordings hold addresses, and the sums of so many ranks: they are made anew, as all else that a run with this
+        number of ranks begins with.
+        """
+        config, comm, autocast = self.config, self.comm, self.precision == "bf16"
+        self.statistics = NormStatistics(self.model, comm, shared=config.comm.batch_norm == "shared")
+        self.gradients.overlap, self.gradients.copied = config.comm.overlap, False
+        self.gradients.set_copies_current(False)
         self.overlap = OverlapChoice(self.gradients)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
-        graphed = graphs_possible(config, self.features, self.model, self.alphabet, self.precision, self.comm, self.crf)
+        graphed = graphs_possible(config, self.features, self.model, self.alphabet, self.precision, comm, self.crf)
         self.model.wavefront = choose_wavefront(config, self.precision, self.device, graphed=graphed)
         passes = GraphedPasses if graphed else Passes
         self.passes = passes(self.model, self.features, self.gradients, config.train, autocast=autocast, crf=self.crf)
@@ -119,21 +146,7 @@ class Trainer:
             self.features, self.model, config, self.device, padded=graphed, label_log_probs=log_probs
         )
         self.update = OptimizerStep(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
-        self.memory_probe = partial(
-            MemoryProbe,
-            config,
-            self.utterances,
-            self.alphabet,
-            self.features,
-            autocast=autocast,
-            padded=graphed,
-            crf=self.crf,
-        )
-        self.batching = choose_batching(config, self.progress, self.comm, self.durations_s, self.memory_probe)
-        self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
-        self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
-        choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
-        self._commits, self._committed = JOINER, Committed()
+        self._step_s = self._read_s = 0.0
 
     def _build_crf(self) -> Crf | None:
         """Make what CTC-CRF needs, equal on all ranks; its model of labels is saved in the run folder, for decoding."""
@@ -192,7 +205,7 @@ class Trainer:
         Raises:
             UserError: as `ElasticCommunicator.regroup`.
         """
-        comm, config = self.comm, self.config
+        comm = self.comm
         assert isinstance(comm, ElasticCommunicator)
         self.statistics.release()  # a copy of the model must not hold connections
         while True:
@@ -214,10 +227,11 @@ class Trainer:
                 log.info("a rank was lost while the ranks met: %s", error)
         self.files.take_over()  # all ranks have ended their writing
         self.files.confirm(counts=comm.rank == 0 and not view.fresh)  # all ranks have the state of rank 0
-        self.statistics = NormStatistics(self.model, comm, shared=config.comm.batch_norm == "shared")
-        self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, comm)
-        if self.noise is not None:
-            self.noise = NoiseScale(self.gradients.buckets)
+        self._prepare_steps()
+        if self.device.type == "cuda":
+            gc.collect()  # the error of a broken step holds tensors
+            torch.cuda.empty_cache()  # of recordings and larger batches: another rank may share this GPU now
+        self._batches = EpochBatches(self.loader, self._plan, self.config.train.epochs, comm)
         return view
 
     def _take_state(self, view: View) -> None:
@@ -234,7 +248,7 @@ class Trainer:
         commits, logged = self.comm.broadcast((self._commits, self.logged))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
         # From here to the record there is no call that a lost rank could end: weights and progress belong together.
-        adopt_factors(self.progress.factors)
+        adopt_measurements(self.progress)
         self._commits, self.logged = commits, logged
         self._record()
 
@@ -410,7 +424,7 @@ def check_run(config: Config, comm: Communicator) -> str:
         DisagreementError: ranks have other settings.
     """
     check_backend(config.model, comm.device)
-    check_device(config.batching, comm.device)
+    check_device(config.batching, comm)
     comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
     torch.backends.cudnn.deterministic = True  # a resumed run repeats the losses of one that never stopped, bit for bit
     torch.backends.cudnn.benchmark = False

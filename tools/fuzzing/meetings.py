@@ -504,6 +504,9 @@ class SimulatedTrainer(Trainer):
         self._batches = EpochBatches(self.loader, self._plan, EPOCHS, comm)
         self._commits, self._committed = JOINER, Committed()
 
+    def _prepare_steps(self) -> None:
+        """Nothing is launched."""
+
     def describe(self) -> str:
         return "a simulated run"
 
@@ -719,7 +722,7 @@ class World:
         process.spawn(partial(self._train, process))
 
     def _train(self, process: Process) -> None:
-        comm = SimulatedCommunicator(CONFIG.comm, CPU, self.run_dir)
+        comm = SimulatedCommunicator(CONFIG.comm, "cpu", self.run_dir)
         try:
             process.status = training._train(CONFIG, self.run_dir, comm, process.interrupts)
             comm.close()

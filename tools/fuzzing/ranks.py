@@ -1,15 +1,18 @@
 """Kill, stop and start ranks of one training at random moments, and compare its losses to those of unbroken runs.
 
-    python tools/fuzz.py ranks --runs 5 --seed 1       docs/results/reliability.md shows the table
+    python tools/fuzz.py ranks --runs 5 --seed 1
+    python tools/fuzz.py ranks --runs 5 --device cuda --settings train.graphs=off      ranks share GPUs
 
-Each run trains with 1 to 4 ranks that come and go (comm.max_ranks). Its log says how many ranks took each step. The
-expected losses are those of trainings with a fixed number of ranks over Gloo, each of which resumes where the one
-before was stopped. Every loss and every tensor of the last state must have the same bits, every step must be there
-once, and no file may remain half written. The exit status is 1 if a run differs. Ranks are forked: libraries load once.
+Each run trains with 1 to 4 ranks that come and go (comm.max_ranks). In each, rank 0 and another rank are killed, one is
+stopped and one joins; what else happens is drawn. Its log says how many ranks took each step. The expected losses are
+those of trainings with a fixed number of ranks over Gloo, each of which resumes where the one before was stopped. Every
+loss and every tensor of the last state must have the same bits, every step must be there once, and no file may remain
+half written. The exit status is 1 if a run differs. Ranks are forked: libraries load once.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
@@ -43,11 +46,16 @@ RANKS = 4
 SILENT_S = 5.0  # comm.timeout_s: so long a rank is stopped before the others go on
 LIMIT_S = 240.0  # of a run, a last resort
 STEPS = ("batching.utterances=3", "train.epochs=40", f"comm.timeout_s={SILENT_S}")
+ON_GPU = (  # steps are quick, and processes start slowly: a longer run; a first step waits for a compiler
+    "train.epochs=100", "train.evaluate_every_epochs=10", "comm.timeout_s=60", "device=cuda", "model.hidden=256",
+)  # fmt: skip
 UNSETTLED = 0.05  # how often an event comes while processes start
 PAUSE_S = (0.02, 0.5)  # from one event to the next
 EVENTS = (4, 14)  # of a run
 _EXPECTED = (0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL)  # SIGTERM may come before its handler is there
-KINDS = [("kill", signal.SIGKILL)] * 5 + [("stop", signal.SIGSTOP), ("leave", signal.SIGTERM)] + [("join", None)] * 6
+ONCE: list[tuple[str, int | None]] = [("kill", 0), ("kill", None), ("stop", None), ("join", None)]
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+DRAWN: list[tuple[str, int | None]] = [("kill", None)] * 5 + [("stop", None), ("leave", None)] + [("join", None)] * 6
 
 
 @dataclass
@@ -57,7 +65,8 @@ class Count:
     events: Counter[str] = field(default_factory=Counter)
     of_ranks: int = 0
     equal: int = 0
-    recovered_s: list[float] = field(default_factory=list)
+    recovered_s: list[float] = field(default_factory=list)  # from a kill to the line of the ranks that went on
+    paused_s: list[float] = field(default_factory=list)  # from the last step before a loss to the first one after it
     faults: list[str] = field(default_factory=list)
 
 
@@ -67,17 +76,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow it")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further run begins")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="at most (default 4)")
+    parser.add_argument("--events", type=int, default=EVENTS[1], help="of a run, at most (default 14, at least 4)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="ranks share GPUs as they are there")
+    parser.add_argument("--settings", nargs="*", default=[], help="further overrides")
     parser.add_argument("--keep", type=Path, help="folder for what a run that fails has written")
     options = parse(parser, arguments)
     started, count, runs = time.monotonic(), Count(), 0
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
         base = Path(name)
         settings = (*training_settings(corpus(base / "corpus")), f"data.work_dir={base / 'work'}", *STEPS)
+        settings += (*(ON_GPU if options.device == "cuda" else ()), *options.settings)
+        if options.device == "cuda":  # its kernels are compiled once, before times are taken
+            (base / "compiled").mkdir()
+            expected(base / "compiled", settings, {step: step for step in range(1, options.ranks + 1)})
         while runs < options.runs and time.monotonic() - started < options.seconds:
             seed, runs = options.seed + runs, runs + 1
             folder = base / str(seed)
             try:
-                one_run(folder, settings, random.Random(seed), count)
+                one_run(folder, settings, options, random.Random(seed), count)
             except Fault as fault:
                 count.faults.append(f"seed {seed}: {fault}")
                 print(count.faults[-1], file=sys.stderr)
@@ -93,6 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sent = (count.events[kind] for kind in ("kill", "stop", "leave"))
     done = (runs, *sent, count.of_ranks, count.events["join"], count.equal, len(count.faults))
     print(f"| {' | '.join(map(str, done))} | {statistics.median(times):.2f} | {max(times):.2f} |\n")
+    pauses = count.paused_s or [0.0]
+    print(
+        f"{len(count.paused_s)} times ranks were lost; from the last step before to the first one after: median "
+        f"{statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s"
+    )
     print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
     print("\n".join([f"commit {options.commit}", *(f"- {fault}" for fault in count.faults)]))
     return 1 if count.faults else 0
@@ -102,10 +124,12 @@ class Fault(Exception):
     """A run that differs, fails or hangs."""
 
 
-def one_run(folder: Path, settings: Sequence[str], draw: random.Random, count: Count) -> None:
+def one_run(
+    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: Count
+) -> None:
     """Train once with ranks that come and go, and compare."""
     (folder / "broken").mkdir(parents=True)
-    disturbed(folder, settings, draw, count)
+    disturbed(folder, settings, options, draw, count)
     ranks = ranks_of_steps(folder / "broken")
     expected(folder, settings, ranks)
     if leftovers := [*folder.glob("broken/run/.*.partial"), *folder.glob("broken/run/members/*.json.new")]:
@@ -120,13 +144,15 @@ def one_run(folder: Path, settings: Sequence[str], draw: random.Random, count: C
     count.equal += 1
 
 
-def disturbed(folder: Path, settings: Sequence[str], draw: random.Random, count: Count) -> None:
+def disturbed(
+    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: Count
+) -> None:
     """Train to the end while processes are killed, stopped, asked to leave and started."""
-    run = (*settings, f"comm.max_ranks={RANKS}", f"run_dir={folder / 'broken' / 'run'}")
+    run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")
     output, began, killed = folder / "output.txt", time.monotonic(), dict[int, float]()
-    running = [start(run, output) for _ in range(draw.randint(1, RANKS))]
+    running = [start(run, output) for _ in range(draw.randint(1, options.ranks))]
     stopped: dict[int, float] = {}  # processes, and when they go on
-    events = draw.randint(*EVENTS)
+    events, once = draw.randint(EVENTS[0], max(options.events, EVENTS[0])), list(ONCE)
     done = False
     while not done or running or stopped:
         time.sleep(draw.uniform(*PAUSE_S))
@@ -144,15 +170,17 @@ def disturbed(folder: Path, settings: Sequence[str], draw: random.Random, count:
         running = [process for process, status in ended.items() if status is None]
         if not (done or running or stopped):  # one has to finish
             running.append(start(run, output))
-        kind, number = draw.choice(KINDS)
         ranks = [process for process in _ranks(folder / "broken") if process in running]
         settled = len(ranks) == len(running) or draw.random() < UNSETTLED  # processes take seconds to become ranks
         if not (events and ranks and settled):
             continue
-        if number is None and len(running) + len(stopped) < RANKS:
+        full = len(running) + len(stopped) >= options.ranks
+        kind, rank = next_event(draw, once, full=full)
+        number = SIGNALS.get(kind)
+        if number is None and not full:
             running.append(start(run, output))
         elif number is not None:
-            process = draw.choice(ranks) if draw.random() < 0.9 else draw.choice(running)
+            process = ranks[0] if rank == 0 else draw.choice(ranks if draw.random() < 0.9 else running)
             count.of_ranks += process in ranks
             os.kill(process, number)
             if number == signal.SIGSTOP:
@@ -164,13 +192,40 @@ def disturbed(folder: Path, settings: Sequence[str], draw: random.Random, count:
             continue
         events -= 1
         count.events[kind] += 1
+    count.paused_s += pauses_s(folder / "broken")
     regroupings = [line for line in lines_of(folder / "broken") if line["event"] == "ranks"]
     for process, at in killed.items():
         count.recovered_s += [line["time"] - at for line in regroupings if f"(process {process}) " in str(line["left"])]
 
 
+def next_event(draw: random.Random, once: list[tuple[str, int | None]], *, full: bool) -> tuple[str, int | None]:
+    """Draw what happens next, and which rank it strikes; what has to happen once comes first."""
+    due = [event for event in once if event[0] != "join" or not full]
+    event = draw.choice(due or DRAWN)
+    if due:
+        once.remove(event)
+    return event
+
+
+def pauses_s(folder: Path) -> list[float]:
+    """How long no step ended around each loss of ranks."""
+    pauses: list[float] = []
+    last, last_s, waiting = 0, 0.0, False
+    for line in lines_of(folder):
+        if line["event"] == "ranks":
+            waiting |= bool(line["left"])
+            last = line["step"]  # steps after it are repeated
+        elif line["event"] in ("start", "resume"):
+            last, waiting = line["step"], False  # no rank was left
+        elif line["event"] == "train" and line["step"] > last:  # not one that who takes over writes again
+            if waiting:
+                pauses.append(line["time"] - last_s)
+            last, last_s, waiting = line["step"], line["time"], False
+    return pauses
+
+
 def _ranks(folder: Path) -> list[int]:
-    """The processes that are ranks now."""
+    """The processes that are ranks now, in order of rank."""
     views = sorted((folder / "run" / "members").glob("view-*.json"))
     with suppress(FileNotFoundError):  # the next one has come
         return [member["process"] for member in json.loads(views[-1].read_text())["members"]] if views else []

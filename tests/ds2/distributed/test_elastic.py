@@ -44,15 +44,30 @@ while True:
     position = 0
     sys.stdin.readline()
 """
+ON_GPUS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from ds2.config.schema import CommConfig
+from ds2.distributed import elastic
+torch.cuda.device_count = lambda: 2
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=f"GPU-{index}")
+torch.cuda.set_device = lambda device: None
+members = elastic.Members(Path(sys.argv[1]), CommConfig(max_ranks=4))
+for name in sys.argv[2:]:
+    print(members.take_device(name), flush=True)
+sys.stdin.readline()
+"""
 
 
 class Other:
     """Another process of the run, which asks for the next view at its start and whenever it is told to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str = OTHER, *arguments: str) -> None:
         path = os.pathsep.join((str(ROOT), str(ROOT / "ops")))
         pipe = subprocess.PIPE
-        command = [sys.executable, "-c", OTHER, str(folder)]
+        command = [sys.executable, "-c", script, str(folder), *arguments]
         environment = {**os.environ, "PYTHONPATH": path}
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
@@ -61,18 +76,22 @@ class Other:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
+    def line(self) -> str:
+        """Wait for the next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
     def view(self) -> int:
         """Wait for its next view; returns the number."""
-        assert self.process.stdout is not None
-        return int(self.process.stdout.readline())
+        return int(self.line())
 
 
 @pytest.fixture(name="start")
-def _start(tmp_path: Path) -> Iterator[Callable[[], Other]]:
+def _start(tmp_path: Path) -> Iterator[Callable[..., Other]]:
     others: list[Other] = []
 
-    def start() -> Other:
-        others.append(Other(tmp_path))
+    def start(*script: str) -> Other:
+        others.append(Other(tmp_path, *script))
         return others[-1]
 
     yield start
@@ -152,7 +171,7 @@ def test_a_folder_that_another_process_removes_as_one_enters_is_made_again(
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_left_behind_while_the_others_regroup(
-    members: Members, start: Callable[[], Other], tmp_path: Path
+    members: Members, start: Callable[..., Other], tmp_path: Path
 ) -> None:
     assert len(next_view(members, JOINER).members) == 1
     stopped, other = start(), start()
@@ -176,7 +195,7 @@ def test_a_stopped_rank_is_left_behind_while_the_others_regroup(
 
 @pytest.mark.slow
 def test_a_process_that_is_stopped_while_it_waits_to_join_is_not_taken_in_again_and_again(
-    members: Members, start: Callable[[], Other]
+    members: Members, start: Callable[..., Other]
 ) -> None:
     next_view(members, JOINER)
     other = start()
@@ -187,3 +206,17 @@ def test_a_process_that_is_stopped_while_it_waits_to_join_is_not_taken_in_again_
     os.kill(other.process.pid, signal.SIGCONT)
     wait_for(members.others_wait)
     assert len(next_view(members).members) == 2 and other.view() == 2
+
+
+def test_processes_of_a_host_share_its_gpus_and_a_new_one_takes_that_of_a_lost_one(
+    start: Callable[..., Other],
+) -> None:
+    processes = [start(ON_GPUS, name) for name in ("cuda:1",)]
+    assert processes[0].line() == "cuda:1"
+    for expected in ("cuda:0", "cuda:0", "cuda:1"):  # two a GPU, from the first one that is free
+        processes.append(start(ON_GPUS, "auto"))
+        assert processes[-1].line() == expected
+    processes[1].process.kill()
+    processes[1].process.wait()
+    processes.append(start(ON_GPUS, "cuda", "cpu"))
+    assert [processes[-1].line() for _ in range(2)] == ["cuda:0", "cpu"]

@@ -448,7 +448,7 @@ def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> Non
 
 def ranks(device: str, world: int, name: str, hosts: Sequence[str] = ("one",)) -> Any:
     """What `use_graphs` looks at."""
-    there = SimpleNamespace(device=torch.device(device), world=world, name=name, host=hosts[0], rank=0)
+    there = SimpleNamespace(device=torch.device(device), world=world, name=name, host=hosts[0], rank=0, elastic=False)
     there.allgather = lambda host: [*hosts]
     return there
 
@@ -470,6 +470,16 @@ def test_where_they_cannot_be_had_auto_does_without_and_on_is_refused(
         assert not use_graphs(compose_config(["run_dir=x", f"train.graphs={choice}", *extra]), comm, *why_not)
     with pytest.raises(ConfigError, match=rf"train\.graphs=on cannot run: .*{reason}"):
         use_graphs(compose_config(["run_dir=x", "train.graphs=on", *extra]), comm, *why_not)
+
+
+def test_a_rank_to_which_others_may_come_has_them_while_it_is_alone() -> None:
+    comm = ranks("cuda", 1, "tcp")
+    comm.elastic = True
+    assert use_graphs(compose_config(["run_dir=x"]), comm, None)
+    with pytest.raises(ConfigError, match=r"train\.graphs=on cannot run: ranks may join .*; auto records while one"):
+        use_graphs(compose_config(["run_dir=x", "train.graphs=on"]), comm, None)
+    comm.world = 2
+    assert not use_graphs(compose_config(["run_dir=x"]), comm, None)
 
 
 @pytest.mark.parametrize("world", [1, 2])
