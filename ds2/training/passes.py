@@ -146,12 +146,14 @@ def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torc
     """
     hosts = len(set(comm.allgather(comm.host))) if comm.name == "nccl" else 1
     several_hosts = config.train.graphs == "auto" and hosts > 1
+    may_be_several = comm.world > 1 or (comm.elastic and config.train.graphs == "on")
+    sums_in_passes = may_be_several and (config.comm.batch_norm == "shared" or config.comm.overlap)
     reasons = (
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
-        (comm.world > 1 and comm.name != "nccl", f"the ranks' sums go over {comm.name}, which cannot be recorded"),
         (
-            comm.elastic and config.train.graphs == "on",
-            "ranks may join (comm.max_ranks), whose sums cannot be recorded; auto records while one rank is alone",
+            sums_in_passes and comm.name != "nccl",
+            f"the ranks' sums go over {comm.name}, which cannot be recorded; with comm.batch_norm=local "
+            "comm.overlap=false none is within a pass",
         ),
         (
             several_hosts,
@@ -206,8 +208,9 @@ class GraphedPasses(Passes):
     where a shape is not recorded yet, once half of the GPU's memory is in use. Graphs share their working memory, whose
     size the largest shape decides: a larger one deletes all graphs. At most `MAX_GRAPHS` are kept, those used last.
 
-    With several ranks, the sums of batch norm are part of a recording, and so are those of gradients where these
-    overlap the backward pass: on a stream that forks from the pass whenever a bucket is complete.
+    With several ranks, the sums of shared batch norm are part of a recording, and so are those of gradients where these
+    overlap the backward pass: on a stream that forks from the pass whenever a bucket is complete. Sums that the host
+    makes cannot be; they come between the passes of a step.
 
     Inputs must be padded, `InputMaker(padded=True)`, for shapes to repeat. Arguments are those of `Passes`.
 

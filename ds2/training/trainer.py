@@ -6,13 +6,13 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from ds2_ops.ctc.loss import why_not as why_no_loss
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
@@ -57,12 +57,39 @@ from ds2.training.stopping import Interrupts
 log = logging.getLogger(__name__)
 
 
-@dataclass
 class Committed:
-    """The progress and the buffers of the model at the last commit: a step changes them before it ends."""
+    """The progress and the buffers of a model at the last commit: a step changes them before it ends.
 
-    progress: Progress | None = None
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    Made without state dicts, which take milliseconds of every step of a deep model.
+
+    Attributes:
+        progress: None before the first commit.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.progress: Progress | None = None
+        self._model, self._buffers = model, dict(model.named_buffers())
+        self._copies = {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
+        self._counting = {  # on the host
+            f"{name}._extra_state": module
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        self._counts: dict[str, Tensor] = {}
+
+    def record(self, progress: Progress) -> None:
+        """Copy both as they are now."""
+        self.progress = replace(progress)
+        if self._copies:
+            torch._foreach_copy_(list(self._copies.values()), list(self._buffers.values()))
+        self._counts = {name: module.get_extra_state() for name, module in self._counting.items()}
+
+    def restore(self) -> Progress | None:
+        """Load the buffers back; return the progress."""
+        if self.progress is None:
+            return None
+        self._model.load_state_dict({**self._copies, **self._counts}, strict=False)
+        return replace(self.progress)
 
 
 class TrainingError(UserError):
@@ -123,7 +150,7 @@ class Trainer:
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
         choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
-        self._commits, self._committed = JOINER, Committed()
+        self._commits, self._committed = JOINER, Committed(self.model)
 
     def _prepare_steps(self) -> None:
         """Make what the launches and sums of a step depend on: the ranks, and the memory of the state.
@@ -191,9 +218,7 @@ class Trainer:
 
     def _record(self) -> None:
         if self.comm.elastic:
-            parameters = {name for name, _ in self.model.named_parameters()}
-            buffers = {name: t.clone() for name, t in self.model.state_dict().items() if name not in parameters}
-            self._committed = Committed(replace(self.progress), buffers)
+            self._committed.record(self.progress)
             self._commits += 1
 
     def regroup(self, interrupts: Interrupts) -> View:
@@ -237,9 +262,7 @@ class Trainer:
     def _take_state(self, view: View) -> None:
         """Load on all ranks the state of rank 0: of its last commit, or, where no rank has one, of the run folder."""
         state, config = self.state, self.config
-        if self._committed.progress is not None:
-            state.progress = replace(self._committed.progress)
-            self.model.load_state_dict(self._committed.buffers, strict=False)
+        state.progress = self._committed.restore() or state.progress
         parts, progress = state.tensors(), state.progress
         if view.fresh:
             self.files.take_over()  # before the state is read: a lost rank that wakes up would replace it

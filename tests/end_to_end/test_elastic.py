@@ -36,6 +36,7 @@ from ds2.training.passes import Passes
 from ds2.training.state import Progress
 from ds2.training.stopping import Interrupts
 
+NEVER = trainer.Committed(torch.nn.Identity())
 RUNS, SEED = os.environ.get("DS2_RANK_RUNS", "2"), os.environ.get("DS2_FUZZ_SEED", "1")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
 
@@ -127,7 +128,7 @@ def test_a_state_is_read_once_no_rank_that_was_lost_can_replace_it(
     """A rank is stopped while it writes the state, the others read the one before, and it wakes up."""
     (tmp_path / "trainer.safetensors").touch()
     comm = Mock(rank=0, broadcast=lambda value: value)
-    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=JOINER, _committed=trainer.Committed())
+    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=JOINER, _committed=NEVER)
     for name in ("broadcast_state", "adopt_measurements"):
         monkeypatch.setattr(trainer, name, Mock())
     read = Mock(side_effect=lambda *_: rank.files.take_over.assert_called_once() or ({}, Progress()))
@@ -143,7 +144,7 @@ def test_a_state_that_has_arrived_is_recorded_before_another_rank_can_be_lost(
 ) -> None:
     """Else the next meeting goes back to the progress of its own step with the weights of the step that arrived."""
     comm = Mock(rank=1, broadcast=lambda value: value)
-    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=1, _committed=trainer.Committed())
+    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=1, _committed=NEVER)
     lost = Mock(side_effect=LostRankError("rank 0 ended"))
     monkeypatch.setattr(trainer, "adopt_measurements", Mock())
     monkeypatch.setattr(trainer, "broadcast_state", lambda *_: setattr(comm, "broadcast", lost))

@@ -59,6 +59,7 @@ def fake_gpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "Stream", lambda *_: stream),
         mock.patch.object(torch.cuda, "current_stream", lambda *_: stream),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "set_device", lambda _: None),
         mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()),
     ):
         yield
@@ -68,8 +69,8 @@ def main() -> None:
     """Check bits and path of sums."""
     with mock.patch.object(mpi, "_reads_device_memory", lambda: True):
         group = mpi.MpiGroup()
-    comm = OrderedCommunicator(group, DEVICE, 600.0)
     with fake_gpu():
+        comm = OrderedCommunicator(group, DEVICE, 600.0)
         for dtype in (torch.float32, torch.float64):
             for _ in range(2):  # the second time with the buffers of the first
                 tensors = [on_device(values(comm.rank, n, dtype)) for n in (1, 37, 70_001)]

@@ -409,13 +409,13 @@ class Weights:
         for name, value in state.items():
             self.tensors[name].copy_(value)
 
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        return [("weight", self.tensors["weight"])]
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        return [("seen", self.tensors["seen"])]
 
     def modules(self) -> list[Any]:
         return []
 
-    parameters = buffers = modules  # what ranks compare before an evaluation
+    parameters = buffers = named_modules = modules  # what ranks compare before an evaluation
 
     def train(self, mode: bool = True) -> Weights:
         self.training = mode
@@ -502,7 +502,7 @@ class SimulatedTrainer(Trainer):
         self.timer = cast(Any, SimpleNamespace(means=lambda steps: {}))
         self._plan, self.inputs = cast(Any, plan), cast(Any, lambda batch, epoch: batch)
         self._batches = EpochBatches(self.loader, self._plan, EPOCHS, comm)
-        self._commits, self._committed = JOINER, Committed()
+        self._commits, self._committed = JOINER, Committed(model)
 
     def _prepare_steps(self) -> None:
         """Nothing is launched."""

@@ -66,7 +66,7 @@ class Count:
     of_ranks: int = 0
     equal: int = 0
     recovered_s: list[float] = field(default_factory=list)  # from a kill to the line of the ranks that went on
-    paused_s: list[float] = field(default_factory=list)  # from the last step before a loss to the first one after it
+    paused_s: list[tuple[str, float]] = field(default_factory=list)  # see `pauses_s`
     faults: list[str] = field(default_factory=list)
 
 
@@ -110,11 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sent = (count.events[kind] for kind in ("kill", "stop", "leave"))
     done = (runs, *sent, count.of_ranks, count.events["join"], count.equal, len(count.faults))
     print(f"| {' | '.join(map(str, done))} | {statistics.median(times):.2f} | {max(times):.2f} |\n")
-    pauses = count.paused_s or [0.0]
-    print(
-        f"{len(count.paused_s)} times ranks were lost; from the last step before to the first one after: median "
-        f"{statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s"
-    )
+    for how in sorted({how for how, _ in count.paused_s}):
+        pauses = [pause_s for by, pause_s in count.paused_s if by == how]
+        print(
+            f"{len(pauses)} losses of ranks that were {how}; from the last step before to the first one after: median "
+            f"{statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s"
+        )
     print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
     print("\n".join([f"commit {options.commit}", *(f"- {fault}" for fault in count.faults)]))
     return 1 if count.faults else 0
@@ -207,20 +208,21 @@ def next_event(draw: random.Random, once: list[tuple[str, int | None]], *, full:
     return event
 
 
-def pauses_s(folder: Path) -> list[float]:
-    """How long no step ended around each loss of ranks."""
-    pauses: list[float] = []
-    last, last_s, waiting = 0, 0.0, False
+def pauses_s(folder: Path) -> list[tuple[str, float]]:
+    """How the ranks of each loss were lost, and how long no step ended."""
+    pauses: list[tuple[str, float]] = []
+    last, last_s, how = 0, 0.0, ""
     for line in lines_of(folder):
         if line["event"] == "ranks":
-            waiting |= bool(line["left"])
             last = line["step"]  # steps after it are repeated
+            if line["left"]:
+                how = "stopped" if how == "stopped" or "silent" in str(line["left"]) else "killed, or left"
         elif line["event"] in ("start", "resume"):
-            last, waiting = line["step"], False  # no rank was left
+            last, how = line["step"], ""  # no rank was left
         elif line["event"] == "train" and line["step"] > last:  # not one that who takes over writes again
-            if waiting:
-                pauses.append(line["time"] - last_s)
-            last, last_s, waiting = line["step"], line["time"], False
+            if how:
+                pauses.append((how, line["time"] - last_s))
+            last, last_s, how = line["step"], line["time"], ""
     return pauses
 
 

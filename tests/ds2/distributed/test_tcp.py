@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds2.distributed.communicator import OrderedCommunicator
 from ds2.distributed.process_group import LostRankError, SumBuffers, add_in_order
 from ds2.distributed.tcp import STREAMS, TcpGroup, alone
 from ds2.distributed.watchdog import RankStatus
@@ -103,3 +104,35 @@ def test_reports_reach_the_other_rank_and_an_end_without_a_last_message_is_a_los
         assert received[0] == (1, RankStatus(step=7))
         assert ((1, None) in received) == last_message
         assert bool(group.lost) != last_message
+
+
+def test_sums_of_gpus_go_through_page_locked_memory_and_leave_the_gradients_where_a_rank_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CPU tensors stand for those of GPUs."""
+    empty, locked = torch.empty, []
+
+    def empty_on_cpu(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        locked.append(pin_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty_on_cpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    groups = connected(2)
+    comms = [OrderedCommunicator(group, torch.device("cuda", 0), 600.0) for group in groups]
+    assert comms[0].path == "from GPU memory through page-locked host memory over tcp"
+    gradients = [torch.randn(1001), torch.randn(1001)]
+    total = gradients[0] + gradients[1]
+    for work in [comm.start_sum(gradient) for comm, gradient in zip(comms, gradients, strict=True)]:
+        work.wait()
+    assert all(torch.equal(gradient, total) for gradient in gradients) and any(locked)
+    work = comms[0].start_sum(gradients[0])
+    comms[1].watchdog.drop()
+    groups[1].close()
+    with pytest.raises(LostRankError, match="rank 1 on host1"):
+        work.wait()
+    assert torch.equal(gradients[0], total)
+    comms[0].watchdog.drop()
+    groups[0].close()
+    for comm in comms:
+        comm._progress.stop()

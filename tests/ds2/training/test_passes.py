@@ -476,10 +476,22 @@ def test_a_rank_to_which_others_may_come_has_them_while_it_is_alone() -> None:
     comm = ranks("cuda", 1, "tcp")
     comm.elastic = True
     assert use_graphs(compose_config(["run_dir=x"]), comm, None)
-    with pytest.raises(ConfigError, match=r"train\.graphs=on cannot run: ranks may join .*; auto records while one"):
+    with pytest.raises(ConfigError, match=r"train\.graphs=on cannot run: the ranks' sums go over tcp"):
         use_graphs(compose_config(["run_dir=x", "train.graphs=on"]), comm, None)
     comm.world = 2
     assert not use_graphs(compose_config(["run_dir=x"]), comm, None)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_sums_on_the_host_between_passes_leave_these_recorded(world: int, *, elastic: bool) -> None:
+    comm = ranks("cuda", world, "tcp")
+    comm.elastic = elastic
+    between = ["run_dir=x", "comm.batch_norm=local", "comm.overlap=false"]
+    for choice in ("auto", "on"):
+        assert use_graphs(compose_config([*between, f"train.graphs={choice}"]), comm, None)
+    for within in ("comm.batch_norm=shared", "comm.overlap=true"):
+        assert use_graphs(compose_config([*between, within]), comm, None) is (world == 1)
 
 
 @pytest.mark.parametrize("world", [1, 2])
