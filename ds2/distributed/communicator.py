@@ -217,6 +217,8 @@ class GroupCommunicator(Communicator):
             tensor.detach().copy_(host)
 
     def sum_(self, tensor: Tensor) -> None:
+        if self.world == 1:  # then no GPU need be waited for
+            return
         host = tensor.detach().cpu().view(-1)
         parts = torch.empty(self.world, host.numel(), dtype=host.dtype)
         with self.status.waiting("sum"):

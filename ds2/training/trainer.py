@@ -448,6 +448,11 @@ def check_run(config: Config, comm: Communicator) -> str:
     """
     check_backend(config.model, comm.device)
     check_device(config.batching, comm)
+    if comm.elastic and config.train.wavefront == "on" and config.train.graphs != "on":
+        raise ConfigError(
+            "train.wavefront=on needs steps that are recorded with any number of ranks (comm.max_ranks): set "
+            "train.graphs=on too, or train.wavefront=auto"
+        )
     comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
     torch.backends.cudnn.deterministic = True  # a resumed run repeats the losses of one that never stopped, bit for bit
     torch.backends.cudnn.benchmark = False

@@ -49,6 +49,8 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forke
         (("comm.max_ranks=-1",), "comm.max_ranks=-1"),
         (("comm.max_ranks=2", "checkpoint.resume=false"), "leave checkpoint.resume=true"),
         (("comm.max_ranks=2", "comm=single"), "comm=single has a fixed number of ranks"),
+        (("comm.max_ranks=2", "batching=auto"), "comm.max_ranks lets it change: give batching.utterances"),
+        (("comm.max_ranks=2", "train.wavefront=on"), "set train.graphs=on too, or train.wavefront=auto"),
         (
             ("comm.max_ranks=3", "comm.min_ranks=2", "comm.wait_s=0.3"),
             "1 ranks are fewer than comm.min_ranks=2, for comm.wait_s=0.3 s; step 0 is saved",
@@ -253,7 +255,7 @@ def test_losses_of_ranks_that_come_and_go_are_those_of_unbroken_runs() -> None:
     disturb("--runs", RUNS)
 
 
-GPU = ("--device", "cuda", "--runs", os.environ.get("DS2_RANK_RUNS", "1"), "--events", "6", "--commit", "this tree")
+GPU = ("--device", "cuda", "--runs", os.environ.get("DS2_RANK_RUNS", "1"), "--events", "5", "--commit", "this tree")
 
 
 @pytest.mark.gpu

@@ -41,14 +41,16 @@ from fuzzing.kills import corpus, last_output, trained, training_settings
 from ds2.commands.compose import compose_config
 from ds2.system.files import read_log
 from ds2.training.loop import train
+from ds2.training.trainer import Trainer
 
 RANKS = 4
 SILENT_S = 5.0  # comm.timeout_s: so long a rank is stopped before the others go on
 LIMIT_S = 240.0  # of a run, a last resort
 STEPS = ("batching.utterances=3", "train.epochs=40", f"comm.timeout_s={SILENT_S}")
-ON_GPU = (  # steps are quick, and processes start slowly: a longer run; a first step waits for a compiler
-    "train.epochs=100", "train.evaluate_every_epochs=10", "comm.timeout_s=60", "device=cuda", "model.hidden=256",
+ON_GPU = (  # a first step waits for a compiler
+    "train.epochs=60", "train.evaluate_every_epochs=10", "comm.timeout_s=60", "device=cuda", "model.hidden=256",
 )  # fmt: skip
+GPU_PAUSE_S = 0.03  # before each step that is disturbed: steps are quick, and processes that join start slowly
 UNSETTLED = 0.05  # how often an event comes while processes start
 PAUSE_S = (0.02, 0.5)  # from one event to the next
 EVENTS = (4, 14)  # of a run
@@ -151,7 +153,8 @@ def disturbed(
     """Train to the end while processes are killed, stopped, asked to leave and started."""
     run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")
     output, began, killed = folder / "output.txt", time.monotonic(), dict[int, float]()
-    running = [start(run, output) for _ in range(draw.randint(1, options.ranks))]
+    environment = {"PAUSE_S": str(GPU_PAUSE_S)} if options.device == "cuda" else {}
+    running = [start(run, output, environment) for _ in range(draw.randint(1, options.ranks))]
     stopped: dict[int, float] = {}  # processes, and when they go on
     events, once = draw.randint(EVENTS[0], max(options.events, EVENTS[0])), list(ONCE)
     done = False
@@ -170,7 +173,7 @@ def disturbed(
         done |= 0 in ended.values()
         running = [process for process, status in ended.items() if status is None]
         if not (done or running or stopped):  # one has to finish
-            running.append(start(run, output))
+            running.append(start(run, output, environment))
         ranks = [process for process in _ranks(folder / "broken") if process in running]
         settled = len(ranks) == len(running) or draw.random() < UNSETTLED  # processes take seconds to become ranks
         if not (events and ranks and settled):
@@ -179,7 +182,7 @@ def disturbed(
         kind, rank = next_event(draw, once, full=full)
         number = SIGNALS.get(kind)
         if number is None and not full:
-            running.append(start(run, output))
+            running.append(start(run, output, environment))
         elif number is not None:
             process = ranks[0] if rank == 0 else draw.choice(ranks if draw.random() < 0.9 else running)
             count.of_ranks += process in ranks
@@ -296,6 +299,8 @@ def start(settings: Sequence[str], output: Path, environment: dict[str, str] | N
             os.dup2(file.fileno(), 2)
         logging.basicConfig(format="%(asctime)s %(process)d %(message)s", level=logging.INFO, force=True)
         os.environ.update(environment or {})
+        pause_s, step = float(os.environ.get("PAUSE_S", "0")), Trainer.step
+        Trainer.step = lambda *arguments: time.sleep(pause_s) or step(*arguments)  # type: ignore[method-assign,assignment]
         config = compose_config(list(settings))
         status = train(config, Path(config.run_dir))
     except BaseException:
