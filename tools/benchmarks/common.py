@@ -100,6 +100,11 @@ def module_call(module: nn.Module, x: Tensor, grad_y: Tensor | None = None) -> C
     return call
 
 
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """The norm of the error over that of the truth, which is float64."""
+    return float((value.double() - truth).norm() / truth.norm())
+
+
 def _timing(times_s: list[float]) -> Timing:
     deciles = statistics.quantiles(times_s, n=10, method="inclusive")
     return Timing(statistics.median(times_s), deciles[0], deciles[-1])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from benchmarks.common import Table, add_timing_options, device_of, facts, measure, write_json
+from benchmarks.common import Table, add_timing_options, device_of, facts, measure, relative_error, write_json
 from dispatch import new_parser, parse
 from ds2_ops.jit.runtime import attribute
 from ds2_ops.primitives.convolution import Convolution
@@ -59,8 +59,7 @@ def by_torch(kind: str, arrays: Arrays) -> Tensor:
 def error(op: Convolution, kind: str, arrays: Arrays, result: Tensor) -> float:
     """Relative error of a pass against float64."""
     wide = {name: tensor.double() for name, tensor in arrays.items()}
-    truth = by_torch(kind, wide)
-    return float((result.double() - truth).norm() / truth.norm())
+    return relative_error(result, by_torch(kind, wide))
 
 
 def main(arguments: list[str] | None = None) -> int:

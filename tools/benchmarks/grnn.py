@@ -19,7 +19,16 @@ from typing import Any
 
 import ds2_ops
 import torch
-from benchmarks.common import Table, add_timing_options, device_of, facts, module_call, seconds_or_reason, write_json
+from benchmarks.common import (
+    Table,
+    add_timing_options,
+    device_of,
+    facts,
+    module_call,
+    relative_error,
+    seconds_or_reason,
+    write_json,
+)
 from benchmarks.rnn import Problem
 from dispatch import new_parser, parse
 from ds2_ops.recurrent.cells import GATED
@@ -119,7 +128,7 @@ def figure_15(options: argparse.Namespace, device: torch.device) -> list[Row]:
                 mine.load_state_dict(peer.state_dict())
                 call = module_call(mine, inputs)
                 truth = cpu_peer.double()(x.double())[0].detach()
-                row["error"] = float((call().cpu().double() - truth).norm() / truth.norm())
+                row["error"] = relative_error(call().cpu(), truth)
                 cpu_peer.float()
                 row["ours"] = ms(call, device, options.budget)
         if options.cpu or device.type == "cpu":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, Timing, facts, graphed, measure, measure_host, write_json
+from benchmarks.common import Table, Timing, facts, graphed, measure, measure_host, relative_error, write_json
 from dispatch import new_parser, parse
 from ds2_ops import recurrence
 from ds2_ops.recurrent.backends.reference import recurrence_reference
@@ -125,16 +125,13 @@ class Problem:
             gradients = torch.autograd.grad((y, h_n), leaves, (self.grad_y.to(dtype), h0.to(dtype)))
             return y.detach(), h_n.detach(), *gradients
 
-        def relative(value: Tensor, truth: Tensor) -> float:
-            return float((value.double() - truth).norm() / truth.norm())
-
         truth = run(reference, torch.float64)
         torch.backends.cuda.matmul.allow_tf32 = backend == "persistent"  # as its kernels multiply float32
         stock = run(reference, self.dtype)
         torch.backends.cuda.matmul.allow_tf32 = False
         names = ("y", "h_n", "grad_x", "grad_weight_hh", *(["grad_bias"] if len(own) > 3 else []), "grad_h0")
         triples = zip(names, run(ours, self.dtype), stock, truth, strict=True)
-        return {n: (relative(o, t), relative(s, t)) for n, o, s, t in triples}
+        return {n: (relative_error(o, t), relative_error(s, t)) for n, o, s, t in triples}
 
 
 def bench(problem: Problem, contenders: list[str]) -> list[Result]:

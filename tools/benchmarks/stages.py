@@ -33,6 +33,7 @@ from benchmarks.common import (
     graphed,
     measure,
     module_call,
+    relative_error,
     seconds_or_reason,
     write_json,
 )
@@ -311,7 +312,7 @@ class Network:
     def errors(self, values: Sequence[Tensor]) -> list[float]:
         """Relative errors of the output and the gradients; without a backward pass, of the output alone."""
         pairs = zip(values, self.truth, strict=False)
-        return [float((value.double() - truth).norm() / truth.norm()) for value, truth in pairs]
+        return [relative_error(value, truth) for value, truth in pairs]
 
     def calls(self, name: str, group: int) -> dict[str, Callable[[], list[Tensor]]]:
         """Forward and both passes of a stage, by the name of what each measures."""

@@ -74,6 +74,13 @@ def digest(values: Iterable[Any]) -> str:
     return total.hexdigest()[:16]
 
 
+def digest_of_samples(waveform: np.ndarray) -> str:
+    """As `digest`, of samples that must be within full scale."""
+    if not (np.isfinite(waveform).all() and np.abs(waveform).max() <= 1.0):
+        raise AssertionError("samples beyond full scale were let through")
+    return digest([waveform])
+
+
 def noise(seconds: float, seed: int = 0) -> np.ndarray:
     """Seeded noise with a tone in it."""
     rng = np.random.default_rng(seed)
@@ -87,10 +94,7 @@ def _audio(container: str, subtype: str) -> Target:
 
     def read(folder: Path) -> Any:
         audio_info(folder / "audio")
-        waveform = read_audio(folder / "audio")
-        if not (np.isfinite(waveform).all() and np.abs(waveform).max() <= 1.0):
-            raise AssertionError("samples beyond full scale were let through")
-        return digest([waveform])
+        return digest_of_samples(read_audio(folder / "audio"))
 
     return Target(f"audio {container.lower()} {subtype.lower()}", make, read, BYTES)
 

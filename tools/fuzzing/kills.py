@@ -52,12 +52,24 @@ CACHE = (
 
 @dataclass(frozen=True)
 class Work:
-    """A command that is killed: how it starts in a folder, and what it ends with."""
+    """A command that is killed, and what it ends with.
+
+    In the command FOLDER stands for the folder in which it starts, and MODEL for the model of the unbroken training.
+    """
 
     name: str
-    command: Callable[[Path], Sequence[str]]
-    result: Callable[[Path], object]
+    arguments: Sequence[str]
+    result: Callable[[Path], object]  # of the folder
     ranks: int = 1
+
+    @property
+    def needs_model(self) -> bool:
+        return any("MODEL" in argument for argument in self.arguments)
+
+    def command(self, folder: Path) -> list[str]:
+        """The command as it runs in `folder`, which is in a folder of this work."""
+        model = str(model_file(folder.parents[1]))
+        return [argument.replace("FOLDER", str(folder)).replace("MODEL", model) for argument in self.arguments]
 
 
 @dataclass
@@ -81,9 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = ["| work | kills -9 | chains | equal | faults |", "|---|---:|---:|---:|---:|"]
     with tempfile.TemporaryDirectory(prefix="ds2-kills-") as name:
         base = Path(name)
-        for work in works(base):
+        train, *others = works(base)
+        for work in (train, *others):
             if options.only and not work.name.startswith(tuple(options.only)):
                 continue
+            if work.needs_model and not model_file(base).is_file():
+                folder = base / "train" / "unbroken"
+                run_and_kill(train.command(folder), folder)
             draw = random.Random(f"{options.seed} {work.name}")
             count = chains(work, base / work.name.replace(" ", "-"), options.kills, draw)
             rows.append(f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(count.faults)} |")
@@ -95,66 +111,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def works(base: Path) -> list[Work]:
-    """The commands that are killed, on a corpus that is made in `base`."""
+    """The commands that are killed, on a corpus that is made in `base`; the first makes the model of the others."""
     manifest, text = corpus(base / "corpus"), base / "text.txt"
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(3000)]
     text.write_text("".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(20_000)), encoding="utf-8")
-    settings = training_settings(manifest)
+    train = (*DS2, "train", *training_settings(manifest), "data.work_dir=FOLDER/work", "run_dir=FOLDER/run")
+    two_ranks = (mpirun(), "-n", "2", "--oversubscribe", *train, "comm=mpi", "comm.timeout_s=20")
+    tuning = (*train, "checkpoint.init_from=MODEL", "alphabet.symbols='abcd '", "train.freeze=[convs]")
+    lm_train = f"lm train {text} --output FOLDER/text.lm --hidden 32 --layers 1 --epochs 2 --join 2 --device cpu"
+    python = (sys.executable, "-c")
 
-    def training(folder: Path) -> Sequence[str]:
-        return (*DS2, "train", *settings, f"data.work_dir={folder / 'work'}", f"run_dir={folder / 'run'}")
-
-    def two_ranks(folder: Path) -> Sequence[str]:
-        return (mpirun(), "-n", "2", "--oversubscribe", *training(folder), "comm=mpi", "comm.timeout_s=20")
-
-    def model_file() -> str:
-        model = base / "train" / "unbroken" / "run" / "best.safetensors"
-        if not model.is_file():
-            run_and_kill(training(base / "train" / "unbroken"), base / "train" / "unbroken")
-        return str(model)
-
-    def tuning(folder: Path) -> Sequence[str]:
-        other = (f"checkpoint.init_from={model_file()}", "alphabet.symbols='abcd '", "train.freeze=[convs]")
-        return (*training(folder), *other)
-
-    def exporting(folder: Path) -> Sequence[str]:
-        how = ("--to", "onnx", "--interface", "plain", "--out", str(folder / "out" / "m.onnx"))
-        return (*DS2, "export", model_file(), *how)
-
-    def evaluation(folder: Path) -> Sequence[str]:
-        return (*DS2, "evaluate", model_file(), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
-
-    def model_of_text(folder: Path) -> Sequence[str]:
-        return (*DS2, "lm", "build", str(text), "--output", str(folder / "text.lm"), "--order", "4")
-
-    def recurrent_model_of_text(folder: Path) -> Sequence[str]:
-        sizes = ("--hidden", "32", "--layers", "1", "--epochs", "2", "--join", "2", "--device", "cpu")
-        others = ("--save-minutes", "0.005", "--symbols", " abcdefghij")
-        return (*DS2, "lm", "train", str(text), "--output", str(folder / "text.lm"), *sizes, *others)
-
-    def preparing(folder: Path) -> Sequence[str]:
-        work_dir = f"data.work_dir={folder / 'corpus'}"
-        return (sys.executable, "-c", PREPARE, "data", "prepare", "recipe=synthetic", work_dir)
-
-    def sharding(folder: Path) -> Sequence[str]:
-        return (*DS2, "data", "shards", str(manifest), str(folder / "shards"), "--shard-mb", "0.1")
-
-    def caching(folder: Path) -> Sequence[str]:
-        return (sys.executable, "-c", CACHE, str(manifest), str(folder / "work"))
+    def ds2(command: str, *more: str) -> Sequence[str]:
+        return (*DS2, *command.split(), *more)
 
     return [
-        Work("train", training, trained),
+        Work("train", train, trained),
         Work("train on 2 ranks", two_ranks, trained, ranks=2),
         Work("fine-tuning", tuning, trained),
-        Work("export", exporting, lambda folder: _files(folder, "out/**/*")),
-        Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
-        Work("lm build", model_of_text, _built),
-        Work("lm train", recurrent_model_of_text, lambda folder: _built(folder)[1]),
-        Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),
-        Work("data shards", sharding, lambda folder: _files(folder, "shards/**/*")),
-        Work("audio cache", caching, lambda folder: _files(folder, "work/**/*.audio", order=False)),
-    ]
+        Work("export", ds2("export MODEL --to onnx --interface plain --out FOLDER/out/m.onnx"), _files("out/**/*")),
+        Work("evaluate", ds2(f"evaluate MODEL {manifest} --device cpu --out FOLDER/report"), _files("report/**/*")),
+        Work("lm build", ds2(f"lm build {text} --output FOLDER/text.lm --order 4"), _built),
+        Work("lm train", ds2(f"{lm_train} --save-minutes 0.005", "--symbols", " abcdefghij"), lambda at: _built(at)[1]),
+        Work("data prepare", (*python, PREPARE, "data", "prepare", "recipe=synthetic", "data.work_dir=FOLDER/corpus"),
+             _files("corpus/**/*")),
+        Work("data shards", ds2(f"data shards {manifest} FOLDER/shards --shard-mb 0.1"), _files("shards/**/*")),
+        Work("audio cache", (*python, CACHE, str(manifest), "FOLDER/work"), _files("work/**/*.audio", order=False)),
+    ]  # fmt: skip
+
+
+def model_file(base: Path) -> Path:
+    """The model of the unbroken training."""
+    return base / "train" / "unbroken" / "run" / "best.safetensors"
 
 
 def training_settings(manifest: Path) -> tuple[str, ...]:
@@ -198,25 +186,26 @@ def _built(folder: Path) -> tuple[object, object]:
         return file.metadata(), tensors
 
 
-def _files(folder: Path, pattern: str, *, order: bool = True) -> object:
-    """Names and content of files, paths of the folder left out; or, where content may lie in any order, sizes."""
-    files = sorted(path for path in folder.glob(pattern) if path.is_file())
-    own_path = str(folder).encode()
+def _files(pattern: str, *, order: bool = True) -> Callable[[Path], object]:
+    """What a folder holds: names and content of files, paths of the folder left out; of content in any order, sizes."""
 
-    def content(file: Path) -> str | int:
+    def content(file: Path, own_path: bytes) -> str | int:
         data = file.read_bytes()
         return hashlib.sha256(data.replace(own_path, b"")).hexdigest() if order else len(data)
 
-    return [(str(file.relative_to(folder)), content(file)) for file in files]
+    def files(folder: Path) -> object:
+        paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+        return [(str(path.relative_to(folder)), content(path, str(folder).encode())) for path in paths]
+
+    return files
 
 
 def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
     """Kill the work `kills` times, in as many chains as that takes."""
     count = Count()
     unbroken = folder / "unbroken"
-    command = work.command(unbroken)  # may train what it needs
     started = time.monotonic()
-    status = run_and_kill(command, unbroken)
+    status = run_and_kill(work.command(unbroken), unbroken)
     whole_s = time.monotonic() - started
     if status:
         count.faults.append(f"the unbroken run ended with status {status}: {last_output(unbroken)}")
