@@ -37,8 +37,9 @@ class GradientReducer:
         comm: the ranks; a single process has nothing to sum, the rest is the same.
         bucket_bytes: a bucket is closed once it holds so much.
         overlap: start sums during back-propagation; False waits for its end. Either way gives the same bits.
-        low: parameters whose copies have `dtype`, as autocast would round them; gradients keep the parameter's type.
-        dtype: see `low`.
+        low_precision: parameters whose copies have `dtype`, as autocast would round them; gradients keep the type of
+            the parameter.
+        dtype: see `low_precision`.
 
     Attributes:
         copied: whether sums that overlap are made by copies between GPUs, see `can_copy`; the same bits again.
@@ -51,14 +52,14 @@ class GradientReducer:
         bucket_bytes: int,
         *,
         overlap: bool,
-        low: Iterable[Tensor] = (),
+        low_precision: Iterable[Tensor] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.comm, self.overlap = comm, overlap
         self._deferred = DeferredGradients(self._start_ready_sums)
         groups = split_into_buckets([p for p in parameters if p.requires_grad], bucket_bytes)
-        low = set(low)
-        self._buckets = [Bucket(group, low, dtype, self._deferred) for group in groups]
+        low_precision = set(low_precision)
+        self._buckets = [Bucket(group, low_precision, dtype, self._deferred) for group in groups]
         self._sums_by_copies = comm.copy_sums(self.buckets) if self.overlaps else None
         self.copied = False
         self._pending: list[Pending] = []  # the sums that have started, in the order of the buckets
@@ -71,7 +72,7 @@ class GradientReducer:
 
     @property
     def rounded(self) -> dict[Tensor, Tensor]:
-        """The copies of the parameters of `low`, by parameter; whoever writes them calls `set_copies_current`."""
+        """The copies in low precision, by parameter; whoever writes them calls `set_copies_current`."""
         return {parameter: copy for bucket in self._buckets for parameter, copy in bucket.rounded.items()}
 
     def set_copies_current(self, current: bool) -> None:
@@ -202,7 +203,7 @@ class PassWeights:
         return functools.reduce(torch.add, map(self.weight, parameters))
 
     def sink(self, parameter: Tensor) -> BucketSink | None:
-        """Return where the backward pass adds the gradient of a parameter of `low` or a vector beside it; else None."""
+        """Return where the backward pass adds a parameter's gradient, see `Bucket.sinks`; None: autograd returns it."""
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.sinks.get(parameter)
 
@@ -227,33 +228,33 @@ class _Copies(torch.autograd.Function):
 class Bucket:
     """The gradients of some parameters in one flat tensor, and the copies of these parameters for a pass.
 
-    Parameters of `low` come first, so that one concatenation and one conversion serve all of them, both ways.
+    Parameters of `low_precision` come first, so that one concatenation and one conversion serve all of them, both ways.
 
     Attributes:
         flat: (N,) the gradients.
         parameters: in the order of their parts of `flat`.
-        sinks: of the parameters of `low`, and of vectors in the same bucket.
+        sinks: of the parameters of `low_precision`, and of vectors in the same bucket.
         current: whether the rounded copies hold the present parameters.
         passes: backward passes of this step that have added to it.
     """
 
     def __init__(
-        self, group: Sequence[Tensor], low: Set[Tensor], dtype: torch.dtype, deferred: DeferredGradients
+        self, group: Sequence[Tensor], low_precision: Set[Tensor], dtype: torch.dtype, deferred: DeferredGradients
     ) -> None:
-        self.parameters = sorted(group, key=lambda parameter: parameter not in low)
+        self.parameters = sorted(group, key=lambda parameter: parameter not in low_precision)
         self.flat, self._parts = _flat_like(self.parameters, self.parameters[0].dtype)
         for parameter, part in zip(self.parameters, self._parts, strict=True):
             parameter.grad = part
-        self._low = [parameter for parameter in self.parameters if parameter in low]
+        self._low_precision = [parameter for parameter in self.parameters if parameter in low_precision]
         self._rounded: Tensor | None = None
         self._sources = self.parameters
-        if self._low:
-            self._rounded, rounded = _flat_like(self._low, dtype)
+        if self._low_precision:
+            self._rounded, rounded = _flat_like(self._low_precision, dtype)
             self._sources = rounded + self.parameters[len(rounded) :]
         self.sinks = {
             parameter: BucketSink(self, part)
             for parameter, part in zip(self.parameters, self._parts, strict=True)
-            if self._low and (parameter in low or parameter.ndim == 1)
+            if self._low_precision and (parameter in low_precision or parameter.ndim == 1)
         }
         self.deferred = deferred
         self._written: set[Tensor] = set()  # parts that sinks have written in the running backward pass
@@ -264,13 +265,13 @@ class Bucket:
 
     @property
     def rounded(self) -> dict[Tensor, Tensor]:
-        """The copies of parameters of `low`, by parameter and of its shape."""
-        return dict(zip(self._low, self._sources, strict=False))
+        """The copies of parameters of `low_precision`, by parameter and of its shape."""
+        return dict(zip(self._low_precision, self._sources, strict=False))
 
     def copies(self) -> tuple[Tensor, ...]:
-        """Return copies of `parameters`, those of `low` rounded."""
+        """Return copies of `parameters`, those of `low_precision` rounded."""
         if self._rounded is not None and not self.current:
-            self._rounded.copy_(_concatenated(self._low))
+            self._rounded.copy_(_concatenated(self._low_precision))
         return tuple(source.detach() for source in self._sources)
 
     @property

@@ -97,15 +97,16 @@ def find_hang(
         silent_s: a shorter limit of the time without reports.
     """
     for rank, known in ranks.items():
-        who, unheard_s, still_s = f"rank {rank} on {known.host}", now_s - known.reported_s, now_s - known.changed_s
-        if unheard_s > min(timeout_s, silent_s):
-            return f"{who} has been silent for {unheard_s:.0f} s, its last report: {known.status}"
-        if not known.status.collective and still_s > timeout_s * known.status.limit_factor:
-            return f"{who} hangs: no progress for {still_s:.0f} s at {known.status}"
-    still_s = now_s - max(known.changed_s for known in ranks.values())
-    if len(ranks) == world and all(known.status.collective for known in ranks.values()) and still_s > timeout_s:
+        who = f"rank {rank} on {known.host}"
+        since_report_s, since_change_s = now_s - known.reported_s, now_s - known.changed_s
+        if since_report_s > min(timeout_s, silent_s):
+            return f"{who} has been silent for {since_report_s:.0f} s, its last report: {known.status}"
+        if not known.status.collective and since_change_s > timeout_s * known.status.limit_factor:
+            return f"{who} hangs: no progress for {since_change_s:.0f} s at {known.status}"
+    since_change_s = now_s - max(known.changed_s for known in ranks.values())
+    if len(ranks) == world and all(known.status.collective for known in ranks.values()) and since_change_s > timeout_s:
         return (
-            f"all ranks wait for each other for {still_s:.0f} s, the network or a collective is stuck: "
+            f"all ranks wait for each other for {since_change_s:.0f} s, the network or a collective is stuck: "
             f"{_describe(ranks)}"
         )
     return ""

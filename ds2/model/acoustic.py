@@ -227,11 +227,10 @@ class AcousticModel(nn.Module):
         return NetworkWeights(self.bins, convs, modules, rms_eps(self.norm), weight, bias, delay)
 
     def _scale_branches(self) -> None:
-        """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.
+        """Start the M residual branches at 1 / sqrt(M) of a layer's output.
 
-        With RMS norm by its projection, with neither not at all.
-
-        So the stream of many modules keeps its size, and the gradient too (measured: docs/design/network.md).
+        The last layer of a branch is scaled: its batch norm, or with RMS norm its input weights; without a norm nothing
+        is. So the sum of all branches keeps its size, and the gradient too (measured: docs/design/network.md).
         """
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         layers = [cast(RecurrentLayer, module.recurrent[-1]) for module in modules if module.residual]

@@ -14,7 +14,7 @@ from ds2.model.structure import frames_after
 
 
 class MaskedConv(nn.Module):
-    """2-D convolution over frequency and time, batch norm and clipped ReLU, blind to padding (paper, Figure 7).
+    """2-D convolution over frequency and time, batch norm and clipped ReLU, which ignore padding (paper, Figure 7).
 
     Kernels are odd and zeros are added on both sides, (k - 1) / 2 each, so ceil(T / stride) frames come out and output
     frame t is centred on input frame t * stride: it sees (k - 1) / 2 input frames to either side.

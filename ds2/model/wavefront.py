@@ -239,10 +239,10 @@ def run_modules(
     for module in modules:
         spans.append([_spans(cuts, delay, frames)])
         for conv in cast(Iterable[RowConvolution], module.row_convs):
-            late = conv.weight.shape[1] - 1
-            # Behind the first piece, a row convolution starts with the frames that wait for their context.
-            spans[-1].append([(max(0, start - late), end) for start, end in _spans(cuts, delay, frames)])
-            delay += late
+            lookahead = conv.weight.shape[1] - 1
+            # From the second piece on, a row convolution starts with the frames that wait for their context.
+            spans[-1].append([(max(0, start - lookahead), end) for start, end in _spans(cuts, delay, frames)])
+            delay += lookahead
     first, sizes = _bounds(tuple(tuple(row) for rows in spans for row in rows), x.device)
     lengths = iter(torch.minimum((ragged.lengths - first).clamp_min(0), sizes).int())  # (P, B) each
     alive, pieces = list[Tensor](), PieceContext(context, count)
@@ -331,16 +331,16 @@ class ModulePieces:
     def _row_conv(self, index: int, piece: int, y: Tensor) -> Tensor:
         """Run a row convolution on the next frames (T, B, H); gives those whose context is there."""
         conv, last = cast(RowConvolution, self.module.row_convs[index]), piece + 1 == len(self.starts)
-        late, tail = conv.weight.shape[1] - 1, self._tails[index]
+        lookahead, tail = conv.weight.shape[1] - 1, self._tails[index]
         parts = [] if tail is None else [tail]
-        if last or late == 0:
+        if last or lookahead == 0:
             parts.append(y)
         else:
-            parts += torch.split(y, [len(y) - late, late])
+            parts += torch.split(y, [len(y) - lookahead, lookahead])
             self._tails[index] = parts[-1]
         part = Ragged(self.lengths[1 + index][piece], self.ragged.count, self.ragged.valid)
         out: Tensor = conv(torch.cat(parts), part, self.context)
-        return out if last or late == 0 else out[:-late]
+        return out if last or lookahead == 0 else out[:-lookahead]
 
 
 class PieceContext:

@@ -25,6 +25,8 @@ from ds2.lm.label_graph import LabelScorer, label_graph, label_model
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import BLANK, Alphabet
 
+log = logging.getLogger(__name__)
+
 
 def min_frames(labels: Tensor, label_lengths: Tensor) -> Tensor:
     """Return the fewest frames of each transcript: one a label, and one blank between equal neighbours.
@@ -242,9 +244,6 @@ def _mirrored(lengths: Tensor, extent: int) -> Tensor:
     """(B, extent) indices that reverse each row within its length (B, 1) and leave what follows in place."""
     index = torch.arange(extent, device=lengths.device)
     return torch.where(index < lengths, lengths - 1 - index, index)
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -280,14 +280,18 @@ class MemoryProbe:
             model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s).to(device)
         freeze(model, config.train.freeze)
         features = copy.deepcopy(features)
-        low = model.low_precision_parameters() if autocast else ()
+        low_precision = model.low_precision_parameters() if autocast else ()
         self._gradients = GradientReducer(
-            model.parameters(), Communicator(device), int(config.comm.bucket_mib * 2**20), overlap=False, low=low
+            model.parameters(),
+            Communicator(device),
+            int(config.comm.bucket_mib * 2**20),
+            overlap=False,
+            low_precision=low_precision,
         )
         self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast, crf=crf)
         self._inputs = InputMaker(features, model, config, device, padded=padded)
-        self._own = torch.cuda.memory_allocated(device) - before
-        self._later = _OPTIMIZER_TENSORS[config.optim.name] * _bytes(model.parameters())
+        self._own_bytes = torch.cuda.memory_allocated(device) - before
+        self._optimizer_bytes = _OPTIMIZER_TENSORS[config.optim.name] * _bytes(model.parameters())
 
     @property
     def available_bytes(self) -> float:
@@ -319,7 +323,7 @@ class MemoryProbe:
         except torch.OutOfMemoryError:
             return None
         next_inputs = inputs.waveforms.nbytes  # made while this step runs
-        return torch.cuda.max_memory_allocated(self._device) - self._own + self._later + next_inputs
+        return torch.cuda.max_memory_allocated(self._device) - self._own_bytes + self._optimizer_bytes + next_inputs
 
     def _batch(self, indices: list[int]) -> Batch:
         chosen = [self._utterances[index] for index in indices]

@@ -42,8 +42,8 @@ class Inputs:
         views: V, copies of each utterance in the batch, each with its own masks and dropout.
         label_columns: L.
         warps_time: whether time is warped.
-        warps: whether frequencies are warped.
-        rises: whether dropout has a share of its rate.
+        warps_frequencies: whether frequencies are warped.
+        dropout_rises: whether dropout has a share of its rate.
         delay_penalty: of the epoch, `train.delay_penalty` or 0.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
         infeasible: utterances with fewer frames than their labels need.
@@ -54,8 +54,8 @@ class Inputs:
     views: int
     label_columns: int
     warps_time: bool
-    warps: bool
-    rises: bool
+    warps_frequencies: bool
+    dropout_rises: bool
     delay_penalty: float
     frequency_masks: int
     time_masks: int
@@ -87,7 +87,7 @@ class Inputs:
         return self.numbers[:, _TIME_WARPS] if self.warps_time else None
 
     @property
-    def keys(self) -> Tensor:
+    def dropout_keys(self) -> Tensor:
         """(V B,) int64, from which the dropout of each view of an utterance follows."""
         return self._drawn[:, 0]
 
@@ -97,21 +97,21 @@ class Inputs:
         return self.numbers[:, _FIXED_COLUMNS : _FIXED_COLUMNS + self.label_columns]
 
     @property
-    def factors(self) -> Tensor | None:
+    def frequency_factors(self) -> Tensor | None:
         """(V B,) int64: factors of the frequencies in millionths, None where the config has none."""
-        return self._drawn[:, 1] if self.warps else None
+        return self._drawn[:, 1] if self.warps_frequencies else None
 
     @property
     def dropout_share(self) -> Tensor | None:
         """(V B,) float64, the share of its rate that dropout has in this epoch; None for all of it."""
-        return self._drawn[:, 1 + self.warps].double() / MILLION if self.rises else None
+        return self._drawn[:, 1 + self.warps_frequencies].double() / MILLION if self.dropout_rises else None
 
     @property
     def masks(self) -> SpectrogramMasks | None:
         """The masks of SpecAugment of the V B views, None where the config has none."""
         if self.frequency_masks + self.time_masks == 0:
             return None
-        drawn = self._drawn[:, 1 + self.warps + self.rises :]
+        drawn = self._drawn[:, 1 + self.warps_frequencies + self.dropout_rises :]
         masks = drawn.reshape(len(drawn), -1, 2)
         return SpectrogramMasks(masks[:, : self.frequency_masks], masks[:, self.frequency_masks :])
 
@@ -200,8 +200,8 @@ class InputMaker:
             views=views,
             label_columns=label_columns,
             warps_time=warps is not None,
-            warps=bool(config.augment.vtlp),
-            rises=share is not None,
+            warps_frequencies=bool(config.augment.vtlp),
+            dropout_rises=share is not None,
             delay_penalty=config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
             frequency_masks=config.augment.frequency_masks,
             time_masks=config.augment.time_masks,

@@ -24,7 +24,7 @@ from ds2.training.state import Progress
 _ALIGNMENT_ROW_PIXELS = 6
 _EMPTY: tuple[Any, ...] = ("", [], {})
 Logged = tuple[str, int, Mapping[str, float]]  # a group of numbers, their step, and the numbers by name
-_MEMORY = 0.9  # weight of a window in the running average
+_DECAY = 0.9  # of the weight of a window in the running averages, from window to window
 
 
 class StepTimer:
@@ -115,8 +115,8 @@ class RunLog:
         """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard.
 
         With `writes` False, as on ranks above 0, nothing is opened or written. Nothing more is written once
-        `superseded` returns that another process writes. `takes_over` replaces the file by a copy, so that a former
-        writer that is stopped just before it writes a line does not write into it when it goes on.
+        `superseded` returns that another process writes. `takes_over` replaces the file by a copy: a previous writer
+        that was stopped just before it wrote a line then goes on in the old file.
         """
         self._path, self._superseded = run_dir / "log.jsonl", superseded
         self.writes = writes and not (takes_over and self._path.is_file() and not self._replace_by_copy())
@@ -302,8 +302,8 @@ class NoiseScale:
         if k > 1:
             batch, square = self._utterances / k, sum(self._squares) / k
             of_mean = float(torch.stack(torch._foreach_norm(self._sum)).square().sum()) / k**2
-            self._noise = _MEMORY * self._noise + batch * (square - of_mean) * k / (k - 1)
-            self._signal = _MEMORY * self._signal + (k * of_mean - square) / (k - 1)
+            self._noise = _DECAY * self._noise + batch * (square - of_mean) * k / (k - 1)
+            self._signal = _DECAY * self._signal + (k * of_mean - square) / (k - 1)
             torch._foreach_zero_(self._sum)
             self._squares, self._utterances = [], 0
         return self._noise / self._signal if self._signal > 0 else float("nan")

@@ -29,7 +29,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     Raises:
         ConfigError: a key that no weight's name starts with.
     """
-    unused = [p for p in config.layer_rates if not any(starts(name, p) for name, _ in model.named_parameters())]
+    unused = [p for p in config.layer_rates if not any(has_prefix(name, p) for name, _ in model.named_parameters())]
     if unused:
         raise ConfigError(f"optim.layer_rates has {unused}: {no_such_weights(model)}")
     groups: list[dict[str, Any]] = []
@@ -90,14 +90,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate * group["rate_factor"]
 
 
-def starts(name: str, prefix: str) -> bool:
-    """Return whether a weight's dotted name is `prefix` or starts with it and a dot."""
+def has_prefix(name: str, prefix: str) -> bool:
+    """Return whether a weight's dotted name is `prefix`, or starts with it and a dot."""
     return name == prefix or name.startswith(prefix + ".")
 
 
 def longest_prefix(name: str, prefixes: Iterable[str]) -> str | None:
     """The longest of the prefixes that a weight's name starts with, or None."""
-    return max((prefix for prefix in prefixes if starts(name, prefix)), key=len, default=None)
+    return max((prefix for prefix in prefixes if has_prefix(name, prefix)), key=len, default=None)
 
 
 def no_such_weights(model: nn.Module) -> str:

@@ -71,22 +71,21 @@ class Passes:
 
         Returns:
             The losses (B,) of CTC, with its delay penalty, or CTC-CRF in nats, means over views, 0 where no alignment
-            exists; and the
-            objectives (B,), which training minimises. An objective is the loss, unless the config adds to it: with
-            CTC-CRF, `ctc_weight` times the CTC loss; with intermediate classifiers, (1 - w) times that plus w times
-            the mean of their CTC losses (Lee and Watanabe 2021, equation 8); with two views of each utterance, c times
-            `divergence` (CR-CTC, Yao et al. 2025, equation 5).
+            exists; and the objectives (B,), which training minimises. An objective is the loss, unless the config adds
+            to it: with CTC-CRF, `ctc_weight` times the CTC loss; with intermediate classifiers, (1 - w) times that plus
+            w times the mean of their CTC losses (Lee and Watanabe 2021, equation 8); with two views of each utterance,
+            c times `divergence` (CR-CTC, Yao et al. 2025, equation 5).
         """
         features = self.features.padded(inputs.waveforms, inputs.frames)
         features = warp_time(features, inputs.frames, inputs.time_warps)
         if inputs.views > 1:
             features = features.repeat(inputs.views, 1, 1)
-        features = warp(features, self._centres_hz, inputs.factors, self.features.sample_rate_hz)
+        features = warp(features, self._centres_hz, inputs.frequency_factors, self.features.sample_rate_hz)
         features = apply_masks(features, inputs.masks)
         frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):
             *intermediate, logits = self.model.every_logits(
-                features, frames, inputs.keys, inputs.dropout_share, context
+                features, frames, inputs.dropout_keys, inputs.dropout_share, context
             )
         targets = (inputs.labels, inputs.label_lengths, inputs.feasible)
         arguments = [self.model.output_frames(frames), *(t.repeat(inputs.views, *[1] * (t.dim() - 1)) for t in targets)]
@@ -132,13 +131,13 @@ class Passes:
         self.gradients.end_pass()
 
 
-def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torch: str | None = None) -> bool:
+def use_graphs(config: Config, comm: Communicator, why_no_loss: str | None, why_torch: str | None = None) -> bool:
     """Whether steps run as CUDA graphs (`train.graphs`).
 
     Args:
         config: of the run.
         comm: the ranks, with their device.
-        no_loss: why the CTC loss cannot be recorded there; None if it can.
+        why_no_loss: why the CTC loss cannot be recorded there; None if it can.
         why_torch: why recurrent layers run on torch's kernels; None if they do not.
 
     Raises:
@@ -163,7 +162,7 @@ def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torc
             why_torch is not None,
             f"torch's kernels of model.cell={config.model.cell} use streams of their own: {why_torch}",
         ),
-        (no_loss is not None, f"the CTC loss: {no_loss}"),
+        (why_no_loss is not None, f"the CTC loss: {why_no_loss}"),
     )
     reason = next((text for applies, text in reasons if applies), None)
     if config.train.graphs == "on" and reason:

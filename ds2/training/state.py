@@ -37,7 +37,7 @@ from ds2.system.tensor_file import (
     without_prefix,
 )
 from ds2.text.alphabet import Alphabet
-from ds2.training.optim import WeightAverage, longest_prefix, no_such_weights, starts
+from ds2.training.optim import WeightAverage, has_prefix, longest_prefix, no_such_weights
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
@@ -223,7 +223,7 @@ def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utteranc
     """Make `progress.batch` a position in the plan of the running epoch, and note which plan that is.
 
     A position counts batches of one plan: the same audio in the same batches. In another plan (other data, batching,
-    speed factors or seed) it is meaningless: the epoch starts again, with a warning, unless it was complete. A state
+    speed factors or seed) it is meaningless: the epoch begins again, with a warning, unless it was complete. A state
     from a version that noted no plans keeps a position that the plan has.
     """
     fingerprint = plan_fingerprint(plan, utterances)
@@ -336,7 +336,7 @@ def freeze(model: AcousticModel, prefixes: Sequence[str]) -> None:
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(longest_prefix(name, prefixes) is None)
-    unused = [p for p in prefixes if not any(starts(name, p) for name, _ in model.named_parameters())]
+    unused = [p for p in prefixes if not any(has_prefix(name, p) for name, _ in model.named_parameters())]
     if unused:
         raise ConfigError(f"train.freeze={unused}: {no_such_weights(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -105,7 +105,7 @@ class Trainer:
         files: where the state is saved.
         grad_norm: of the last step.
         extra_sums: the sums over ranks of the last step's extra counts.
-        memory_probe: makes what measures the memory of a batch.
+        memory_probe: makes a `MemoryProbe` of this run.
         logged: the numbers of the last step that were logged, on all ranks; None where no step was taken or read.
     """
 
@@ -521,7 +521,7 @@ def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *,
         comm,
         int(config.comm.bucket_mib * 2**20),
         overlap=config.comm.overlap,
-        low=model.low_precision_parameters() if autocast else (),
+        low_precision=model.low_precision_parameters() if autocast else (),
     )
 
 

@@ -70,9 +70,9 @@ def language_model(folder: Path, unit: str) -> NGram:
     return replace(read_arpa(path), unit=unit)
 
 
-def random_log_probs(frames: int, batch: int, labels: int, seed: int = 0, scale: float = 1.5) -> Tensor:
+def random_log_probs(frames: int, batch: int, labels: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(frames, batch, labels, generator=generator) * scale).log_softmax(2)
+    return (torch.randn(frames, batch, labels, generator=generator) * 1.5).log_softmax(2)
 
 
 def spell(labels: tuple[int, ...], alphabet: Alphabet) -> str:

@@ -80,9 +80,9 @@ def speech(seed: int, seconds: float, rate_hz: int = RATE_HZ) -> bytes:
     return (samples[: int(seconds * rate_hz)] * 32767).astype("<i2").tobytes()
 
 
-def until(true: Callable[[], bool], max_s: float = WAIT_S) -> None:
+def until(true: Callable[[], bool]) -> None:
     """Wait for what must become true."""
-    deadline_s = time.monotonic() + max_s
+    deadline_s = time.monotonic() + WAIT_S
     while not true():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)

@@ -168,7 +168,7 @@ def test_a_parameter_without_gradient_holds_back_no_rank() -> None:
 def test_rounded_copies_give_what_autocast_gives() -> None:
     plain, model, x = network(), network(), torch.randn(6, 3)
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    reducer = GradientReducer(model.parameters(), Communicator(CPU), 40, overlap=True, low=matrices)
+    reducer = GradientReducer(model.parameters(), Communicator(CPU), 40, overlap=True, low_precision=matrices)
     results = []
     contexts: tuple[PassContext, ...] = (OWN_PARAMETERS, reducer.start_pass(last=True))
     for net, context in zip((plain, model), contexts, strict=True):
@@ -202,7 +202,9 @@ def test_sinks_take_the_gradients_that_autograd_would_bring(passes: int) -> None
     results = []
     for plain in (True, False):
         model = Product(plain=plain)
-        reducer = GradientReducer(model.parameters(), Twins(), 10**6, overlap=True, low=list(model.parameters()))
+        reducer = GradientReducer(
+            model.parameters(), Twins(), 10**6, overlap=True, low_precision=list(model.parameters())
+        )
         for _ in range(2):  # the second step starts from zero again
             for flat in reducer.buckets:
                 flat.fill_(torch.nan)
@@ -227,7 +229,7 @@ def test_buckets_travel_when_what_was_held_back_for_them_has_been_launched(monke
             pretend_to_record(monkeypatch)
         model, comm = Product(plain=False), Twins()
         reducer = GradientReducer(
-            model.parameters(), comm, 10**6, overlap=True, low=list(model.parameters()), dtype=torch.float32
+            model.parameters(), comm, 10**6, overlap=True, low_precision=list(model.parameters()), dtype=torch.float32
         )
         reducer.start_step()
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
@@ -285,7 +287,7 @@ def test_parameters_whose_first_use_is_out_of_order_get_their_gradients() -> Non
 def test_a_pass_leaves_the_parameters_of_the_model_alone() -> None:
     model = network()
     before = list(model.parameters())
-    reducer = GradientReducer(model.parameters(), Twins(), 40, overlap=True, low=[model[0].weight])
+    reducer = GradientReducer(model.parameters(), Twins(), 40, overlap=True, low_precision=[model[0].weight])
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 7), reducer.start_pass(last=True))
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))

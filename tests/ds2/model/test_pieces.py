@@ -67,9 +67,14 @@ def both_passes(model: AcousticModel, gradients: GradientReducer | None = None) 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_pieces_give_outputs_and_gradients_of_the_whole(variant: str, sinks: bool) -> None:
     model = make(**VARIANTS[variant])
-    low = [p for p in model.low_precision_parameters()] if sinks else []
+    low = model.low_precision_parameters() if sinks else []
     reducer = GradientReducer(
-        model.parameters(), Communicator(torch.device("cpu")), 10_000, overlap=False, low=low, dtype=torch.float64
+        model.parameters(),
+        Communicator(torch.device("cpu")),
+        10_000,
+        overlap=False,
+        low_precision=low,
+        dtype=torch.float64,
     )
     gradients = reducer if sinks else None
     whole, wanted = both_passes(model, gradients)

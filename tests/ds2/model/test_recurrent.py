@@ -86,7 +86,7 @@ def test_all_matrices_have_sinks_that_take_the_gradients_of_autograd(cell: str, 
     results = []
     for sinks in (False, True):
         reducer = GradientReducer(
-            layer.parameters(), Communicator(x.device), 10**6, overlap=False, low=matrices if sinks else ()
+            layer.parameters(), Communicator(x.device), 10**6, overlap=False, low_precision=matrices if sinks else ()
         )
         reducer.start_step()
         context = reducer.start_pass(last=True)

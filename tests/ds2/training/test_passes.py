@@ -41,8 +41,8 @@ def test_two_views_of_an_utterance_differ_in_masks_and_dropout(tiny_config: Make
     assert one.masks is not None and two.masks is not None
     first, second = two.masks.time.chunk(2)
     assert torch.equal(first, one.masks.time) and not torch.equal(second, one.masks.time)
-    keys, others = two.keys.chunk(2)
-    assert torch.equal(keys, one.keys) and not set(others.tolist()) & set(keys.tolist())
+    keys, others = two.dropout_keys.chunk(2)
+    assert torch.equal(keys, one.dropout_keys) and not set(others.tolist()) & set(keys.tolist())
 
 
 def test_both_views_have_one_warp_of_time_and_all_else_stays_as_it_was(tiny_config: MakeConfig) -> None:
@@ -50,14 +50,18 @@ def test_both_views_have_one_warp_of_time_and_all_else_stays_as_it_was(tiny_conf
     _, plain = prepared(tiny_config(*extra))
     trainer, inputs = prepared(tiny_config(*extra, "augment.time_warp_s=0.1"))
     assert plain.time_warps is None and inputs.time_warps is not None and inputs.time_warps.shape == (3, 2)
-    assert plain.masks is not None and inputs.masks is not None and inputs.factors is not None
+    assert plain.masks is not None and inputs.masks is not None and inputs.frequency_factors is not None
     assert torch.equal(plain.masks.time, inputs.masks.time) and torch.equal(plain.labels, inputs.labels)
-    assert torch.equal(plain.keys, inputs.keys) and torch.equal(plain.factors, inputs.factors)  # type: ignore[arg-type]
+    assert torch.equal(plain.dropout_keys, inputs.dropout_keys) and torch.equal(
+        plain.frequency_factors, inputs.frequency_factors
+    )  # type: ignore[arg-type]
     features = trainer.features.padded(inputs.waveforms, inputs.frames)
     moved = warp_time(features, inputs.frames, inputs.time_warps)
     assert not torch.equal(moved, features)
-    views = warp(moved.repeat(2, 1, 1), trainer.features.centres_hz, inputs.factors, trainer.features.sample_rate_hz)
-    logits, frames = trainer.model(apply_masks(views, inputs.masks), inputs.frames.repeat(2), inputs.keys)
+    views = warp(
+        moved.repeat(2, 1, 1), trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz
+    )
+    logits, frames = trainer.model(apply_masks(views, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
     given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
     wanted = ctc_losses(logits, frames, *given).view(2, 3).mean(0)
     torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
@@ -73,8 +77,10 @@ def test_dropout_rises_by_epochs_beside_all_else_that_travels(tiny_config: MakeC
     shares = [trainer.inputs(batch, epoch).dropout_share for epoch in (1, 2, 4, 5, 9)]
     assert all(share is not None and share.shape == (6,) for share in shares)
     assert [float(share[0]) for share in shares if share is not None] == [0, 0.25, 0.75, 1, 1]
-    assert first.masks is not None and whole.masks is not None and first.factors is not None
-    assert torch.equal(first.masks.time, whole.masks.time) and torch.equal(first.factors, whole.factors)  # type: ignore[arg-type]
+    assert first.masks is not None and whole.masks is not None and first.frequency_factors is not None
+    assert torch.equal(first.masks.time, whole.masks.time) and torch.equal(
+        first.frequency_factors, whole.frequency_factors
+    )  # type: ignore[arg-type]
     without, _ = prepared(tiny_config(*extra, "model.dropout=0"))
     without.model.load_state_dict(trainer.model.state_dict())
     without.features.load_state_dict(trainer.features.state_dict())
@@ -84,13 +90,19 @@ def test_dropout_rises_by_epochs_beside_all_else_that_travels(tiny_config: MakeC
 def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -> None:
     _, plain = prepared(tiny_config(*MASKS))
     trainer, inputs = prepared(tiny_config(*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2"))
-    assert plain.factors is None and inputs.factors is not None and len(set(inputs.factors.tolist())) == 6
+    assert (
+        plain.frequency_factors is None
+        and inputs.frequency_factors is not None
+        and len(set(inputs.frequency_factors.tolist())) == 6
+    )
     assert plain.masks is not None and inputs.masks is not None
-    assert torch.equal(plain.masks.time, inputs.masks.time[:3]) and torch.equal(plain.keys, inputs.keys[:3])
+    assert torch.equal(plain.masks.time, inputs.masks.time[:3]) and torch.equal(
+        plain.dropout_keys, inputs.dropout_keys[:3]
+    )
     features = trainer.features.padded(inputs.waveforms, inputs.frames).repeat(2, 1, 1)
-    warped = warp(features, trainer.features.centres_hz, inputs.factors, trainer.features.sample_rate_hz)
+    warped = warp(features, trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz)
     assert not torch.equal(warped, features)
-    logits, frames = trainer.model(apply_masks(warped, inputs.masks), inputs.frames.repeat(2), inputs.keys)
+    logits, frames = trainer.model(apply_masks(warped, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
     given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
     wanted = ctc_losses(logits, frames, *given).view(2, 3).mean(0)
     torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
@@ -103,7 +115,7 @@ def test_the_delay_penalty_weighs_the_loss_of_every_view(tiny_config: MakeConfig
         trainer, inputs = prepared(tiny_config(*extra, f"train.delay_penalty={penalty}"))
         results.append(trainer.passes.losses(inputs)[0])
     features = trainer.features.padded(inputs.waveforms, inputs.frames)
-    logits, frames = trainer.model(features, inputs.frames, inputs.keys.chunk(2)[0])
+    logits, frames = trainer.model(features, inputs.frames, inputs.dropout_keys.chunk(2)[0])
     targets = inputs.labels, inputs.label_lengths, inputs.feasible
     for penalty, losses in zip((0.0, 0.3), results, strict=True):
         expected = ctc_losses(logits, frames, *targets, delay_penalty=penalty)
@@ -119,7 +131,9 @@ def test_the_delay_penalty_begins_after_its_epochs_and_has_recordings_of_its_own
     assert of_epoch[1].shape == of_epoch[2].shape != of_epoch[3].shape
     with torch.no_grad():
         logits, frames = trainer.model(
-            trainer.features.padded(of_epoch[1].waveforms, of_epoch[1].frames), of_epoch[1].frames, of_epoch[1].keys
+            trainer.features.padded(of_epoch[1].waveforms, of_epoch[1].frames),
+            of_epoch[1].frames,
+            of_epoch[1].dropout_keys,
         )
         for inputs in of_epoch.values():
             targets = inputs.labels, inputs.label_lengths, inputs.feasible
@@ -149,7 +163,7 @@ def test_the_loss_of_two_views_is_their_mean_and_the_divergence_comes_on_top(tin
     trainer, inputs = prepared(tiny_config(*MASKS, "train.consistency=0.7"))
     losses, objective = trainer.passes.losses(inputs)
     features = trainer.features.padded(inputs.waveforms, inputs.frames).repeat(2, 1, 1)
-    logits, frames = trainer.model(apply_masks(features, inputs.masks), inputs.frames.repeat(2), inputs.keys)
+    logits, frames = trainer.model(apply_masks(features, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
     for view in (0, 1):
         rows = slice(3 * view, 3 * view + 3)
         losses = losses - 0.5 * ctc_losses(
