@@ -17,7 +17,7 @@ from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.methods import METHODS, make_decoder
 from ds2.lm.files import load_ngram
 from ds2.lm.recurrent import load_recurrent
-from ds2.model.checkpoint import find_model, load_model
+from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import is_shipped
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
@@ -69,14 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             "tune the copy"
         )
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)
-    options = resolve_options(arguments.overrides, file, loaded.config, tuned=False)
-    if "alpha" not in METHODS[options.method].options:
-        if any(override.split("=")[0] in ("decode", "decode.method") for override in arguments.overrides):
-            raise DecodeError(
-                f"decode.method={options.method} has no weights to tune: take decode=beam or decode=native"
-            )
-        options = replace(options, method="beam")
-    options = replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)
+    options = _options(arguments, file, loaded)
     make_decoder(options, loaded.alphabet, 1.0, device, lm)  # raises errors before the model runs
     target = tuned_file(file)
     picture = arguments.picture or target.with_suffix(".png")
@@ -124,3 +117,15 @@ def run(arguments: argparse.Namespace) -> int:
     draw(trials, best, picture)
     print(f"wrote {picture}")
     return 0
+
+
+def _options(arguments: argparse.Namespace, file: Path, loaded: LoadedModel) -> DecodeConfig:
+    """Return the settings that the trials begin with: those of the command line, with a method that has weights."""
+    options = resolve_options(arguments.overrides, file, loaded.config, tuned=False)
+    if "alpha" not in METHODS[options.method].options:
+        if any(override.split("=")[0] in ("decode", "decode.method") for override in arguments.overrides):
+            raise DecodeError(
+                f"decode.method={options.method} has no weights to tune: take decode=beam or decode=native"
+            )
+        options = replace(options, method="beam")
+    return replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)

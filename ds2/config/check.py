@@ -60,6 +60,21 @@ def _require(ok: bool, message: str) -> None:
 def check(config: Config) -> None:
     """Raise ConfigError for values and combinations that cannot work."""
     check_allowed(config)
+    _check_audio(config)
+    _check_training(config)
+    _check_ranks(config)
+    symbols = config.alphabet.symbols
+    _require(len(symbols) > 0, "alphabet.symbols is empty: list the characters of the transcripts")
+    repeated = sorted({s for s in symbols if symbols.count(s) > 1})
+    _require(not repeated, f"alphabet.symbols lists {repeated} more than once")
+    _require(
+        config.model.bidirectional is False or config.model.max_lookahead_ms == 0,
+        "model.bidirectional=true needs the whole utterance: set model.max_lookahead_ms=0 to allow it",
+    )
+
+
+def _check_audio(config: Config) -> None:
+    """Check batches, augmentation, features and durations."""
     batching, augment, features = config.batching, config.augment, config.features
     _require(
         batching.auto or (batching.utterances > 0) != (batching.audio_s > 0),
@@ -102,6 +117,9 @@ def check(config: Config) -> None:
         f"data.min_duration_s={config.data.min_duration_s} must be below "
         f"data.max_duration_s={config.data.max_duration_s}",
     )
+
+
+def _check_training(config: Config) -> None:
     _require(
         config.optim.schedule != "timed_cosine" or config.train.max_minutes > 0,
         "optim.schedule=timed_cosine ends at train.max_minutes, which is 0: set it above 0, or use cosine",
@@ -122,6 +140,9 @@ def check(config: Config) -> None:
         f"{penalty} makes words come earlier in a stream, and model.bidirectional=true waits for the whole utterance: "
         "set train.delay_penalty=0, or model.bidirectional=false",
     )
+
+
+def _check_ranks(config: Config) -> None:
     comm = config.comm
     _require(
         comm.min_ranks == 1 or comm.min_ranks <= comm.max_ranks,
@@ -131,12 +152,4 @@ def check(config: Config) -> None:
     _require(
         comm.max_ranks == 0 or config.checkpoint.resume,
         f"comm.max_ranks={comm.max_ranks} lets processes join a run that has begun: leave checkpoint.resume=true",
-    )
-    symbols = config.alphabet.symbols
-    _require(len(symbols) > 0, "alphabet.symbols is empty: list the characters of the transcripts")
-    repeated = sorted({s for s in symbols if symbols.count(s) > 1})
-    _require(not repeated, f"alphabet.symbols lists {repeated} more than once")
-    _require(
-        config.model.bidirectional is False or config.model.max_lookahead_ms == 0,
-        "model.bidirectional=true needs the whole utterance: set model.max_lookahead_ms=0 to allow it",
     )

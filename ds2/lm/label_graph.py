@@ -91,8 +91,7 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
     size, order = len(model.vocabulary), model.order
     first_longest = model.state_starts[order - 1] if order > 2 else model.backoff.numel()
     full = first_longest * (labels - 1)
-    max_arcs = full + model.keys.numel()
-    if max_arcs > MAX_ARCS:
+    if full + model.keys.numel() > MAX_ARCS:
         raise LanguageModelError(
             f"the denominator of CTC-CRF has {first_longest} histories x {labels - 1} labels and "
             f"{model.keys.numel()} n-grams, more than {MAX_ARCS} arcs: lower train.denominator_order, raise "
@@ -108,11 +107,8 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
     backoff, suffix = np.exp(model.backoff.numpy().astype(np.float64)), model.suffix.numpy()
     nodes: dict[tuple[int, int], int] = {(model.start(), BLANK): 0}
     pending = [(model.start(), BLANK)]
-    sources: list[int] = []
-    targets: list[int] = []
-    weights: list[float] = []
-    parents: list[int] = []
-    shares: list[float] = []
+    arcs: list[tuple[int, int, float]] = []  # source, target, weight
+    parents: list[tuple[int, float]] = []  # of each node, with its share
 
     def node(state: int, label: int) -> int:
         number = nodes.setdefault((state, label), len(nodes))
@@ -125,8 +121,7 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
             leaving = [
                 (label, probs[state, label], int(following[state, scorer.ids[label]])) for label in range(1, labels)
             ]
-            parents.append(number)
-            shares.append(0.0)
+            parents.append((number, 0.0))
         else:
             leaving = []
             shorter, share = int(suffix[state]), float(backoff[state])
@@ -139,21 +134,17 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
                 if whole - rest < -_ROUNDING * whole:
                     raise LanguageModelError("the model of labels is not interpolated: build it with `ds2 lm build`")
                 leaving.append((label, max(0.0, whole - rest), int(following[state, scorer.ids[label]])))
-            parents.append(node(shorter, last))
-            shares.append(share)
-        for label, weight, after in leaving:
-            if weight > 0:
-                sources.append(number)
-                targets.append(node(after, label))
-                weights.append(weight)
+            parents.append((node(shorter, last), share))
+        arcs += [(number, node(after, label), weight) for label, weight, after in leaving if weight > 0]
     ends = probs_of_words[[state for state, _ in pending], model.ids[END]]
+    shares = np.array([share for _, share in parents])
     return LabelGraph(
         np.array([label for _, label in pending]),
         ends,
-        np.array(sources, np.int64),
-        np.array(targets, np.int64),
-        round_weights(np.array(weights)),
-        np.array(parents),
-        np.where(np.array(shares) > 0, round_weights(np.array(shares)), 0.0),
+        np.array([source for source, _, _ in arcs], np.int64),
+        np.array([target for _, target, _ in arcs], np.int64),
+        round_weights(np.array([weight for _, _, weight in arcs])),
+        np.array([parent for parent, _ in parents]),
+        np.where(shares > 0, round_weights(shares), 0.0),
         0,
     )
