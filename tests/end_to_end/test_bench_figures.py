@@ -96,6 +96,44 @@ def test_layers_in_memory_follow_from_the_line_and_deeper_networks_stand_beside_
     assert row["peaks"] == [[4, 3.0, 3.0], [8, 4.0, 4.0], [101, 30.0, 2 + 101 / 4]]
 
 
+def test_the_memory_benchmark_trains_each_depth_of_each_kind_and_draws_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import memory
+
+    from ds2.config.schema import ModelConfig
+    from ds2.model import recurrent
+
+    mib_a_layer = {"RecurrentLayer": 64, "TorchLayer": 96}
+    steps, peak = list[tuple[str, int]](), [0]
+
+    def open_trainer(overrides: list[str], batch: int) -> tuple[None, Callable[[], None]]:
+        depth = next(int(o.partition("=")[2]) for o in overrides if o.startswith("model.depth="))
+        layer = type(recurrent.make_recurrent_layer(4, ModelConfig(hidden=4))).__name__
+
+        def take_step() -> None:
+            steps.append((layer, depth))
+            peak[0] = 2**20 * (256 + batch * depth * mib_a_layer[layer])
+
+        return None, take_step
+
+    monkeypatch.setattr(memory, "open_trainer", open_trainer)
+    monkeypatch.setattr(memory, "facts", lambda options, *_: {"git_commit": options.commit})
+    for name, value in (("is_available", True), ("reset_peak_memory_stats", None), ("max_memory_allocated", peak)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value[0] if isinstance(value, list) else value)
+    sizes = ["--batch", "1", "2", "--depth", "4", "8", "10", "--gib", "1", "--steps", "2", "--duration", "0.1"]
+    assert not memory.main([*sizes, "--commit", "abc1234"])
+    kinds = [kind for kind in mib_a_layer for _ in range(3 * 2)]
+    assert steps == [(kind, depth) for kind, depth in zip(2 * kinds, 4 * [4, 4, 8, 8, 10, 10], strict=True)]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {(row["kind"], row["batch"]): row for row in result["rows"]}
+    for (kind, batch), row in rows.items():
+        mib = batch * {"ours": 64, "nn.RNN": 96}[kind]
+        assert (row["layer_bytes"], row["rest_bytes"]) == (2**20 * mib, 2**28)
+        assert row["deepest"] == [768 // mib] and row["peaks"][2][1] == row["peaks"][2][2]
+    assert len(rows) == 4 and result["git_commit"] == "abc1234"
+
+
 def test_every_stream_has_a_block_in_every_round_of_the_streaming_benchmark() -> None:
     import torch
     from benchmarks.streaming import block_ms, pipeline_of

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,35 @@ def test_kernels_of_the_barrier_build() -> None:
     from benchmarks import barrier
 
     assert build(barrier.BARRIER.text).code != build(barrier.EMPTY.text).code
+
+
+def test_a_step_of_the_barrier_benchmark_is_a_barrier_or_a_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cuda.core")
+    from benchmarks import barrier
+    from benchmarks.common import Timing
+
+    passed_s = [0.0]
+
+    def run(launch: Any, arguments: list[int], *_: Any) -> None:
+        assert launch.grid == 132
+        passed_s[0] += 2e-6 * arguments[0] if launch.cooperative else 7e-6
+
+    def measure(call: Any, device: torch.device) -> Timing:
+        before = passed_s[0]
+        call()
+        return Timing(*[passed_s[0] - before] * 3)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(barrier, "facts", lambda options, *_: {"git_commit": options.commit})
+    for name, value in (("run", run), ("measure", measure), ("graphed", lambda call: call)):
+        monkeypatch.setattr(barrier, name, value)
+    assert not barrier.main(["--steps", "50", "--commit", "abc1234"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["us"] for row in rows] == pytest.approx([2.0, 7.0, 7.0])
+    assert [row["ratio"] for row in rows] == pytest.approx([1.0, 3.5, 3.5])
 
 
 def test_every_result_names_its_commit() -> None:
