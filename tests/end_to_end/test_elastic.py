@@ -5,8 +5,10 @@ DS2_RANK_RUNS=200 DS2_FUZZ_SEED=7 does more runs, and others; see tools/fuzz.py 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -243,10 +245,11 @@ def test_a_signal_that_the_former_ranks_agreed_on_does_not_end_a_rank_among_othe
     assert sum(interrupts.send()) == 1
 
 
-def disturb(*options: str) -> None:
+def disturb(*options: str) -> str:
     done = tool("fuzz", "ranks", "--seed", SEED, *options)
     assert done.returncode == 0, done.stdout
     print(done.stdout)
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -255,7 +258,14 @@ def test_losses_of_ranks_that_come_and_go_are_those_of_unbroken_runs() -> None:
     disturb("--runs", RUNS)
 
 
-GPU = ("--device", "cuda", "--runs", os.environ.get("DS2_RANK_RUNS", "1"), "--events", "5", "--commit", "this tree")
+GPU = ("--device", "cuda", "--runs", "1", "--events", "5", "--commit", "this tree")
+
+
+def check_events(printed: str) -> None:
+    """Check that rank 0 and another one were killed, one was stopped, and one joined."""
+    (events,) = re.findall(r"up to seed \d+: 1 of 1 equal, ({.*})", printed)
+    counts = ast.literal_eval(events)
+    assert counts["kill"] >= 2 and counts["stop"] and counts["join"], printed
 
 
 @pytest.mark.gpu
@@ -272,7 +282,7 @@ def test_losses_of_ranks_that_share_a_gpu_are_those_of_unbroken_runs(
     monkeypatch: pytest.MonkeyPatch, ranks: str, settings: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
-    disturb(*GPU, "--ranks", ranks, "--settings", *settings)
+    check_events(disturb(*GPU, "--ranks", ranks, "--settings", *settings))
 
 
 @pytest.mark.gpu
@@ -280,7 +290,7 @@ def test_losses_of_ranks_that_share_a_gpu_are_those_of_unbroken_runs(
 @needs_fork
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_losses_of_ranks_on_two_gpus_are_those_of_unbroken_runs() -> None:
-    disturb(*GPU, "--ranks", "4")
+    check_events(disturb(*GPU, "--ranks", "4"))
 
 
 def wait_for(condition: Callable[[], Any], jobs: list[subprocess.Popen[str]]) -> None:

@@ -50,7 +50,7 @@ STEPS = ("batching.utterances=3", "train.epochs=40", f"comm.timeout_s={SILENT_S}
 ON_GPU = (  # a first step waits for a compiler
     "train.epochs=60", "train.evaluate_every_epochs=10", "comm.timeout_s=60", "device=cuda", "model.hidden=256",
 )  # fmt: skip
-GPU_PAUSE_S = 0.03  # before each step that is disturbed: steps are quick, and processes that join start slowly
+GPU_PAUSES_S = 0.03, 0.8  # before each step while events are to come, in both halves of a run: steps are quick there
 UNSETTLED = 0.05  # how often an event comes while processes start
 PAUSE_S = (0.02, 0.5)  # from one event to the next
 EVENTS = (4, 14)  # of a run
@@ -153,7 +153,9 @@ def disturbed(
     """Train to the end while processes are killed, stopped, asked to leave and started."""
     run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")
     output, began, killed = folder / "output.txt", time.monotonic(), dict[int, float]()
-    environment = {"PAUSE_S": str(GPU_PAUSE_S)} if options.device == "cuda" else {}
+    slow = folder / "slow"  # while this file is there
+    environment = {"SLOW_WHILE": str(slow)} if options.device == "cuda" else {}
+    slow.touch()
     running = [start(run, output, environment) for _ in range(draw.randint(1, options.ranks))]
     stopped: dict[int, float] = {}  # processes, and when they go on
     events, once = draw.randint(EVENTS[0], max(options.events, EVENTS[0])), list(ONCE)
@@ -179,7 +181,7 @@ def disturbed(
         if not (events and ranks and settled):
             continue
         full = len(running) + len(stopped) >= options.ranks
-        kind, rank = next_event(draw, once, full=full)
+        kind, rank = next_event(draw, once, alone=len(ranks) == 1, full=full)
         number = SIGNALS.get(kind)
         if number is None and not full:
             running.append(start(run, output, environment))
@@ -196,17 +198,30 @@ def disturbed(
             continue
         events -= 1
         count.events[kind] += 1
+        if not events:
+            slow.unlink()
     count.paused_s += pauses_s(folder / "broken")
-    regroupings = [line for line in lines_of(folder / "broken") if line["event"] == "ranks"]
-    for process, at in killed.items():
-        count.recovered_s += [line["time"] - at for line in regroupings if f"(process {process}) " in str(line["left"])]
+    count.recovered_s += recovered_s(folder / "broken", killed)
 
 
-def next_event(draw: random.Random, once: list[tuple[str, int | None]], *, full: bool) -> tuple[str, int | None]:
-    """Draw what happens next, and which rank it strikes; what has to happen once comes first."""
+def recovered_s(folder: Path, killed: dict[int, float]) -> list[float]:
+    """How long after each kill of a rank the others went on, by processes and the times of their ends."""
+    regroupings = [line for line in lines_of(folder) if line["event"] == "ranks"]
+    return [
+        line["time"] - at
+        for process, at in killed.items()
+        for line in regroupings
+        if f"(process {process}) " in str(line["left"])
+    ]
+
+
+def next_event(
+    draw: random.Random, once: list[tuple[str, int | None]], *, alone: bool, full: bool
+) -> tuple[str, int | None]:
+    """Draw what happens next, and which rank it strikes; what has to happen once comes first, among several ranks."""
     due = [event for event in once if event[0] != "join" or not full]
-    event = draw.choice(due or DRAWN)
-    if due:
+    event = ("join", None) if once and alone else draw.choice(due or DRAWN)
+    if event in due:
         once.remove(event)
     return event
 
@@ -287,6 +302,17 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return read_log(folder / "run" / "log.jsonl")
 
 
+def pause_before_steps(slow: Path) -> None:
+    """Let each step of this process wait a moment while a file is there."""
+    healthy = Trainer.step
+
+    def step(self: Trainer, *arguments: Any) -> float | None:
+        time.sleep(GPU_PAUSES_S[2 * self.progress.epoch > self.config.train.epochs] if slow.exists() else 0)
+        return healthy(self, *arguments)
+
+    Trainer.step = step  # type: ignore[method-assign]
+
+
 def start(settings: Sequence[str], output: Path, environment: dict[str, str] | None = None) -> int:
     """Fork a process that trains; returns its number."""
     process = os.fork()
@@ -299,8 +325,8 @@ def start(settings: Sequence[str], output: Path, environment: dict[str, str] | N
             os.dup2(file.fileno(), 2)
         logging.basicConfig(format="%(asctime)s %(process)d %(message)s", level=logging.INFO, force=True)
         os.environ.update(environment or {})
-        pause_s, step = float(os.environ.get("PAUSE_S", "0")), Trainer.step
-        Trainer.step = lambda *arguments: time.sleep(pause_s) or step(*arguments)  # type: ignore[method-assign,assignment]
+        if environment and "SLOW_WHILE" in environment:
+            pause_before_steps(Path(environment["SLOW_WHILE"]))
         config = compose_config(list(settings))
         status = train(config, Path(config.run_dir))
     except BaseException:
