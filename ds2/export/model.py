@@ -12,7 +12,7 @@ Shape letters: B batch, N samples, T frames, F bins, C channels, D, H widths, V 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,6 +30,12 @@ from ds2.text.alphabet import BLANK
 NEVER = -1e4
 """Log-prob of all labels but the blank in frames that are not valid."""
 _IMAGE, _SEQUENCE = 3, 1  # the axis of time in (B, C, F, T) and in (B, T, H)
+NONLINEARITIES: dict[str, Callable[[Value, float], Value]] = {
+    "relu": lambda pre, clip: pre.clamp(0.0, None),
+    "clipped_relu": lambda pre, clip: pre.clamp(0.0, clip),
+    "tanh": lambda pre, clip: pre.tanh(),
+}
+"""Of pre-activations, for each cell of one gate in `ds2_ops.recurrent.cells`."""
 
 
 @dataclass(frozen=True)
@@ -246,10 +252,7 @@ class Network:
         states = [ops.zeros(z, hidden) if self.memory is None else self.memory.read(hidden) for _ in range(count)]
 
         def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            pre = inputs[0] + states[0] @ weight_hh
-            if layer.cell == "tanh":
-                return [pre.tanh() * inputs[1]]
-            return [pre.clamp(0.0, layer.clip if layer.cell == "clipped_relu" else None) * inputs[1]]
+            return [NONLINEARITIES[layer.cell](inputs[0] + states[0] @ weight_hh, layer.clip) * inputs[1]]
 
         def lstm(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             i, f, g, o = (inputs[0] + states[0] @ weight_hh).chunk(4, -1)
