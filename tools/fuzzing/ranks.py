@@ -34,7 +34,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch.utils.tensorboard  # noqa: F401  once, for all forked processes
+import torch._dynamo  # which optimizers import
+import torch.utils.tensorboard  # noqa: F401  both once, for all forked processes
 from dispatch import new_parser, parse
 from fuzzing.kills import corpus, last_output, trained, training_settings
 
@@ -46,7 +47,7 @@ from ds2.training.trainer import Trainer
 RANKS = 4
 SILENT_S = 5.0  # comm.timeout_s: so long a rank is stopped before the others go on
 LIMIT_S = 240.0  # of a run, a last resort
-STEPS = ("batching.utterances=3", "train.epochs=40", f"comm.timeout_s={SILENT_S}")
+STEPS = ("batching.utterances=3", "train.epochs=24", f"comm.timeout_s={SILENT_S}")
 ON_GPU = (  # a first step waits for a compiler
     "train.epochs=60", "train.evaluate_every_epochs=10", "comm.timeout_s=60", "device=cuda", "model.hidden=256",
 )  # fmt: skip
