@@ -103,7 +103,7 @@ def _commands(name: str, parser: Parser) -> Iterator[Command]:
 
 
 def _cases(tree: Sequence[Command], words: str) -> Iterable[str]:
-    """Return statements for bash and zsh that set the variable `words`, or `values` behind an option with a value.
+    """Return statements for bash and zsh that set the variable `words`, or `values` after an option with a value.
 
     One blank in `values` stands for any value, such as a file.
     """

@@ -96,7 +96,7 @@ def summary(model: AcousticModel) -> str:
         times = len(list(group))
         rows.append((f"{times} x {name}" if times > 1 else name, str(config.hidden), f"{count * times:,}"))
     for number, intermediate in model.heads.items():
-        rows.append((f"classifier behind module {number}, in training", "", f"{_count(intermediate):,}"))
+        rows.append((f"classifier after module {number}, in training", "", f"{_count(intermediate):,}"))
     head = _count(model.classifier) + (_count(model.norm) if model.norm is not None else 0)
     rows.append(("classifier", f"{model.labels} labels", f"{head:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -121,7 +121,7 @@ def summary(model: AcousticModel) -> str:
 
 
 def contents(loaded: LoadedModel) -> str:
-    """Describe for `ds2 info` what a model file holds beside weights: scores, data, features, labels."""
+    """Describe for `ds2 info` what a model file holds besides weights: scores, data, features, labels."""
     config, alphabet, metrics = loaded.config, loaded.alphabet, loaded.metadata["metrics"]
     scores = [f"{name.upper()} {100 * metrics[name]:.2f} %" for name in ("wer", "cer") if name in metrics]
     rules = [f"case {alphabet.case}", f"unknown characters {alphabet.unknown}"]

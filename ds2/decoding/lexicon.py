@@ -1,7 +1,7 @@
 """Words as a search sees them: what each label writes, a trie of known and hot words, and the hot words of sessions.
 
 `SessionTrie` gives each session with hot words a root of its own in the shared trie: a copy of the root, in which only
-the nodes on the paths of its phrases are copied, a handful of rows beside a vocabulary of any size. A word that ends
+the nodes on the paths of its phrases are copied, a handful of rows for a vocabulary of any size. A word that ends
 within a phrase leads to a root from which the next word of the phrase gets its share of the bonus; after other words
 the root of the session follows again.
 

@@ -92,7 +92,7 @@ class GradientReducer:
 
     @property
     def variant(self) -> tuple[int, ...]:
-        """What the launches of the next pass depend on beside shapes: its place in the step, and the copies."""
+        """What the launches of the next pass depend on besides shapes: its place in the step, and the copies."""
         first_of_step = all(bucket.passes == 0 for bucket in self._buckets)
         return int(first_of_step), int(all(bucket.current for bucket in self._buckets))
 

@@ -17,7 +17,7 @@ Step = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
 
 
 class Operations(Protocol):
-    """What the network needs beside the methods of a `Value`, whose sizes are known but for the batch and, in whole
+    """What the network needs besides the methods of a `Value`, whose sizes are known but for the batch and, in whole
     utterances, the time.
     """
 

@@ -368,7 +368,7 @@ class BlockRecurrence:
             projection_stream: of a layer with others at its side, a stream for its projection, on which x is ready.
 
         Returns:
-            (T, B, H), and the state behind them.
+            (T, B, H), and the state after them.
         """
         if lengths is not None and x.device.type == "cpu" and (longest := int(lengths.max())) < len(x):
             # Frames past the last stream's end are not worth a CPU's time: a file's last block is seldom full.
@@ -423,8 +423,8 @@ class ModuleRun:
 
     Args:
         module: the module.
-        carries: states of its layers, those behind the last piece at the end.
-        rows: (R, N, H) what streams carry beside these; updated.
+        carries: states of its layers; after the last piece, those after the block.
+        rows: (R, N, H) what streams carry besides these; updated.
         slots: (B,) int64 of the batch.
         edges: first frames and lengths, (P, B) int32 each, of the streams in each piece; None: all frames count.
     """
@@ -442,7 +442,7 @@ class ModuleRun:
         self._inputs: dict[int, Tensor] = {}  # of pieces that are within the module
 
     def layer(self, number: int, piece: int, x: Tensor, projection_stream: torch.cuda.Stream | None) -> Tensor:
-        """Run a layer of the module on a piece (T, B, D), and behind the last layer the row convolutions and the skip.
+        """Run a layer of the module on a piece (T, B, D), and after the last layer the row convolutions and the skip.
 
         Args:
             number: of the layer in the module.

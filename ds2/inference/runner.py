@@ -58,7 +58,7 @@ class _Batch:
             row[: len(values)], row[len(values) :] = values, empty
 
     def copy_to_device(self, kinds: int) -> None:
-        """Copy the first kinds of numbers, by a kernel: kernels behind a copy start later."""
+        """Copy the first kinds of numbers, by a kernel: kernels after a copy start later."""
         torch.add(self._mapped[:kinds], 0, out=self.numbers[:kinds])
 
     def launch(self, edges: bool) -> Tensor:

@@ -37,7 +37,7 @@ class Classifier(Protocol):
 
 
 class Head(nn.Module):
-    """Norm and a classifier behind a module that is not the last, for training (Lee and Watanabe 2021)."""
+    """Norm and a classifier after a module that is not the last, for training (Lee and Watanabe 2021)."""
 
     def __init__(self, width: int, labels: int, config: ModelConfig) -> None:
         super().__init__()

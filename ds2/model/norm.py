@@ -109,7 +109,7 @@ class SequenceBatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
-        self.batches = 0  # behind the running averages; on the host, where the weight of the next one is chosen
+        self.batches = 0  # in the running averages; on the host, where the weight of the next one is chosen
 
     @property
     def steady(self) -> bool:
@@ -198,7 +198,7 @@ class SequenceBatchNorm(nn.Module):
             self.batches = 0
 
     def get_extra_state(self) -> Tensor:
-        """The number of batches behind the running averages, () int64, for the state dict."""
+        """The number of batches in the running averages, () int64, for the state dict."""
         return torch.tensor(self.batches)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -242,7 +242,7 @@ def rms_eps(norm: Norm | None) -> float | None:
 
 
 def fold_norm_after(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
-    """Weight (C, ...) and bias (C,) of a product and the norm behind it, float64: s (W x) + t = (s W) x + t."""
+    """Weight (C, ...) and bias (C,) of a product and the norm after it, float64: s (W x) + t = (s W) x + t."""
     weight = weight.double()
     shift = weight.new_zeros(len(weight)) if bias is None else bias.double()
     if norm is None:

@@ -52,7 +52,7 @@ class RecurrentLayer(nn.Module):
         self.dropout = UtteranceDropout(config.dropout)
         self.norm = make_norm(width_in if config.norm == "rms" else hidden, config)
         self.weight_ih = nn.Parameter(torch.empty(hidden, width_in))
-        # Both norms start pre-activations with a variance of 1: batch norm behind W, RMS norm by inputs of that size.
+        # Both norms start pre-activations with a variance of 1: batch norm after W, RMS norm by inputs of that size.
         nn.init.kaiming_normal_(self.weight_ih, nonlinearity="linear" if config.norm == "rms" else "relu")
         self.bias = None if isinstance(self.norm, SequenceBatchNorm) else nn.Parameter(torch.zeros(hidden))
         self.weight_hh = nn.Parameter(_recurrent_start(config))
@@ -290,7 +290,7 @@ class RecurrentModule(nn.Module):
     Args:
         width_in: width of the input.
         layers: recurrent layers.
-        row_convs: row convolutions behind them.
+        row_convs: row convolutions after them.
         config: everything else.
         residual: whether the skip exists.
     """

@@ -84,7 +84,7 @@ def run_stages(
             ready (None: the current one). A stage gets its pieces in order. Its first kernel must run on that stream,
             and the current stream must wait for it.
         pieces: inputs of the first stage, of any shape, made on the current stream.
-        streams: for the layers; none: everything runs on the current stream. They start behind the current stream, and
+        streams: for the layers; none: everything runs on the current stream. They start after the current stream, and
             it waits for them, recorded in a CUDA graph or not.
         alive: receives what must not be freed before all streams have joined again; for a backward pass, which uses
             the streams of its forward pass, that is its end. None: nothing is needed once this returns.
@@ -305,7 +305,7 @@ class ModulePieces:
         self._waiting: Tensor | None = None  # frames of the skip that row convolutions have not reached
 
     def layer(self, number: int, piece: int, x: Tensor, projection_stream: torch.cuda.Stream | None) -> Tensor:
-        """Run a layer on a piece (T, B, D), and behind the last layer the row convolutions and the skip: a stage."""
+        """Run a layer on a piece (T, B, D), and after the last layer the row convolutions and the skip: a stage."""
         layer, ragged = self._layers[number], self.ragged
         if number == 0:
             self._inputs[piece] = x
@@ -443,7 +443,7 @@ class _OneTranspose:
 
 
 class _KeepAlive(torch.autograd.Function):
-    """The identity; keeps tensors until the graph of the pass is freed, which is behind its backward pass."""
+    """The identity; keeps tensors until the graph of the pass is freed, which is after its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, alive: list[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ from ds2.recognition.settings import decode_settings
 from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
-_BATCH_AUDIO_S = {"cpu": 120.0, "cuda": 1200.0}  # padded audio a batch: fills the device, small beside training
+_BATCH_AUDIO_S = {"cpu": 120.0, "cuda": 1200.0}  # padded audio a batch: fills the device; far less than training
 _FILE_BLOCK_S = 60.0
 _FILE_CONTEXT_S = 10.0
 _SAMPLES_AT_ONCE = 1 << 18

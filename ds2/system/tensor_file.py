@@ -53,8 +53,8 @@ def save(
         path: of the file.
         tensors, metadata: its content.
         run: receives the function that writes, once the tensors are copied; it may call it later, in any thread.
-        copies: the tensors that a former call copied into, whose memory is used again: it is several times as fast as
-            new memory. Changed in place. No function of a former call may still run.
+        copies: the tensors that an earlier call copied into, whose memory is used again: it is several times as fast as
+            new memory. Changed in place. No function of an earlier call may still run.
         check: called when the temporary file is there; if it raises, the file at `path` stays as it is.
 
     Raises:

@@ -104,7 +104,7 @@ _LANGUAGES = {
         "{0} {1}",
     ),
 }  # fmt: skip
-# Letters behind digits that make them another word; where no rule reads it, the digits alone are not the number.
+# Letters after digits that make them another word; where no rule reads it, the digits alone are not the number.
 _SUFFIXES = {
     "en": "st|nd|rd|th|s",
     "de": "e[rn]?[ns]?|te[rnms]?",

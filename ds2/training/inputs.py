@@ -23,7 +23,7 @@ from ds2.model.acoustic import AcousticModel
 from ds2.training.ctc import feasible_rows
 
 FRAMES_MULTIPLE = 32  # step of padded shapes; on average half of it is padding
-# Short of a multiple: at 16 n frames behind the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
+# Short of a multiple: at 16 n frames after the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
 # convolution's weight gradient (B 4, 352 frames, H200).
 _FRAMES_SHORT = 4
 # Columns of `Inputs.numbers`: these, then the labels, then those of each view.

@@ -64,8 +64,8 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float, w
         config: schedule and its settings.
         step: optimizer steps already taken.
         epoch: 1-based.
-        progress: fraction of the planned training behind this step, 0..1.
-        warmed_up: fraction of the longest warm-up that the planned training has time for, behind this step.
+        progress: completed fraction of the planned training, 0..1.
+        warmed_up: completed fraction of the longest warm-up that the planned training has time for.
 
     Returns:
         `learning_rate` divided by `anneal` per finished epoch (section 5.3), or its half cosine to zero, or itself;

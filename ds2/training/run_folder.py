@@ -108,7 +108,7 @@ def _probe(run_dir: Path) -> None:
 
 
 class BackgroundWriter:
-    """Runs functions that write files, in order, in a thread beside the training.
+    """Runs functions that write files, in order, in a thread while training goes on.
 
     Args:
         superseded: whether another process writes these files by now; then nothing is written, and errors do not count.

@@ -235,7 +235,7 @@ def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utteranc
             log.warning(
                 "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed, "
                 "augment.tempo or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch "
-                "as it began, start with the former settings",
+                "as it began, start with the previous settings",
                 progress.epoch, progress.batch, progress.step,
             )  # fmt: skip
             progress.batch = 0

@@ -239,7 +239,7 @@ class Trainer:
                 self._take_state(view)
                 if comm.rank != 0:
                     self.files.wait()  # if this process was rank 0, its files are older than those of the next rank 0
-                interrupts.agreed = 0  # by the ranks of the former view
+                interrupts.agreed = 0  # by the ranks of the previous view
                 interrupts.agree(comm)
                 share_cores(comm)
                 break

@@ -27,6 +27,7 @@ REPLACED = {
     "given": "inputs, arguments, or what the value is",
     "found": "matches, result, or what the value is",
     "kept": "cached, saved, remaining",
+    "former": "previous",
     "said": "text, reference, output",
     "begun": "started",
     "carried": "state",

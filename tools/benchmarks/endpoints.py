@@ -37,16 +37,16 @@ from ds2.serve.protocols.openai_realtime import RATE_HZ as REALTIME_HZ
 
 FRAME_S = 0.02
 SPEECH_DB = -30.0  # of the last speech, to the 95th percentile of the file
-BACKGROUND_S = 0.3  # of the file's quietest part, which is repeated behind it
+BACKGROUND_S = 0.3  # of the file's quietest part, which is repeated after it
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """A file with noise behind it."""
+    """A file with noise after it."""
 
     samples: NDArray[np.float32]
     speech_end_s: float
-    duration_s: float  # without the noise behind it
+    duration_s: float  # without the noise after it
 
 
 @dataclass
@@ -95,7 +95,7 @@ def speech_end_s(samples: NDArray[np.float32]) -> float:
 
 
 def with_background(samples: NDArray[np.float32], seconds: float) -> NDArray[np.float32]:
-    """Repeat the quietest part of a recording behind it."""
+    """Repeat the quietest part of a recording after it."""
     width = round(BACKGROUND_S / FRAME_S)
     sums = np.convolve(levels(samples), np.ones(width), "valid")
     first = round(int(sums.argmin()) * FRAME_S * RATE_HZ)

@@ -87,7 +87,7 @@ class Streams:
         return torch.cuda.stream(stream) if stream else nullcontext()
 
     def done(self, number: int) -> Any:
-        """Record an event behind all launches of a stream so far; None on a CPU."""
+        """Record an event after all launches of a stream so far; None on a CPU."""
         stream = self.streams[number]
         return stream.record_event() if stream else None
 

@@ -141,7 +141,7 @@ class Thread:
 
     def __init__(self, process: Process, target: Callable[[], object]) -> None:
         self.process, self._target = process, target
-        self.waits = 0  # the number of its present wait: an event that would end a former one does nothing
+        self.waits = 0  # the number of its present wait: an event that would end a previous one does nothing
         self.is_main = not process.threads
         self.stack = greenlet(self._run, process.world.stack)
 
@@ -915,13 +915,13 @@ def simulated(world: World) -> Iterator[None]:
         (time, "time", lambda: world.now_s),  # the log has it: what is left of a torn line depends on its length
         (time, "sleep", world.sleep),
     ]
-    former = [(target, name, getattr(target, name, None)) for target, name, _ in changed]
+    previous = [(target, name, getattr(target, name, None)) for target, name, _ in changed]
     try:
         for target, name, value in changed:
             setattr(target, name, value)
         yield
     finally:
-        for target, name, value in former:
+        for target, name, value in previous:
             setattr(target, name, value)
 
 
@@ -969,10 +969,10 @@ def _never_set(field: str, unset: object) -> Callable[..., None]:
 
 
 def _keep_buffers(
-    self: Weights, state: Mapping[str, Any], strict: bool = True, former: Any = Weights.load_state_dict
+    self: Weights, state: Mapping[str, Any], strict: bool = True, original: Any = Weights.load_state_dict
 ) -> None:
     if strict:
-        former(self, state)
+        original(self, state)
 
 
 def _log_as_the_last_group(trainer: Trainer, board: RunLog) -> None:
@@ -1000,18 +1000,18 @@ def _remove_all(files: RunFiles) -> None:
             run_folder.shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_place(path: Path, former: Any = file_system.atomic_file) -> Any:
-    return nullcontext(path) if path.suffix == ".safetensors" else former(path)
+def _in_place(path: Path, original: Any = file_system.atomic_file) -> Any:
+    return nullcontext(path) if path.suffix == ".safetensors" else original(path)
 
 
 def _begin_again(progress: Any, plan: Sequence[Any], utterances: Sequence[Any]) -> None:
     progress.batch, progress.batches = 0, len(plan)
 
 
-def _join_lines(board: Any, run_dir: Path, former: Any = RunLog.__init__, **options: Any) -> None:
+def _join_lines(board: Any, run_dir: Path, original: Any = RunLog.__init__, **options: Any) -> None:
     path = run_dir / "log.jsonl"
     torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
-    former(board, run_dir, **options)
+    original(board, run_dir, **options)
     if torn and board.writes:
         board._jsonl.close()
         path.write_bytes(path.read_bytes()[:-1])

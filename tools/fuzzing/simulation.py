@@ -232,7 +232,7 @@ class Audio:
 
     rate_hz: int
     data: bytes
-    cuts: list[int]  # bytes behind each message
+    cuts: list[int]  # bytes up to the end of each message
     flushes: set[int]  # numbers of the messages
     endpoints: Endpoints
 

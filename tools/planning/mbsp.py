@@ -5,7 +5,7 @@
 
 A machine is a hierarchy: each level has processors, bandwidth, latency and memory. No constant is fitted to steps. How
 latency grows with the number of processors (as its root) and some bandwidths of L2 are assumed. A
-tile gives each of n multiprocessors a block of rows and takes the batch in g groups, one behind the other. Its step is
+tile gives each of n multiprocessors a block of rows and takes the batch in g groups, one after the other. Its step is
 the longest of: the chain of one group (exchange, products, transfers), and the work of all groups on each resource.
 Shape letters: B batch, H hidden, n multiprocessors of a tile, g groups.
 """

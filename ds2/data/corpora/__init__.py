@@ -38,7 +38,7 @@ FORMATS: dict[str, tuple[Callable[..., list[Utterance]], str]] = {
     "webdataset": (import_webdataset, ""),
     "shar": (import_shar, ""),
 }
-"""The importer of each layout, and the argument that it has beside `folder` and `skip_bad`."""
+"""The importer of each layout, and the argument that it has besides `folder` and `skip_bad`."""
 
 
 def import_corpus(

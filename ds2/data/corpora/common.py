@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _MAX_SHOWN = 20
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _LATIN = "cp1252"  # Windows' superset of Latin-1
-# What texts of a language have beside ASCII. A text in another encoding, read as Latin-1, rarely stays within one row.
+# What texts of a language have besides ASCII. A text in another encoding, read as Latin-1, rarely stays within one row.
 _LATIN_LETTERS = (
     "äöüß",
     "àâæçèéêëîïôœùûü",
