@@ -3,9 +3,11 @@
     python tools/check_versions.py oldest
     python tools/check_versions.py newest
     python tools/check_versions.py oldest --torch torch==2.13.0        # another PyTorch: the one from PyPI takes 5.5 GB
+    python tools/check_versions.py oldest --wheel dist/ds2_speech-0.1.0-py3-none-any.whl
 
-"oldest" holds every package to the lower bound of its range, "newest" to none; `--torch` replaces that of torch. The
-environment is a temporary one. Fails where a command fails or prints a warning of a binding ("nanobind: leaked").
+"oldest" holds every package to the lower bound of its range, "newest" to none; `--torch` replaces that of torch.
+Without `--wheel` the checkout is installed. The environment is a temporary one: first without extras, in which a model
+is trained, then with them. Fails where a command fails or prints a warning of a binding ("nanobind: leaked").
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,36 +50,36 @@ def lowest(requirements: Sequence[str]) -> list[str]:
     return constraints
 
 
-def commands(folder: Path) -> Iterator[list[str]]:
-    """Yield the commands that a new user runs, in order; their files go to `folder`."""
-    run, lm, text = str(folder / "run"), str(folder / "words.lm"), folder / "words.txt"
-    text.write_text(TEXT * 20, encoding="utf-8")
-    data = [f"data.work_dir={folder / 'data'}", f"run_dir={run}", "data.workers=0", "device=cpu"]
+def commands_without_extras() -> Iterator[list[str]]:
+    """Yield commands that need no extra, in order; their files go to the working folder."""
     yield ["version"]
     yield ["doctor"]
-    yield ["train", "recipe=synthetic", "train.max_steps=2", *data]
+    yield ["info", "model=rnn_8"]
+    yield ["train", "recipe=synthetic", "train.max_steps=2", "data.workers=0", "device=cpu"]
+
+
+def commands(folder: Path) -> Iterator[list[str]]:
+    """Yield the commands that a new user runs next, in order, on what the others left in `folder`."""
+    run, lm, text, data = "runs/synthetic", "words.lm", folder / "words.txt", "corpora/synthetic"
+    text.write_text(TEXT * 20, encoding="utf-8")
+    yield ["doctor"]
     yield ["info", run]
     yield ["lm", "build", str(text), "--order", "2", "--output", lm]
-    dev = str(folder / "data" / "dev.jsonl")
-    yield ["evaluate", run, dev, "--device", "cpu", "decode=native", f"decode.lm={lm}"]
-    yield ["transcribe", run, str(folder / "data"), "--device", "cpu", "--format", "srt", "--out", str(folder / "text")]
+    yield ["evaluate", run, f"{data}/dev.jsonl", "--device", "cpu", "decode=native", f"decode.lm={lm}"]
+    yield ["transcribe", run, data, "--device", "cpu", "--format", "srt", "--out", "text"]
     yield ["data", "normalise", "1995 $3.50", "alphabet.numbers=en"]
-    yield ["export", run, "--to", "onnx", "--interface", "plain", "--out", str(folder / "exported")]
+    yield ["export", run, "--to", "onnx", "--interface", "plain", "--out", "exported"]
 
 
-def check(python: Path, folder: Path) -> None:
-    """Run the commands in an environment; raise SystemExit at the first that fails."""
-    for command in commands(folder):
-        run = subprocess.run(
-            [python, "-m", "ds2.cli", *command], cwd=folder, capture_output=True, text=True, check=False
-        )
+def check(ds2: Path, folder: Path, in_order: Iterable[list[str]]) -> None:
+    """Run commands of an installed ds2 in a folder; raise SystemExit at the first that fails."""
+    for command in in_order:
+        run = subprocess.run([ds2, *command], cwd=folder, capture_output=True, text=True, check=False)
         printed = run.stdout + run.stderr
         if run.returncode or _NOISE in printed:
             print(printed, file=sys.stderr)
             raise SystemExit(f"ds2 {' '.join(command)}: status {run.returncode}")
         print(f"ok: ds2 {' '.join(command[:2])}", flush=True)
-    for module in _MODULES:
-        subprocess.run([python, "-c", f"import {module}"], cwd=folder, check=True)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -85,21 +87,28 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", choices=["oldest", "newest"])
     parser.add_argument("--torch", metavar="REQUIREMENT", help="in place of the oldest or newest: torch==VERSION")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="install this wheel, not the checkout")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ds2-versions-") as name:
-        folder = Path(name)
+        folder, source = Path(name), options.wheel.resolve() if options.wheel else ROOT
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-        pip = [folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-compile"]
+        python, ds2 = folder / "venv/bin/python", folder / "venv/bin/ds2"
         constraints = lowest(requirements()) if options.which == "oldest" else []
         if options.torch:
             constraints = [c for c in constraints if not c.startswith("torch==")] + [options.torch]
         (folder / "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
-        subprocess.run([*pip, "-c", folder / "constraints.txt", f"{ROOT}[{','.join(EXTRAS)}]"], check=True)
-        listed = subprocess.run([*pip[:3], "list"], capture_output=True, text=True, check=True).stdout
+        pip = [python, "-m", "pip"]
+        install = [*pip, "install", "--quiet", "--no-compile", "-c", folder / "constraints.txt"]
+        subprocess.run([*install, source], check=True)
+        check(ds2, folder, commands_without_extras())
+        subprocess.run([*install, f"{source}[{','.join(EXTRAS)}]"], check=True)
+        listed = subprocess.run([*pip, "list"], capture_output=True, text=True, check=True).stdout
         names = {re.split(r"[>=]", requirement)[0] for requirement in requirements()}
         versions = dict(line.split()[:2] for line in listed.splitlines()[2:])
         print(options.which, *(f"{name}={version}" for name, version in versions.items() if name in names))
-        check(folder / "venv/bin/python", folder)
+        check(ds2, folder, commands(folder))
+        for module in _MODULES:
+            subprocess.run([python, "-c", f"import {module}"], cwd=folder, check=True)
 
 
 if __name__ == "__main__":
