@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from dispatch import new_parser, parse
-from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
+from reproduce_tables import OPTIMIZERS, TABLES, PaperTable, Row, Shape
 
 from ds2.commands.common import real, whole
 from ds2.config.allowed import COUNT, UNLIMITED
@@ -121,7 +121,10 @@ def noise_scale(train_events: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def report(
-    table: Table, results: Mapping[str, Mapping[str, Any]], unfinished: Mapping[str, str], failures: Mapping[str, str]
+    table: PaperTable,
+    results: Mapping[str, Mapping[str, Any]],
+    unfinished: Mapping[str, str],
+    failures: Mapping[str, str],
 ) -> str:
     """The table in Markdown without its empty columns, and a list of the rows that have no result.
 
@@ -180,7 +183,7 @@ class Reproduction:
         options: of the command line.
     """
 
-    def __init__(self, table: Table, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, table: PaperTable, folder: Path, options: argparse.Namespace) -> None:
         self.table, self.folder, self.options = table, folder, options
         self.stop_at = (
             time.monotonic() + 60 * options.stop_after_minutes if options.stop_after_minutes else float("inf")
@@ -354,7 +357,7 @@ def _parameters(run_dir: Path) -> int:
     return load_model(find_model(run_dir)).model.parameter_count
 
 
-def _undone(table: Table, overrides: Sequence[str]) -> str | None:
+def _undone(table: PaperTable, overrides: Sequence[str]) -> str | None:
     """The first override of a setting in which rows differ: it would make them equal."""
     rows = [dict(setting.split("=", 1) for setting in row.settings) for row in table.rows]
     return next((one for one in overrides if len({row.get(one.split("=", 1)[0]) for row in rows}) > 1), None)

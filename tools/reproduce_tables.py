@@ -18,7 +18,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """Rows that are compared, and their common settings.
 
     Attributes:
@@ -74,13 +74,13 @@ def _layers(depth: int, skip: int, printed: int, narrow: float) -> tuple[str, ..
     return f"model.depth={depth}", f"model.skip={skip}", f"model.hidden={8 * round(printed / narrow / 8)}"
 
 
-def _paper(title: str, rows: list[Row], shape: Shape, *more: str) -> Table:
+def _paper(title: str, rows: list[Row], shape: Shape, *more: str) -> PaperTable:
     anneal = PAPER_ANNEAL ** (PAPER_EPOCHS / max(1, shape.epochs))  # the rate falls as far as in the paper's 20 epochs
     settings, rates = _OPTIMIZERS[shape.optimizer]
-    return Table(title, tuple(rows), (*_PAPER, *settings, f"optim.anneal={anneal:.5f}", *more), rates)
+    return PaperTable(title, tuple(rows), (*_PAPER, *settings, f"optim.anneal={anneal:.5f}", *more), rates)
 
 
-def _table_1(shape: Shape) -> Table:
+def _table_1(shape: Shape) -> PaperTable:
     names = ["no skip", *(f"skip {skip}" for skip in range(1, len(_SKIPS)))]
     rows = [Row(name, _layers(48, skip, 1152, shape.narrow), _SKIPS[skip]) for skip, name in enumerate(names)]
     rows += [
@@ -88,25 +88,25 @@ def _table_1(shape: Shape) -> Table:
         for start, skips in _OTHER_STARTS.items()
         for skip in skips
     ]
-    return _paper("Table 1: 48 recurrent layers, a skip over every N", rows, shape)
+    return _paper("PaperTable 1: 48 recurrent layers, a skip over every N", rows, shape)
 
 
-def _table_2(shape: Shape) -> Table:
+def _table_2(shape: Shape) -> PaperTable:
     rows = [
         Row(f"{depth} layers", _layers(depth, 4, width, shape.narrow), paper)
         for depth, (width, paper) in _EQUAL_PARAMETERS.items()
     ]
-    return _paper("Table 2: depth, about equal parameters", rows, shape, _START)
+    return _paper("PaperTable 2: depth, about equal parameters", rows, shape, _START)
 
 
-def _table_3(shape: Shape) -> Table:
+def _table_3(shape: Shape) -> PaperTable:
     rows = [
         Row(f"{depth} layers", _layers(depth, 4, 1152, shape.narrow), paper) for depth, paper in _EQUAL_WIDTH.items()
     ]
-    return _paper("Table 3: depth, equal width", rows, shape, _START)
+    return _paper("PaperTable 3: depth, equal width", rows, shape, _START)
 
 
-def _figure_8(shape: Shape) -> Table:
+def _figure_8(shape: Shape) -> PaperTable:
     rows = [
         Row(
             f"batch {size}",
@@ -117,7 +117,7 @@ def _figure_8(shape: Shape) -> Table:
     return _paper("Figure 8: utterances a batch, equal epochs, 48 layers, skip 4", rows, shape, _START)
 
 
-TABLES: dict[str, Callable[[Shape], Table]] = {
+TABLES: dict[str, Callable[[Shape], PaperTable]] = {
     "table1": _table_1,
     "table2": _table_2,
     "table3": _table_3,

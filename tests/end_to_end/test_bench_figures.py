@@ -72,10 +72,10 @@ def test_the_fit_of_a_link_recovers_latency_and_bandwidth() -> None:
 
 
 def test_a_predicted_step_is_computed_and_summed_in_turn_or_overlapped() -> None:
-    from benchmarks.predict import Link, Machine, step_s
+    from benchmarks.predict import LinkSpeed, MeasuredHost, step_s
 
-    link = Link(latency_s=1e-3, bandwidth=1e9)
-    machine = Machine([1.0, 2.0], [0.1, 0.2], [0.2, 0.4], [0.01, 0.01], 4e6, 3, link, link, ranks_per_host=2)
+    link = LinkSpeed(latency_s=1e-3, bandwidth=1e9)
+    machine = MeasuredHost([1.0, 2.0], [0.1, 0.2], [0.2, 0.4], [0.01, 0.01], 4e6, 3, link, link, ranks_per_host=2)
     alone = step_s(machine, 1, 2, bucket_bytes=1e6, overlap=True, shared=False)
     assert alone == pytest.approx((0.2 + 0.4 + 0.01, 0.0))
     one_sum = 1e-3 + 1e6 / 1e9  # of a bucket over two ranks
@@ -230,7 +230,7 @@ def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_ever
 def test_the_delay_counts_from_the_last_sound_of_a_recording(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks.endpoints import Measured, Segments, Utterance, in_process, speech_end_s, with_background
+    from benchmarks.endpoints import NoisyRecording, RuleCounts, Segments, in_process, speech_end_s, with_background
 
     draw = np.random.default_rng(0)
     quiet, loud = draw.normal(0, 0.001, 16_000), draw.normal(0, 0.1, 16_000)
@@ -238,7 +238,7 @@ def test_the_delay_counts_from_the_last_sound_of_a_recording(
     assert speech_end_s(samples) == pytest.approx(2.0)
     noisy = with_background(samples, 2.0)
     assert len(noisy) >= len(samples) + 32_000 and np.abs(noisy[len(samples) :]).max() < 0.01
-    utterance, measured = Utterance(noisy, 2.0, 2.5), Measured()
+    utterance, measured = NoisyRecording(noisy, 2.0, 2.5), RuleCounts()
     measured.add(Segments(["a b", "c"], 3.25, ["d"]), utterance, "a b c e")
     measured.add(Segments([]), utterance, "")
     assert (measured.delays_s, measured.cut, measured.cuts, measured.changed) == ([1.25], 1, 1, 1)
@@ -249,10 +249,10 @@ def test_the_delay_counts_from_the_last_sound_of_a_recording(
 
 
 def test_the_fitted_contention_and_meeting_are_those_of_the_rows() -> None:
-    from benchmarks.predict import Link, Machine, errors, fitted, step_s
+    from benchmarks.predict import LinkSpeed, MeasuredHost, errors, fitted, step_s
 
-    link = Link(latency_s=1e-4, bandwidth=1e10)
-    machine = Machine([4.0, 8.0], [0.01, 0.02], [0.02, 0.04], [0.001, 0.001], 1e8, 3, link, link, ranks_per_host=8)
+    link = LinkSpeed(latency_s=1e-4, bandwidth=1e10)
+    machine = MeasuredHost([4.0, 8.0], [0.01, 0.02], [0.02, 0.04], [0.001, 0.001], 1e8, 3, link, link, ranks_per_host=8)
     truth = replace(machine, contention=0.5, meeting_s=1e-3)
     rows = [
         {
@@ -268,9 +268,9 @@ def test_the_fitted_contention_and_meeting_are_those_of_the_rows() -> None:
 
 
 def test_words_that_a_later_partial_result_lacks_are_counted() -> None:
-    from benchmarks.same_words import Streams
+    from benchmarks.same_words import FileStreams
 
-    streams = Streams(None, ["a.wav"], random.Random(0))  # type: ignore[arg-type]
+    streams = FileStreams(None, ["a.wav"], random.Random(0))  # type: ignore[arg-type]
     streams.partial_words[0] = []
     for text, retracted in (("one tw", 0), ("one two thr", 0), ("one too three four", 1), ("one", 3)):
         streams._count_retracted(0, Hypothesis(text, 0.0, [], []))
@@ -287,14 +287,14 @@ def test_words_of_streams_that_differ_from_those_of_files_end_with_1(
 ) -> None:
     from benchmarks import same_words
 
-    run = same_words.Streams.run
+    run = same_words.FileStreams.run
 
     def changed(streams: Any) -> None:
         run(streams)
         if other:
             streams.results[0] = replace(streams.results[0], text=f"{streams.results[0].text} more words".strip())
 
-    monkeypatch.setattr(same_words.Streams, "run", changed)
+    monkeypatch.setattr(same_words.FileStreams, "run", changed)
     status = same_words.main([str(make_model()), str(recording), "--device", "cpu", "--commit", "abc1234"])
     shown = capsys.readouterr().out
     assert status == int(other) and f"{2 * other} words differ" in shown and "1 files" in shown

@@ -92,7 +92,7 @@ def test_sweeps_have_every_size(tmp_path: Path, figure: str) -> None:
 
 def test_tables_and_figures_of_grnn(tmp_path: Path) -> None:
     from benchmarks.grnn import tflops
-    from benchmarks.rnn import Problem
+    from benchmarks.rnn import LayerProblem
 
     common = ("--device", "cpu", "--budget", "0.001", "--commit", "abc1234")
     sizes = ("--hidden", "8", "16", "--batch", "2")
@@ -107,7 +107,7 @@ def test_tables_and_figures_of_grnn(tmp_path: Path) -> None:
     _, table = written("grnn", tmp_path / "3.json", "table3", *common, *sizes)
     assert [row["by"] for row in table["rows"]] == ["cpu", "cpu"]
     assert all(row["ratio"] == pytest.approx(row["gru_before"] / row["gru_after"]) for row in table["rows"])
-    problem = Problem((10, 3, 100), torch.float32, torch.device("cpu"), "lstm")
+    problem = LayerProblem((10, 3, 100), torch.float32, torch.device("cpu"), "lstm")
     assert tflops(problem, 2.0) == pytest.approx(100 * 4800 / 2e-3 / 1e12) and tflops(problem, "no") is None
 
 

@@ -41,7 +41,7 @@ BACKGROUND_S = 0.3  # of the file's quietest part, which is repeated after it
 
 
 @dataclass(frozen=True)
-class Utterance:
+class NoisyRecording:
     """A file with noise after it."""
 
     samples: NDArray[np.float32]
@@ -59,7 +59,7 @@ class Segments:
 
 
 @dataclass
-class Measured:
+class RuleCounts:
     """Counts of one rule."""
 
     delays_s: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Measured:
     words: int = 0
     changed: int = 0
 
-    def add(self, segments: Segments, utterance: Utterance, whole: str) -> None:
+    def add(self, segments: Segments, utterance: NoisyRecording, whole: str) -> None:
         """Count an utterance, its segments, and the text of the whole file."""
         texts, wanted = segments.texts, whole.split()
         self.utterances, self.words = self.utterances + 1, self.words + len(wanted)
@@ -106,7 +106,7 @@ def with_background(samples: NDArray[np.float32], seconds: float) -> NDArray[np.
 
 
 def in_process(
-    recogniser: Recogniser, utterance: Utterance, rules: Sequence[Endpoints], chunk_s: float
+    recogniser: Recogniser, utterance: NoisyRecording, rules: Sequence[Endpoints], chunk_s: float
 ) -> list[Segments]:
     """The segments of each rule; all rules share batches."""
     lives = [recogniser.live(sample_rate_hz=RATE_HZ, endpoints=rule) for rule in rules]
@@ -168,14 +168,14 @@ def _pieces(pcm: bytes, size: int) -> list[bytes]:
     return [pcm[start : start + 2 * size] for start in range(0, len(pcm), 2 * size)]
 
 
-async def over_sockets(options: Any, utterances: Sequence[Utterance], rule: float) -> list[Segments]:
+async def over_sockets(options: Any, utterances: Sequence[NoisyRecording], rule: float) -> list[Segments]:
     """As `in_process`, for one rule and all utterances, `options.clients` at a time."""
     realtime = options.protocol == "realtime"
     url = options.url.rstrip("/") + ("/v1/realtime?intent=transcription" if realtime else "/")
     rate_hz, client = (REALTIME_HZ, _realtime) if realtime else (RATE_HZ, _vosk)
     free = asyncio.Semaphore(options.clients)
 
-    async def speak(utterance: Utterance) -> Segments:
+    async def speak(utterance: NoisyRecording) -> Segments:
         samples = soxr.resample(utterance.samples, RATE_HZ, rate_hz)
         pcm = (np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()
         async with free, connect(url, max_size=None, open_timeout=120) as socket:
@@ -197,11 +197,11 @@ def main(arguments: list[str] | None = None) -> int:
     files, recogniser = files_and_recogniser(options)
     rules = [Endpoints(after_speech_s=value) for value in options.after_speech_s]
     behind_s = max(options.after_speech_s) + recogniser.model.lookahead_ms / 1000 + 1.0
-    utterances: list[Utterance] = []
+    utterances: list[NoisyRecording] = []
     for name in files:
         samples = read_audio(name, RATE_HZ)
         noisy = with_background(samples, behind_s)
-        utterances.append(Utterance(noisy, speech_end_s(samples), len(samples) / RATE_HZ))
+        utterances.append(NoisyRecording(noisy, speech_end_s(samples), len(samples) / RATE_HZ))
     wholes = [recogniser.transcribe(utterance.samples, RATE_HZ).text for utterance in utterances]
     if options.url:
         by_rule = [asyncio.run(over_sockets(options, utterances, value)) for value in options.after_speech_s]
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     columns = {"after_speech_s": "{rule:g}", "delay p50 s": "{p50:.2f}", "p95 s": "{p95:.2f}", "cut %": "{cut:.1f}"}
     table = Table(columns | {"cuts a minute": "{rate:.2f}", "words changed in 100": "{changed:.2f}"})
     for value, results in zip(options.after_speech_s, by_rule, strict=True):
-        measured = Measured()
+        measured = RuleCounts()
         for segments, utterance, whole in zip(results, utterances, wholes, strict=True):
             measured.add(segments, utterance, whole)
         p50, p95 = np.percentile(measured.delays_s, [50, 95]) if measured.delays_s else (None, None)

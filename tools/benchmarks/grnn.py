@@ -29,7 +29,7 @@ from benchmarks.common import (
     seconds_or_reason,
     write_json,
 )
-from benchmarks.rnn import Problem
+from benchmarks.rnn import LayerProblem
 from dispatch import new_parser, parse
 from ds2_ops.recurrent.cells import GATED
 from torch import nn
@@ -58,7 +58,7 @@ def ms(call: Call, device: torch.device, budget_s: float) -> float | str:
     return seconds if isinstance(seconds, str) else round(seconds * 1e3, 4)
 
 
-def with_copies(problem: Problem, call: Call) -> Call:
+def with_copies(problem: LayerProblem, call: Call) -> Call:
     """Copy the layer's input from pinned memory first, and the last frame back."""
     source = problem.inputs.detach().cpu().pin_memory()
     target = torch.empty(problem.batch, problem.hidden, dtype=problem.dtype).pin_memory()
@@ -72,7 +72,7 @@ def with_copies(problem: Problem, call: Call) -> Call:
     return copied
 
 
-def tflops(problem: Problem, time_ms: float | str) -> float | None:
+def tflops(problem: LayerProblem, time_ms: float | str) -> float | None:
     """TFLOP/s of the products with the inputs and with the state."""
     if isinstance(time_ms, str):
         return None
@@ -89,7 +89,7 @@ def table_1(options: argparse.Namespace, device: torch.device) -> list[Row]:
         row: Row = {"cell": cell, "hidden": hidden, "batch": batch}
         if device.type == "cuda":
             for dtype in (torch.bfloat16, torch.float16):
-                problem = Problem((hidden, batch, FRAMES), dtype, device, cell)
+                problem = LayerProblem((hidden, batch, FRAMES), dtype, device, cell)
                 row[f"torch_{str(dtype)[6:]}"] = ms(problem.torch_rnn(False), device, options.budget)
                 if dtype == torch.bfloat16:
                     call = problem.op("auto", True, False)
@@ -98,7 +98,7 @@ def table_1(options: argparse.Namespace, device: torch.device) -> list[Row]:
                     row["tflops"] = tflops(problem, row["ours"])
         if options.cpu or device.type == "cpu":
             cpu = torch.device("cpu")
-            problem = Problem((hidden, batch, FRAMES), torch.float32, cpu, cell)
+            problem = LayerProblem((hidden, batch, FRAMES), torch.float32, cpu, cell)
             row["cpu_torch"] = ms(problem.torch_rnn(False), cpu, options.budget)
             row["cpu_ours"] = ms(problem.op("cpu", True, False), cpu, options.budget)
         rows.append(row)
@@ -148,7 +148,7 @@ def table_3(options: argparse.Namespace, device: torch.device) -> list[Row]:
     for hidden, batch in itertools.product(options.hidden, options.batch):
         row: Row = {"hidden": hidden, "batch": batch, "by": kernels}
         for cell in ("gru_before", "gru_after"):
-            problem = Problem((hidden, batch, FRAMES), dtype, device, cell)
+            problem = LayerProblem((hidden, batch, FRAMES), dtype, device, cell)
             row[cell] = ms(problem.op(kernels, True, False), device, options.budget)
             if isinstance(row[cell], str):
                 row["why_not"], row["by"] = row[cell], "products"

@@ -32,7 +32,7 @@ from dispatch import read_result
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """How long a sum takes: latency of one hop (s) and bus bandwidth (byte/s)."""
 
     latency_s: float
@@ -40,7 +40,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredHost:
     """Measurements on one rank, and the links."""
 
     batches: list[float]  # utterances a rank, ascending
@@ -49,8 +49,8 @@ class Machine:
     optimizer_s: list[float]
     gradient_bytes: float
     norms: int
-    host: Link
-    network: Link
+    host: LinkSpeed
+    network: LinkSpeed
     ranks_per_host: int
     contention: float = 0.0
     meeting_s: float = 0.0
@@ -70,7 +70,7 @@ class Machine:
 
 
 def step_s(
-    machine: Machine, ranks: int, batch: float, *, bucket_bytes: float, overlap: bool, shared: bool
+    machine: MeasuredHost, ranks: int, batch: float, *, bucket_bytes: float, overlap: bool, shared: bool
 ) -> tuple[float, float]:
     """Seconds of a step with `batch` utterances a rank, and those in which it only waits for gradients."""
     forward, backward, optimizer = machine.compute_s(batch)
@@ -91,7 +91,7 @@ def step_s(
     return forward + backward + exposed_s + optimizer + machine.meeting_s, exposed_s
 
 
-def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], options: argparse.Namespace) -> Machine:
+def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], options: argparse.Namespace) -> MeasuredHost:
     """Take the one-rank rows and the fitted link."""
     alone = sorted({r["batch"]: r for r in scaling["rows"] if r["ranks"] == 1}.values(), key=lambda r: r["batch"])
     if not alone:
@@ -99,19 +99,19 @@ def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], options: arg
     if options.way not in collectives["fits"]:
         raise SystemExit(f"--way {options.way!r} is not one of {', '.join(collectives['fits'])}")
     latency_s, bandwidth = collectives["fits"][options.way]
-    host = Link(latency_s / max(1.0, math.log2(collectives["ranks"])), bandwidth)
+    host = LinkSpeed(latency_s / max(1.0, math.log2(collectives["ranks"])), bandwidth)
     network = host
     if options.network_gb_per_s:
-        network = Link(options.network_latency_us * 1e-6, options.network_gb_per_s * 1e9)
+        network = LinkSpeed(options.network_latency_us * 1e-6, options.network_gb_per_s * 1e9)
     rest = [r["step_ms"] - r["forward_ms"] - r["backward_ms"] for r in alone]
-    return Machine(
+    return MeasuredHost(
         [r["batch"] for r in alone], [r["forward_ms"] / 1000 for r in alone], [r["backward_ms"] / 1000 for r in alone],
         [max(0.0, ms) / 1000 for ms in rest], alone[0]["gradient_mib"] * 2**20, options.norms, host, network,
         options.ranks_per_host,
     )  # fmt: skip
 
 
-def errors(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) -> list[float]:
+def errors(machine: MeasuredHost, rows: list[dict[str, Any]], bucket_bytes: float) -> list[float]:
     """How much longer the model's steps are than the measured ones, relative to these."""
     relative = []
     for row in rows:
@@ -121,7 +121,7 @@ def errors(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) ->
     return relative
 
 
-def fitted(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) -> Machine:
+def fitted(machine: MeasuredHost, rows: list[dict[str, Any]], bucket_bytes: float) -> MeasuredHost:
     """The machine with the contention and the meeting for which the largest error is smallest."""
     tried = [replace(machine, contention=0.05 * c, meeting_s=50e-6 * m) for c in range(61) for m in range(61)]
     return min(tried, key=lambda candidate: max(map(abs, errors(candidate, rows, bucket_bytes))))
@@ -129,7 +129,7 @@ def fitted(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) ->
 
 def calibrated(
     scaling: dict[str, Any], collectives: dict[str, Any], backend: str, options: argparse.Namespace
-) -> tuple[Machine, list[dict[str, Any]]]:
+) -> tuple[MeasuredHost, list[dict[str, Any]]]:
     """Return the machine with one backend's layers and the rows of it; print the model's error on each."""
     rows = [row for row in scaling["rows"] if row.get("backend", "auto") == backend]
     machine = calibrate({**scaling, "rows": rows}, collectives, options)
@@ -149,7 +149,7 @@ def calibrated(
     return machine, rows
 
 
-def predict(machine: Machine, rows: list[dict[str, Any]], duration_s: float, options: argparse.Namespace) -> None:
+def predict(machine: MeasuredHost, rows: list[dict[str, Any]], duration_s: float, options: argparse.Namespace) -> None:
     """Print audio seconds a second, TFLOP/s of all ranks together and efficiency at each number of ranks."""
     bucket = options.bucket_mib * 2**20
     flop_per_audio_s = 1e12 * rows[0].get("tflop_per_s", 0.0) / rows[0]["audio_s_per_s"]

@@ -46,7 +46,7 @@ def peer_of(cell: str) -> str:
     return PEERS.get(cell, "nn.RNN")
 
 
-class Problem:
+class LayerProblem:
     """Random tensors of one size, whose states neither vanish nor explode, and the ops that run on them."""
 
     def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, cell: str) -> None:
@@ -72,9 +72,9 @@ class Problem:
                 self.peer.get_parameter(theirs).copy_(mine)
         self.peer.flatten_parameters()
 
-    def in_dtype(self, dtype: torch.dtype) -> Problem:
+    def in_dtype(self, dtype: torch.dtype) -> LayerProblem:
         """The same size in another dtype."""
-        return Problem((self.hidden, self.batch, self.frames), dtype, self.device, self.cell)
+        return LayerProblem((self.hidden, self.batch, self.frames), dtype, self.device, self.cell)
 
     def op(self, backend: str, projection: bool, backward: bool) -> Callable[[], object]:
         """Our op as a callable: forward alone, or with all gradients."""
@@ -134,7 +134,7 @@ class Problem:
         return {n: (relative_error(o, t), relative_error(s, t)) for n, o, s, t in triples}
 
 
-def bench(problem: Problem, contenders: list[str]) -> list[Result]:
+def bench(problem: LayerProblem, contenders: list[str]) -> list[Result]:
     """Check, then time every contender on one size; the row of an op that is wrong or cannot run has the reason."""
     rows: list[Result] = []
     useful = 2.0 * problem.gates * problem.hidden**2 * problem.batch * problem.frames
@@ -287,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     stopped = False
     try:
         for size_of_problem in sizes:
-            rows += bench(Problem(size_of_problem, dtype, device, options.cell), contenders)
+            rows += bench(LayerProblem(size_of_problem, dtype, device, options.cell), contenders)
             if path:
                 write_json(path, data)  # a run that is interrupted has what it measured
     except KeyboardInterrupt:  # print what was measured

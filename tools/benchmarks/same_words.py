@@ -23,7 +23,7 @@ from ds2.scoring.wer import CORRECT, align
 MAX_AT_ONCE = 32
 
 
-class Streams:
+class FileStreams:
     """Files that are recognised as streams, each at its own pace."""
 
     def __init__(self, recogniser: Recogniser, files: list[str], draw: random.Random) -> None:
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     start_s = time.monotonic()
     wholes = [recogniser.transcribe(name) for name in files]
     whole_s = time.monotonic() - start_s
-    streams = Streams(recogniser, files, random.Random(options.seed))
+    streams = FileStreams(recogniser, files, random.Random(options.seed))
     streams.run()
     words = wrong = times = 0
     score = 0.0

@@ -73,7 +73,7 @@ class Work:
 
 
 @dataclass
-class Count:
+class ChainCounts:
     """How the chains of one work ended."""
 
     kills: int = 0
@@ -200,9 +200,9 @@ def _files(pattern: str, *, order: bool = True) -> Callable[[Path], object]:
     return files
 
 
-def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
+def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> ChainCounts:
     """Kill the work `kills` times, in as many chains as that takes."""
-    count = Count()
+    count = ChainCounts()
     unbroken = folder / "unbroken"
     started = time.monotonic()
     status = run_and_kill(work.command(unbroken), unbroken)

@@ -62,7 +62,7 @@ DRAWN: list[tuple[str, int | None]] = [("kill", None)] * 5 + [("stop", None), ("
 
 
 @dataclass
-class Count:
+class RunCounts:
     """What was done to the runs, and how they ended."""
 
     events: Counter[str] = field(default_factory=Counter)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings", nargs="*", default=[], help="further overrides")
     parser.add_argument("--keep", type=Path, help="folder for what a run that fails has written")
     options = parse(parser, arguments)
-    started, count, runs = time.monotonic(), Count(), 0
+    started, count, runs = time.monotonic(), RunCounts(), 0
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
         base = Path(name)
         settings = (*training_settings(corpus(base / "corpus")), f"data.work_dir={base / 'work'}", *STEPS)
@@ -129,7 +129,7 @@ class Fault(Exception):
 
 
 def one_run(
-    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: Count
+    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: RunCounts
 ) -> None:
     """Train once with ranks that come and go, and compare."""
     (folder / "broken").mkdir(parents=True)
@@ -149,7 +149,7 @@ def one_run(
 
 
 def disturbed(
-    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: Count
+    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: RunCounts
 ) -> None:
     """Train to the end while processes are killed, stopped, asked to leave and started."""
     run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")

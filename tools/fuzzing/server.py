@@ -187,7 +187,7 @@ def _talk(client: TestClient, path: str, content: bytes) -> Any:
     return [{key: value for key, value in answer.items() if not key.endswith("_id")} for answer in answers]
 
 
-class _Writer:
+class _Connection:
     """A connection that collects the bytes that a server writes."""
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ def _make_events(folder: Path) -> None:
 
 def _events(folder: Path) -> Any:
     """Send the file as a connection of Wyoming."""
-    writer: Any = _Writer()
+    writer: Any = _Connection()
 
     async def serve(app: Any) -> None:
         reader = asyncio.StreamReader()

@@ -85,7 +85,7 @@ class BrokenPromiseError(AssertionError):
 
 
 @dataclass(eq=False)
-class Stream:
+class NetworkState:
     """The network's state of a stream."""
 
     state: int = 1
@@ -105,22 +105,22 @@ class SimulatedRunner:
     def __init__(self, features: Features, block_frames: int, *, forgets: bool = True, finishes: bool = True) -> None:
         self.features, self.samples = features, features.span(block_frames)
         self.forgets, self.finishes = forgets, finishes
-        self._ended: list[Stream] = []
+        self._ended: list[NetworkState] = []
 
     def prepare(self, streams: int) -> None:
         """See `BlockRunner`."""
 
-    def start_stream(self, after: Stream | None = None) -> Stream:
+    def start_stream(self, after: NetworkState | None = None) -> NetworkState:
         old = None if self.forgets or not self._ended else self._ended.pop()
-        return Stream() if old is None else Stream(state=old.state)
+        return NetworkState() if old is None else NetworkState(state=old.state)
 
-    def input_buffer(self, slot: Stream, number: int) -> NDArray[np.float32]:
+    def input_buffer(self, slot: NetworkState, number: int) -> NDArray[np.float32]:
         return np.empty(self.samples, np.float32)
 
-    def final_blocks(self, slot: Stream, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
+    def final_blocks(self, slot: NetworkState, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
         return [rest]
 
-    def step(self, slots: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
+    def step(self, slots: Sequence[NetworkState], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
         if any(len(block) and (block > POISON).all() for block in blocks):
             raise RuntimeError("the network fails")
         rows = [self._labels(slot, block) for slot, block in zip(slots, blocks, strict=True)]
@@ -129,7 +129,7 @@ class SimulatedRunner:
             logits[np.arange(len(labels)), row, labels] = 9.0
         yield BlockOutput(list(range(len(rows))), torch.from_numpy(logits), [len(labels) for labels in rows])
 
-    def _labels(self, stream: Stream, block: NDArray[np.float32]) -> list[int]:
+    def _labels(self, stream: NetworkState, block: NDArray[np.float32]) -> list[int]:
         last = len(block) < self.samples
         frame = STRIDE * self.features.step_samples
         frames = self.features.windows(len(block)) // STRIDE
@@ -268,7 +268,7 @@ def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: E
 
 
 @dataclass
-class Outcome:
+class Received:
     """The answers that a client received."""
 
     name: str
@@ -292,7 +292,7 @@ class SimulatedClient:
 
     def __init__(self, run: Run, connection: Connection) -> None:
         self.run, self.connection, self.draw = run, connection, run.draw
-        self.outcome = Outcome(type(self).__name__)
+        self.outcome = Received(type(self).__name__)
 
     async def pause(self) -> None:
         """Wait as people and networks do."""
