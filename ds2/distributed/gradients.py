@@ -194,7 +194,7 @@ class PassWeights:
             return parameter
         if parameter not in self._copies:
             take_gradients = functools.partial(self._collect, bucket)
-            copies = _Copies.apply(bucket.copies, take_gradients, *bucket.parameters)  # type: ignore[no-untyped-call]
+            copies = _BucketCopies.apply(bucket.copies, take_gradients, *bucket.parameters)  # type: ignore[no-untyped-call]
             self._copies.update(zip(bucket.parameters, copies, strict=True))
         return self._copies[parameter]
 
@@ -208,7 +208,7 @@ class PassWeights:
         return None if bucket is None else bucket.sinks.get(parameter)
 
 
-class _Copies(torch.autograd.Function):
+class _BucketCopies(torch.autograd.Function):
     """Copies of a bucket's parameters; autograd runs the backward once it has all their gradients."""
 
     @staticmethod

@@ -40,7 +40,7 @@ class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * _UNIQUE_ID_BYTES)]
 
 
-class _Config(ctypes.Structure):
+class _NcclConfig(ctypes.Structure):
     """ncclConfig_t of NCCL 2.18; later versions recognise it by its size and use defaults for their new fields."""
 
     _fields_ = [
@@ -63,7 +63,7 @@ def load_library() -> Any:
     library = ctypes.CDLL("libnccl.so.2")
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclCommInitRankConfig.argtypes = [
-        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config),
+        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_NcclConfig),
     ]  # fmt: skip
     library.ncclAllReduce.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
@@ -177,7 +177,7 @@ class NcclCommunicator(GroupCommunicator):
             self._check(self._library.ncclGetUniqueId(ctypes.byref(identifier)))
         identifier = _UniqueId.from_buffer_copy(self.broadcast(bytes(identifier)))
         opened = ctypes.c_void_p()
-        config = _Config(ctypes.sizeof(_Config), _MAGIC, 21800, *[_UNSET] * 3, blocks, None, _UNSET)
+        config = _NcclConfig(ctypes.sizeof(_NcclConfig), _MAGIC, 21800, *[_UNSET] * 3, blocks, None, _UNSET)
         call = self._library.ncclCommInitRankConfig
         with self.status.waiting("ncclCommInitRankConfig"):
             self._check(call(ctypes.byref(opened), self.world, identifier, self.rank, ctypes.byref(config)))

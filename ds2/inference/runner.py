@@ -39,7 +39,7 @@ class BlockOutput:
     lengths: list[int]  # frames of each
 
 
-class _Batch:
+class _BlockBatch:
     """The numbers of a batch size, pinned and on the device, and what runs it."""
 
     def __init__(self, size: int, frames: int, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class BlockRunner:
         self.network = BlockNetwork(model, block_frames, dtype, piece)
         self.samples = features.span(block_frames)
         self.slots = SlotTable(self._new_state, self.samples, self.device, capacity)
-        self.batches: dict[int, _Batch] = {}
+        self.batches: dict[int, _BlockBatch] = {}
         self._recorder = GraphRecorder(self.device) if self.device.type == "cuda" else None
         self._steps = self._steps_done = 0  # begun, and those whose samples were read
         self._last_step: torch.cuda.Event | None = None
@@ -215,7 +215,7 @@ class BlockRunner:
             selected = selected[:, :count] if len(rows) == count else selected[:, rows]
             yield BlockOutput([first_row + row for row in rows], selected, lengths)
 
-    def _launch_or_restore(self, batch: _Batch, edges: bool, slots: Sequence[Slot]) -> Tensor:
+    def _launch_or_restore(self, batch: _BlockBatch, edges: bool, slots: Sequence[Slot]) -> Tensor:
         """Run a batch on the CPU; where that fails, streams carry what they did before, so that they can go on."""
         state, rows = self.slots.state, torch.tensor([slot.index for slot in slots])
         states = state.read(rows)
@@ -237,8 +237,8 @@ class BlockRunner:
     def _new_state(self, slots: int) -> StreamState:
         return replace(self.network.new_state(slots), statistics=self.features.no_statistics(slots))
 
-    def _batch(self, size: int) -> _Batch:
-        batch = self.batches.get(size) or _Batch(size, self.network.block_frames, self.device)
+    def _batch(self, size: int) -> _BlockBatch:
+        batch = self.batches.get(size) or _BlockBatch(size, self.network.block_frames, self.device)
         if self._recorder is not None:  # elsewhere nothing is recorded
             self.batches[size] = batch
         return batch
@@ -254,7 +254,7 @@ class BlockRunner:
         if self._recorder is not None:
             self._recorder.new_pool()
 
-    def _record(self, batch: _Batch, edges: bool) -> None:
+    def _record(self, batch: _BlockBatch, edges: bool) -> None:
         def run() -> Tensor:
             batch.copy_to_device(_NUMBERS if edges else 1)
             row, block, ends, frames, earlier = batch.numbers

@@ -90,13 +90,7 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
     scorer, labels = LabelScorer(model, alphabet), len(alphabet)
     size, order = len(model.vocabulary), model.order
     first_longest = model.state_starts[order - 1] if order > 2 else model.backoff.numel()
-    full = first_longest * (labels - 1)
-    if full + model.keys.numel() > MAX_ARCS:
-        raise LanguageModelError(
-            f"the denominator of CTC-CRF has {first_longest} histories x {labels - 1} labels and "
-            f"{model.keys.numel()} n-grams, more than {MAX_ARCS} arcs: lower train.denominator_order, raise "
-            "train.denominator_prune, or use an alphabet of fewer labels"
-        )
+    _check_size(first_longest, labels - 1, model.keys.numel())
     probs_of_words, following = (table.numpy() for table in model.score_all(torch.arange(model.backoff.numel())))
     probs_of_words = np.exp(probs_of_words.astype(np.float64))
     probs = probs_of_words[:, scorer.ids] * np.exp(scorer.log_share)  # (S, V)
@@ -148,3 +142,12 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
         np.where(shares > 0, round_weights(shares), 0.0),
         0,
     )
+
+
+def _check_size(histories: int, labels: int, ngrams: int) -> None:
+    if histories * labels + ngrams > MAX_ARCS:
+        raise LanguageModelError(
+            f"the denominator of CTC-CRF has {histories} histories x {labels} labels and {ngrams} n-grams, more than "
+            f"{MAX_ARCS} arcs: lower train.denominator_order, raise train.denominator_prune, or use an alphabet of "
+            "fewer labels"
+        )

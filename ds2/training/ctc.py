@@ -117,13 +117,13 @@ def reproducible_ctc(
 
     Arguments are those of `ctc_losses`, the lengths on the CPU.
     """
-    losses: Tensor = _CtcLoss.apply(  # type: ignore[no-untyped-call]
+    losses: Tensor = _ReproducibleCtc.apply(  # type: ignore[no-untyped-call]
         logits, labels, frames, label_lengths, delay_penalty
     )
     return losses
 
 
-class _CtcLoss(torch.autograd.Function):
+class _ReproducibleCtc(torch.autograd.Function):
     """A forward recursion, and its mirror image for the backward variables (Graves et al. 2006, section 4.1).
 
     The recursion is torch's, or with a delay penalty `_log_alpha`, since torch's knows nothing of the labels before.
