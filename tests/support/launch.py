@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dispatch
+
 from support.paths import ROOT
 
 SUPPORT = Path(__file__).parent
@@ -22,9 +24,8 @@ def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = 
 
 def mpirun_command(ranks: int, *options: str) -> list[str]:
     """The words before a script: mpirun, its options, this Python."""
-    installed = Path(sys.executable).with_name("mpirun")
-    launcher = str(installed) if installed.is_file() else shutil.which("mpirun")
-    assert launcher, "the tests of several ranks need mpirun: pip install -e '.[dev]'"
+    launcher = dispatch.mpirun()
+    assert shutil.which(launcher), "the tests of several ranks need mpirun: pip install -e '.[dev]'"
     return [launcher, "-n", str(ranks), "--oversubscribe", *options, sys.executable]
 
 
