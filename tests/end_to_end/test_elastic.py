@@ -259,6 +259,7 @@ def test_losses_of_ranks_that_come_and_go_are_those_of_unbroken_runs() -> None:
     disturb("--runs", RUNS)
 
 
+FORKED = "PYTORCH_NVML_BASED_CUDA_CHECK", "1"  # a process that has asked CUDA itself for GPUs cannot fork ranks
 GPU = ("--device", "cuda", "--runs", "1", "--events", "5", "--commit", "this tree")
 
 
@@ -285,6 +286,7 @@ def check_events(printed: str) -> None:
 def test_losses_of_ranks_that_share_a_gpu_are_those_of_unbroken_runs(
     monkeypatch: pytest.MonkeyPatch, ranks: str, settings: tuple[str, ...]
 ) -> None:
+    monkeypatch.setenv(*FORKED)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     check_events(disturb(*GPU, "--ranks", ranks, "--settings", *settings))
 
@@ -293,7 +295,8 @@ def test_losses_of_ranks_that_share_a_gpu_are_those_of_unbroken_runs(
 @pytest.mark.two_gpus
 @needs_fork
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_losses_of_ranks_on_two_gpus_are_those_of_unbroken_runs() -> None:
+def test_losses_of_ranks_on_two_gpus_are_those_of_unbroken_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*FORKED)
     check_events(disturb(*GPU, "--ranks", "4"))
 
 
