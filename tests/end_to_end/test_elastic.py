@@ -303,7 +303,8 @@ def test_losses_of_ranks_on_two_gpus_are_those_of_unbroken_runs(monkeypatch: pyt
 def wait_for(condition: Callable[[], Any], jobs: list[subprocess.Popen[str]]) -> None:
     until_s = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < until_s, [job.poll() for job in jobs]
+        running = any(job.poll() is None for job in jobs)
+        assert running and time.monotonic() < until_s, [job.poll() for job in jobs]
         time.sleep(0.1)
 
 
@@ -346,9 +347,10 @@ def test_a_killed_rank_is_named_another_takes_its_place_and_signals_end_with_a_s
         third.send_signal(signal.SIGTERM)
         assert third.wait(TIMEOUT_S) == 128 + signal.SIGTERM
     finally:
-        for job in jobs:
+        for number, job in enumerate(jobs):
             job.kill()
             job.wait()
+            print((tmp_path / f"{number}.txt").read_text()[-3000:])
     lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     last = max(line["step"] for line in lines)
     assert load(run_dir / "trainer.safetensors")[1]["progress"]["step"] >= last
