@@ -157,7 +157,7 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
     return options, overrides
 
 
-def help_text(own: Sequence[Path] = ()) -> str:
+def help_text(own: Sequence[Path]) -> str:
     """Return usage, the choices of each group and every key with its default and comment.
 
     Args:

@@ -53,7 +53,7 @@ def numbers(
     return field(default_factory=lambda: list(default), metadata={KEY: Range(low, high, False, below, lengths)})
 
 
-def numbers_by_name(low: float, high: float, *, above: bool = False, way_out: str = "") -> Any:
+def numbers_by_name(low: float, high: float, *, above: bool, way_out: str) -> Any:
     """A setting that maps names chosen by the user to numbers of one range; empty by default."""
     return field(default_factory=dict, metadata={KEY: Range(low, high, above, way_out=way_out)})
 

@@ -63,7 +63,7 @@ class TorchOperations:
         dtype: of the constants.
     """
 
-    def __init__(self, holder: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, holder: nn.Module, dtype: torch.dtype) -> None:
         self._holder, self._dtype, self._used = holder, dtype, 0
 
     def constant(self, tensor: Tensor) -> Tensor:

@@ -97,24 +97,20 @@ def paired_test(
     lengths: Counts,
     groups: Sequence[Hashable] | None = None,
     *,
-    confidence: float = 0.95,
     replicates: int = _REPLICATES,
-    seed: int = 1,
 ) -> PairedTest:
     """Compare two systems on the same utterances.
 
-    The interval is the paired bootstrap of Bisani and Ney (2004). The p-value is that of a matched-pairs randomisation
-    test (Noreen 1989): the results of the two systems are swapped at random for each utterance or speaker, and
-    differences at least as large as the measured one are counted. The test assumes no distribution.
+    The interval, of 95 %, is the paired bootstrap of Bisani and Ney (2004). The p-value is that of a matched-pairs
+    randomisation test (Noreen 1989): the results of the two systems are swapped at random for each utterance or
+    speaker, and differences at least as large as the measured one are counted. The test assumes no distribution.
 
     Args:
         errors_a: (U,) word errors of system A.
         errors_b: (U,) word errors of system B.
         lengths: (U,) reference words.
         groups: as in :func:`bootstrap_interval`.
-        confidence: coverage of the interval.
         replicates: number of resampled corpora; the smallest p-value is 1 / (replicates + 1).
-        seed: of the random numbers.
 
     Raises:
         ScoringError: arrays of different lengths, settings out of range, or no reference has a word.
@@ -124,10 +120,10 @@ def paired_test(
     if not lengths.sum():
         raise ScoringError("no reference has a word: systems cannot be compared by WER")
     difference = errors_b - errors_a
-    interval = bootstrap_interval(difference, lengths, groups, confidence=confidence, replicates=replicates, seed=seed)
+    interval = bootstrap_interval(difference, lengths, groups, replicates=replicates)
     swapped = _by_group(difference, groups)
     sizes, alike = np.unique(np.abs(swapped), return_counts=True)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     as_large = 0
     for count in _chunks(replicates, len(sizes)):
         unswapped = rng.binomial(alike, 0.5, size=(count, len(sizes)))  # number of unswapped units of each size
