@@ -128,22 +128,27 @@ def align_utterances(recogniser: Recogniser, loader: SpeechLoader) -> tuple[list
         The aligned transcripts, in order; and the surprises of transcripts on the audio of another utterance of about
         the same length, as `suspicious` takes them.
     """
-    alphabet = recogniser.alphabet
-    forgiving = replace(alphabet, unknown="drop")
-    texts = [forgiving.written(u.text) for u in loader.utterances]
-    targets = [forgiving.spell(text) for text in texts]
+    alphabet, frame_s = recogniser.alphabet, recogniser.frame_s
     aligned: dict[int, AlignedTranscript] = {}
     swapped: list[float] = []
-    for indices, logits, lengths in recogniser.logits(loader):
-        rows = [targets[i] for i in indices]
-        log_probs = logits.float().log_softmax(2)
-        own_texts = [texts[i] for i in indices]
-        transcripts = align_batch(log_probs, lengths, rows, alphabet, recogniser.frame_s, own_texts)
+    for indices, log_probs, lengths, targets, texts in _transcripts(recogniser, loader):
+        transcripts = align_batch(log_probs, lengths, targets, alphabet, frame_s, texts)
         aligned.update(zip(indices, transcripts, strict=True))
-        others = rows[1:] + rows[:1]  # a batch holds utterances of about one length
-        on_others = align_batch(log_probs, lengths, others, alphabet, recogniser.frame_s)
-        swapped += [other.surprise for own, target, other in zip(rows, others, on_others, strict=True) if own != target]
-    return [aligned[i] for i in range(len(targets))], swapped
+        others = targets[1:] + targets[:1]  # a batch holds utterances of about one length
+        on_others = align_batch(log_probs, lengths, others, alphabet, frame_s)
+        swapped += [x.surprise for own, target, x in zip(targets, others, on_others, strict=True) if own != target]
+    return [aligned[i] for i in range(len(loader.utterances))], swapped
+
+
+def _transcripts(
+    recogniser: Recogniser, loader: SpeechLoader
+) -> Iterator[tuple[list[int], Tensor, Tensor, list[list[int]], list[str]]]:
+    """Yield batches: indices, log-probs (T', B, V), lengths (B,), labels and texts; unknown characters are left out."""
+    alphabet = replace(recogniser.alphabet, unknown="drop")
+    written = [alphabet.written(u.text) for u in loader.utterances]  # raises before the model runs
+    for indices, logits, lengths in recogniser.logits(loader):
+        texts = [written[index] for index in indices]
+        yield indices, logits.float().log_softmax(2), lengths, [alphabet.spell(text) for text in texts], texts
 
 
 _STREAMS = 32  # in one batch
@@ -279,17 +284,12 @@ def aligned_ends(recogniser: Recogniser, loader: SpeechLoader) -> list[list[End]
     The end is that of the frames of the word's last label. A model that writes its labels late has late ends too.
     Where the recogniser writes phones, each phone is a word. Errors as `Recogniser.logits`.
     """
-    alphabet = replace(recogniser.alphabet, unknown="drop")
-    texts = [alphabet.written(u.text) for u in loader.utterances]
     ends: dict[int, list[End]] = {}
-    for indices, logits, lengths in recogniser.logits(loader):
-        rows = [texts[index] for index in indices]
-        targets = [alphabet.spell(text) for text in rows]
-        joined = () if recogniser.writes_phones else rows
-        log_probs = logits.float().log_softmax(2)
+    for indices, log_probs, lengths, targets, texts in _transcripts(recogniser, loader):
+        joined = () if recogniser.writes_phones else texts
         aligned = align_batch(log_probs, lengths, targets, recogniser.alphabet, recogniser.frame_s, joined)
         ends.update((i, [(w.text, w.end_s) for w in a.words]) for i, a in zip(indices, aligned, strict=True))
-    return [ends[index] for index in range(len(texts))]
+    return [ends[index] for index in range(len(loader.utterances))]
 
 
 def read_ends(path: Path, utterances: Sequence[Utterance]) -> list[list[End]]:
