@@ -115,7 +115,7 @@ def works(base: Path) -> list[Work]:
     manifest, text = corpus(base / "corpus"), base / "text.txt"
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(3000)]
-    text.write_text("".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(20_000)), encoding="utf-8")
+    text.write_text("".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(8000)), encoding="utf-8")
     train = (*DS2, "train", *training_settings(manifest), "data.work_dir=FOLDER/work", "run_dir=FOLDER/run")
     two_ranks = (mpirun(), "-n", "2", "--oversubscribe", *train, "comm=mpi", "comm.timeout_s=20")
     tuning = (*train, "checkpoint.init_from=MODEL", "alphabet.symbols='abcd '", "train.freeze=[convs]")

@@ -41,7 +41,7 @@ def test_a_certificate_is_used_again_while_it_has_all_names() -> None:
     assert self_signed(["localhost"]).certificate.read_bytes() != more
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_the_command_serves_https(make_model: Callable[..., Path], workers: str) -> None:
     command = [sys.executable, "-m", "ds2.cli", "serve", str(make_model()), "--device", "cpu", "--port", "0",
                "--host", "0.0.0.0", "--tls-self-signed", "--workers", workers]  # fmt: skip
