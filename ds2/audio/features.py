@@ -157,10 +157,8 @@ def fft_samples(window_samples: int) -> int:
 class Features(nn.Module):
     """Log power spectrogram or log-mel energies, normalised by statistics of the training set that live in its buffers.
 
-    Frame t covers samples [t * step - lead, t * step - lead + window). Only whole windows are frames. A frame depends
-    on its own samples alone, not on batch, padding or chunks. With features.normalise=running it depends on earlier
-    frames too: mean and variance are those of all frames so far and of the training set, which counts as `prior_s`
-    seconds of speech.
+    Frame t covers samples [t * step - lead, t * step - lead + window). Only whole windows are frames, and no statistics
+    of the utterance are used, so a frame depends on its own samples alone, not on batch, padding or chunks.
     The spectrogram has window / 2 + 1 bins (161 at 16 kHz, 20 ms), as in Deep Speech 2 (section 4 of the persistent RNN
     paper: 20 ms windows, 10 ms steps); the window is a periodic Hann window and power is divided by its energy.
     `lead` is 0 except for kaldi_fbank and nemo_fbank (see `ds2.audio.features`): their first windows begin before
@@ -185,7 +183,6 @@ class Features(nn.Module):
         self.step_samples = _whole_samples("features.step_s", config.step_s, sample_rate_hz)
         self.sample_rate_hz = sample_rate_hz
         self.step_s, self.kind, self.style = config.step_s, config.kind, STYLES.get(config.kind)
-        self.prior_frames = config.prior_s / config.step_s if config.normalise == "running" else 0.0
         self.lead_samples, self.fft_samples = 0, self.window_samples
         window = torch.hann_window(self.window_samples, periodic=True, dtype=torch.float64)
         window /= window.square().sum().sqrt()
@@ -233,9 +230,7 @@ class Features(nn.Module):
         """Return the number of samples that `frames` consecutive windows cover."""
         return (frames - 1) * self.step_samples + self.window_samples
 
-    def forward(
-        self, waveforms: Tensor, sample_lengths: Tensor, statistics: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, waveforms: Tensor, sample_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised features and their lengths.
 
         Computed in float32, even inside autocast.
@@ -243,7 +238,6 @@ class Features(nn.Module):
         Args:
             waveforms: (B, N) floating point in [-1, 1], on this module's device; samples after a length are ignored.
             sample_lengths: (B,) int64 on the CPU, each at most N.
-            statistics: of `normalise_running`.
         Returns:
             features (B, F, T) float32 contiguous on the same device, 0 (the corpus mean) after each length;
             lengths (B,) int64 on the CPU, in frames. T is their maximum.
@@ -263,74 +257,33 @@ class Features(nn.Module):
         if frames == 0:
             return waveforms.new_zeros((batch, self.bins, 0), dtype=torch.float32), lengths
         cut = waveforms[:, : self.samples(frames)]
-        return self.padded(cut, lengths.to(waveforms.device, non_blocking=True), statistics), lengths
+        return self.padded(cut, lengths.to(waveforms.device, non_blocking=True)), lengths
 
-    def padded(self, waveforms: Tensor, lengths: Tensor, statistics: Tensor | None = None) -> Tensor:
+    def padded(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
         """Return normalised features of all frames in the waveforms; no value is read back to the host.
 
         Args:
             waveforms: (B, N) as in `forward`, with at least one frame.
             lengths: (B,) integers on the same device, valid frames; not checked.
-            statistics: of `normalise_running`.
         Returns:
             features as in `forward`, with T = `frames(N)`.
         """
-        return self.of_windows(self.add_lead(waveforms), lengths, statistics)
+        return self.of_windows(self.add_lead(waveforms), lengths)
 
     def add_lead(self, waveforms: Tensor) -> Tensor:
         """Return (B, lead + N) of waveforms (B, N), N at least the lead, which mirrors the first samples."""
         return torch.cat([waveforms[:, : self.lead_samples].flip(1), waveforms], 1) if self.lead_samples else waveforms
 
-    def of_windows(self, waveforms: Tensor, lengths: Tensor, statistics: Tensor | None = None) -> Tensor:
+    def of_windows(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
         """Return features (B, F, T) of the windows at samples 0, step, 2 step, ... of (B, N), 0 after lengths (B,).
 
         `padded` without the lead: for samples that have it already, and for blocks in the middle of a stream.
-        `statistics` are those of `normalise_running`.
         """
         features = ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
         valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
-        features = torch.where(valid[:, None, :], features, 0.0).contiguous()
-        return self.normalise_running(features, lengths, statistics) if self.prior_frames else features
+        return torch.where(valid[:, None, :], features, 0.0).contiguous()
 
-    def no_statistics(self, rows: int) -> Tensor:
-        """Return the statistics (B, 2 F + 1) of streams that begin; (B, 0) unless features.normalise=running."""
-        columns = 2 * self.bins + 1 if self.prior_frames else 0
-        return torch.zeros(rows, columns, dtype=torch.float64, device=self.mean.device)
-
-    def normalise_running(self, features: Tensor, lengths: Tensor, statistics: Tensor | None = None) -> Tensor:
-        """Return features less the running mean, divided by the running deviation.
-
-        Both include the frame itself. The deviation is at least `MIN_STD` before the corpus' normalisation.
-
-        Args:
-            features: (B, F, T) float32, normalised by the corpus' statistics, 0 after `lengths`.
-            lengths: (B,) integers on the same device, valid frames.
-            statistics: (B, 2 F + 1) float64 of the earlier frames of each stream: sums of their features, sums of their
-                squares, number of frames. They are updated in place. None: there are no earlier frames.
-
-        Returns:
-            features of the same shape, float32, 0 after `lengths`.
-        """
-        if statistics is None:
-            statistics = self.no_statistics(len(features))
-        sums, squares, frames = statistics.tensor_split([self.bins, 2 * self.bins], 1)
-        x = features.double()
-        total, total_square = x.clone(), x.square()
-        for terms, earlier in ((total, sums), (total_square, squares)):
-            terms[..., 0] += earlier
-            terms.cumsum_(2)
-        steps = torch.arange(1, x.shape[2] + 1, device=x.device)
-        count = (frames + steps + self.prior_frames)[:, None]
-        mean = total / count
-        variance = (total_square + self.prior_frames) / count - mean.square()
-        min_variance = (MIN_STD / self.std.double()).square()[:, None]
-        normalised = ((x - mean) / torch.maximum(variance, min_variance).sqrt()).float()
-        statistics.copy_(torch.cat([total[..., -1], total_square[..., -1], frames + lengths[:, None]], 1))
-        return torch.where((steps <= lengths[:, None])[:, None], normalised, 0.0)
-
-    def of_rows(
-        self, samples: Tensor, rows: Tensor, lengths: Tensor, dtype: torch.dtype, statistics: Tensor | None = None
-    ) -> Tensor:
+    def of_rows(self, samples: Tensor, rows: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `of_windows` of rows (B,) int64 of samples (R, N), for a model that rounds features to `dtype`.
 
         For bfloat16 on a GPU a kernel reads the rows in place; its float32 results differ from others in the last bits.
@@ -339,10 +292,9 @@ class Features(nn.Module):
             dtype == torch.bfloat16 and self.kind == "log_spectrogram" and spectrum.why_not(self.window) is None
         )
         if not use_kernel:
-            return self.of_windows(samples.index_select(0, rows), lengths, statistics)
+            return self.of_windows(samples.index_select(0, rows), lengths)
         mean, std = self.mean, self.std
-        features = spectrum.log_power(samples, rows, lengths, self.window, self.step_samples, mean, std, POWER_FLOOR)
-        return self.normalise_running(features, lengths, statistics) if self.prior_frames else features
+        return spectrum.log_power(samples, rows, lengths, self.window, self.step_samples, mean, std, POWER_FLOOR)
 
     def windows(self, samples: int) -> int:
         """Return the number of whole windows in `samples` samples that include the lead."""

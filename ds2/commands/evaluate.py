@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
             return _robustness(recogniser, manifests, data, args, reports)
         trained_on = training_data(data) if comm.rank == 0 else []
         settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers, "comm": comm}
-        for scored in evaluate(recogniser, manifests, data, **settings, by_speaker=args.by_speaker):
+        for scored in evaluate(recogniser, manifests, data, **settings):
             if comm.rank == 0:
                 evaluation = _with_latency(recogniser, scored, data, args) if args.latency else scored
                 folder = reports / evaluation.manifest.stem
@@ -179,11 +179,6 @@ def make_parser() -> Parser:
         help="with --latency: words' ends of `ds2 align --out`, one file for all models that are compared; default: "
         "the model's own alignment, which is late where the model is",
     )
-    parser.add_argument(
-        "--by-speaker",
-        action="store_true",
-        help="a model with features.normalise=running learns a speaker from all utterances before, in their order",
-    )
     add_where(parser)
     parser.add_argument(
         "--batch-audio-s",
@@ -205,8 +200,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--latency runs in one process: start it without a launcher")
     if args.latency and args.robustness is not None:
         parser.error("--robustness has no latency: leave one of them out")
-    if args.by_speaker and (args.latency or args.robustness is not None):
-        parser.error("--by-speaker works with neither --latency nor --robustness: leave one of them out")
     if args.word_times is not None and not args.latency:
         parser.error("--word-times needs --latency")
     return args

@@ -63,8 +63,7 @@ class FeaturesConfig:
     window_s: float = number(0.02, 0, 1, above=True)  # length of a window
     step_s: float = number(0.01, 0, 1, above=True)  # from one window to the next
     mels: int = number(80, 1, 10_000)  # mel bands, of every kind but log_spectrogram
-    normalise: str = choice("corpus", "none", "running")  # by the training set; running: and all speech so far
-    prior_s: float = number(10.0, 0, 3600, above=True)  # running: the training set counts as so much speech before
+    normalise: str = choice("corpus", "none")  # corpus: mean and deviation of each bin over the training set
     statistics_utterances: int = removed(1000, "1000 utterances are drawn for the feature statistics")
 
 

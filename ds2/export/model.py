@@ -361,14 +361,9 @@ class Exported:
         """Make it of a model, in chunks of `chunk_s` or a little less; of a bidirectional one, for whole utterances.
 
         Raises:
-            ExportError: a chunk of less than an output frame, or features.normalise=running.
+            ExportError: a chunk of less than an output frame.
         """
         features, model = loaded.features, loaded.model
-        if features.prior_frames:
-            raise ExportError(
-                "features.normalise=running divides by statistics of the speech so far, which exported models do not "
-                "carry: export a model that was trained with features.normalise=corpus, or run this one with ds2"
-            )
         frames = int(chunk_s / loaded.frame_s + 1e-6) * model.time_stride
         if frames < 1:
             raise ExportError(

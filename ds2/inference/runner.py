@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.inference.network import BlockNetwork, runs_parallel
-from ds2.inference.slots import UNBOUNDED, Slot, SlotTable, StreamState, on_device
+from ds2.inference.slots import UNBOUNDED, Slot, SlotTable, on_device
 from ds2.model.acoustic import AcousticModel
 from ds2.system.cuda_graph import GraphRecorder
 
@@ -25,8 +25,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a batch in between takes the
 _CPU_FILE_S = 8.0  # audio of a file that a CPU takes at once; recurrent layers skip what is past its end
 _PIECE_FRAMES = 44  # output frames that a layer runs at once where others run at its side
 _FILE_PIECES = 8  # of a block of a file
-# Of a batch: row of samples (slot 0), blocks, end, frames, slot with the statistics of earlier frames (-1: none).
-_EMPTY_ROW = 0, 0, UNBOUNDED, 0, -1
+_EMPTY_ROW = 0, 0, UNBOUNDED, 0  # of a batch: row of samples (slot 0), blocks, end, frames
 _NUMBERS = len(_EMPTY_ROW)
 
 
@@ -101,31 +100,15 @@ class BlockRunner:
         piece = min(block_frames, _PIECE_FRAMES * model.time_stride) if runs_parallel(model, dtype) else None
         self.network = BlockNetwork(model, block_frames, dtype, piece)
         self.samples = features.span(block_frames)
-        self.slots = SlotTable(self._new_state, self.samples, self.device, capacity)
+        self.slots = SlotTable(self.network.new_state, self.samples, self.device, capacity)
         self.batches: dict[int, _BlockBatch] = {}
         self._recorder = GraphRecorder(self.device) if self.device.type == "cuda" else None
         self._steps = self._steps_done = 0  # begun, and those whose samples were read
         self._last_step: torch.cuda.Event | None = None
 
-    def start_stream(self, after: Slot | None = None) -> Slot:
-        """Start a stream; its slot is free again when the `Slot` is gone.
-
-        Args:
-            after: of a stream of the same speaker that has ended: the statistics of its features are carried on.
-        """
-        return self.slots.take(self._steps, None if after is None else after.with_statistics)
-
-    @torch.inference_mode()
-    def statistics(self, slot: Slot) -> Tensor:
-        """Return a copy of the statistics (K,) of a stream's features so far, see `Features.normalise_running`."""
-        table, holder = self.slots.state.statistics, slot.with_statistics
-        return torch.zeros_like(table[0]) if holder is None else table[holder.index].clone()
-
-    @torch.inference_mode()
-    def restore_statistics(self, slot: Slot, statistics: Tensor | None) -> None:
-        """Go on with earlier statistics of a stream, None at its start; one that has had no step has them already."""
-        if slot.blocks:
-            self.slots.state.statistics[slot.index] = 0.0 if statistics is None else statistics
+    def start_stream(self) -> Slot:
+        """Start a stream; its slot is free again when the `Slot` is gone."""
+        return self.slots.take(self._steps)
 
     def input_buffer(self, slot: Slot, number: int) -> NDArray[np.float32]:
         """Return the buffer for the samples (N,) of a stream's block: samples that are written there are not copied."""
@@ -192,12 +175,11 @@ class BlockRunner:
         if edges:
             frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
             numbers += [s.blocks for s in slots], [s.ends for s in slots], [frames[len(block)] for block in blocks]
-            numbers.append([-1 if holder is None else holder.index for holder in (s.with_statistics for s in slots)])
         batch.fill(numbers)
         logits = batch.launch(edges) if self._recorder is not None else self._launch_or_restore(batch, edges, slots)
         self._steps, self._last_step = self._steps + 1, batch.done
         for slot in slots:
-            slot.step, slot.previous = self._steps, None
+            slot.step = self._steps
         if not edges:
             for slot in slots:
                 slot.blocks += 1
@@ -234,9 +216,6 @@ class BlockRunner:
                 rows[number][: len(block)], rows[number][len(block) :] = block, 0.0
         return numbers
 
-    def _new_state(self, slots: int) -> StreamState:
-        return replace(self.network.new_state(slots), statistics=self.features.no_statistics(slots))
-
     def _batch(self, size: int) -> _BlockBatch:
         batch = self.batches.get(size) or _BlockBatch(size, self.network.block_frames, self.device)
         if self._recorder is not None:  # elsewhere nothing is recorded
@@ -257,17 +236,10 @@ class BlockRunner:
     def _record(self, batch: _BlockBatch, edges: bool) -> None:
         def run() -> Tensor:
             batch.copy_to_device(_NUMBERS if edges else 1)
-            row, block, ends, frames, earlier = batch.numbers
-            lengths, slot, statistics = frames if edges else batch.full_blocks, row >> 1, None
-            samples, state = self.slots.inputs.device_rows, self.slots.state
-            if self.features.prior_frames:
-                statistics = state.statistics.index_select(0, earlier.clamp_min(0) if edges else slot)
-                if edges:
-                    statistics.masked_fill_(earlier[:, None] < 0, 0.0)
-            features = self.features.of_rows(samples, row, lengths, self.network.dtype, statistics)
-            if statistics is not None:
-                state.statistics.index_copy_(0, slot, statistics)
-            return self.network.run(features, state, slot, block, ends, edges=edges)
+            row, block, ends, frames = batch.numbers
+            lengths = frames if edges else batch.full_blocks
+            features = self.features.of_rows(self.slots.inputs.device_rows, row, lengths, self.network.dtype)
+            return self.network.run(features, self.slots.state, row >> 1, block, ends, edges=edges)
 
         batch.fill([[]] * _NUMBERS)  # all rows at slot 0
         batch.run[edges] = run if self._recorder is None else self._recorder.record(run)

@@ -26,7 +26,6 @@ class StreamState:
     hidden: Tensor  # (L, N, H) h of the recurrent layers
     cells: Tensor  # (L, N, H) c of LSTM layers, float32 at least; L = 0 without any
     rows: Tensor  # (R, N, H) tails of row convolutions and waiting frames of the skips, module by module
-    statistics: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # (N, K), see `Features.normalise_running`
 
     @property
     def capacity(self) -> int:
@@ -40,23 +39,21 @@ class StreamState:
     def read(self, slots: Tensor) -> list[Tensor]:
         """Copy what the streams of these slots (B,) carry, for `write`."""
         return [
-            *(t.index_select(0, slots) for t in (self.statistics, *self.conv_tails)),
+            *(t.index_select(0, slots) for t in self.conv_tails),
             *(t.index_select(1, slots) for t in self.tables()),
         ]
 
     def write(self, slots: Tensor, states: Sequence[Tensor]) -> None:
         """Put back what `read` returned for the same slots."""
-        by_slot = (self.statistics, *self.conv_tails)
-        tails, tables = states[: len(by_slot)], states[len(by_slot) :]
-        for tail, saved in zip(by_slot, tails, strict=True):
+        tails, tables = states[: len(self.conv_tails)], states[len(self.conv_tails) :]
+        for tail, saved in zip(self.conv_tails, tails, strict=True):
             tail.index_copy_(0, slots, saved)
         for table, saved in zip(self.tables(), tables, strict=True):
             table.index_copy_(1, slots, saved)
 
     def copy_from(self, smaller: StreamState) -> None:
         """Take over the first slots."""
-        by_slot = ((state.statistics, *state.conv_tails) for state in (self, smaller))
-        for tail, old in zip(*by_slot, strict=True):
+        for tail, old in zip(self.conv_tails, smaller.conv_tails, strict=True):
             tail[: len(old)] = old
         for table, old in zip(self.tables(), smaller.tables(), strict=True):
             table[:, : old.shape[1]] = old
@@ -93,13 +90,7 @@ class Slot:
     step: int  # of the runner: it may read the slot's rows until this step has run
     blocks: int = 0
     ends: int = UNBOUNDED  # feature frames
-    previous: Slot | None = None  # of a stream whose statistics of features this one goes on with, until its first step
     __weakref__: object = field(init=False, repr=False)
-
-    @property
-    def with_statistics(self) -> Slot | None:
-        """The slot that holds the statistics of this stream's features so far: its own from its first step on."""
-        return self if self.blocks else self.previous
 
 
 class SlotTable:
@@ -120,12 +111,12 @@ class SlotTable:
         self.free, self.used = list[int](), 1
         self.state, self.inputs = new_state(capacity), InputSlots(capacity, samples, device)
 
-    def take(self, step: int, previous: Slot | None = None) -> Slot:
+    def take(self, step: int) -> Slot:
         """Give a stream a slot, free again when the `Slot` is gone; any thread may ask."""
         with self._lock:
             index = self.free.pop() if self.free else self.used
             self.used = max(self.used, index + 1)
-        slot = Slot(index, step, previous=previous)
+        slot = Slot(index, step)
         weakref.finalize(slot, self.free.append, index)
         return slot
 

@@ -91,7 +91,6 @@ def evaluate(
     batch_audio_s: float | None = None,
     workers: int = -1,
     comm: Communicator | None = None,
-    by_speaker: bool = False,
 ) -> Iterator[Evaluation]:
     """Recognise and score manifests, one after the other.
 
@@ -102,10 +101,9 @@ def evaluate(
         batch_audio_s: padded audio per batch, seconds; lower it if memory runs out. None chooses by device.
         workers: processes that read audio; -1 chooses.
         comm: ranks that share the batches; each gets all results. None is this process alone.
-        by_speaker: as `Recogniser.logits`.
 
     Raises:
-        ConfigError: two manifests of one name, whose reports would share a folder; errors of `by_speaker`.
+        ConfigError: two manifests of one name, whose reports would share a folder.
         ManifestError, AudioError, DecodeError: a manifest, audio or utterance that cannot be read or decoded.
     """
     repeated = [name for name, times in Counter(p.stem for p in manifests).items() if times > 1]
@@ -123,9 +121,7 @@ def evaluate(
         share = len(utterances) / (1 if comm is None else comm.world)  # of this rank, about
         with ProgressBar(f"evaluating {path}", share, "utterances", shown=shown) as progress:
             watch = counting(progress)
-            hypotheses = recogniser.recognise(
-                loader, batch_audio_s=batch_audio_s, comm=comm, by_speaker=by_speaker, watch=watch
-            )
+            hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm, watch=watch)
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
         report = score(utterances, hypotheses, recogniser.alphabet, phones=recogniser.writes_phones)

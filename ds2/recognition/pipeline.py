@@ -62,14 +62,10 @@ class Pipeline:
             self.runners[block_frames] = BlockRunner(self.model, self.features, block_frames, dtype)
         return self.runners[block_frames]
 
-    def block_features(self, blocks: Sequence[NDArray[np.float32]], statistics: Tensor | None = None) -> Tensor:
-        """Return features (B, F, T) on the device; the blocks are samples (N,) of one length.
-
-        `statistics` are those of `Features.normalise_running`.
-        """
+    def block_features(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
+        """Return features (B, F, T) on the device; the blocks are samples (N,) of one length."""
         waveforms = torch.from_numpy(np.stack(blocks)).to(self.device)
         windows = self.features.windows(waveforms.shape[1])
         if windows == 0:
             return waveforms.new_zeros((len(blocks), self.features.bins, 0))
-        lengths = torch.full((len(blocks),), windows, device=self.device)
-        return self.features.of_windows(waveforms, lengths, statistics)
+        return self.features.of_windows(waveforms, torch.full((len(blocks),), windows, device=self.device))

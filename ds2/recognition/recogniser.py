@@ -21,8 +21,8 @@ from torch import Tensor
 from ds2.audio.read import AudioError, audio_blocks
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.device import resolve_device, resolve_precision
-from ds2.config.schema import BatchingConfig, ConfigError, DecodeConfig
-from ds2.data.loader import Batch, SpeechLoader, plan_epoch
+from ds2.config.schema import BatchingConfig, DecodeConfig
+from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Decoding, Search, SearchDecoder, refuse_hot_words
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
@@ -234,12 +234,7 @@ class Recogniser(Pipeline):
 
     @torch.inference_mode()
     def logits(
-        self,
-        loader: SpeechLoader,
-        *,
-        batch_audio_s: float | None = None,
-        comm: Communicator | None = None,
-        by_speaker: bool = False,
+        self, loader: SpeechLoader, *, batch_audio_s: float | None = None, comm: Communicator | None = None
     ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Yield batches of utterances: their indices, logits (T', B, V), and lengths (B,) on the CPU.
 
@@ -247,53 +242,25 @@ class Recogniser(Pipeline):
             loader: of any number of utterances, without augmentation.
             batch_audio_s: padded audio a batch, seconds; None chooses by device.
             comm: ranks that share the batches, of which this rank gets its own; None is this process alone.
-            by_speaker: the statistics of features.normalise=running go on through all utterances of a speaker, in
-                their order; else each utterance begins without any.
 
         Raises:
             AudioError: audio cannot be read.
-            ConfigError: `by_speaker` of a model without such statistics, or of an utterance without a speaker.
             RuntimeError: the model is in training mode.
         """
         if self.model.training:
             raise RuntimeError("recognition needs running statistics: call model.eval() first")
         if not loader.utterances:
             return
-        earlier = self._statistics_by_speaker(loader) if by_speaker else None
-        for batch in self._batches(loader, batch_audio_s, comm):
-            with self.autocast():
-                waveforms = batch.waveforms.to(self.device, non_blocking=True)
-                statistics = None if earlier is None else earlier[batch.indices].to(self.device)
-                logits, lengths = self.model(*self.features(waveforms, batch.sample_lengths, statistics))
-            yield batch.indices.tolist(), logits, lengths
-
-    def _batches(self, loader: SpeechLoader, batch_audio_s: float | None, comm: Communicator | None) -> Iterator[Batch]:
         audio_s = batch_audio_s or _BATCH_AUDIO_S[self.device.type]
         budget = BatchingConfig(utterances=0, audio_s=audio_s, sortagrad=True)
         plan = plan_epoch(np.array([u.duration_s for u in loader.utterances]), budget, epoch=1, seed=0)[::-1]
         if comm is not None:
             plan = plan[comm.rank :: comm.world]
-        return loader.epoch(plan, epoch=1)
-
-    def _statistics_by_speaker(self, loader: SpeechLoader) -> Tensor:
-        """Return the statistics (U, K) of the speaker's utterances before each one; reads all audio once."""
-        if not self.features.prior_frames:
-            raise ConfigError(
-                "by speaker, statistics of features.normalise=running go on from utterance to utterance; this model "
-                "has features.normalise=corpus or none: evaluate it without --by-speaker"
-            )
-        totals, speakers = self.features.no_statistics(len(loader.utterances)).cpu(), dict[str, Tensor]()
-        for batch in self._batches(loader, None, None):
-            statistics = self.features.no_statistics(len(batch.indices))
-            self.features(batch.waveforms.to(self.device), batch.sample_lengths, statistics)
-            totals[batch.indices] = statistics.cpu()
-        for utterance, total in zip(loader.utterances, totals, strict=True):
-            if not utterance.speaker:
-                raise ConfigError(f"{utterance.name} has no speaker: add the key, or evaluate without --by-speaker")
-            before = speakers.get(utterance.speaker, torch.zeros_like(total))
-            speakers[utterance.speaker] = before + total
-            total.copy_(before)
-        return totals
+        for batch in loader.epoch(plan, epoch=1):
+            with self.autocast():
+                waveforms = batch.waveforms.to(self.device, non_blocking=True)
+                logits, lengths = self.model(*self.features(waveforms, batch.sample_lengths))
+            yield batch.indices.tolist(), logits, lengths
 
     @torch.inference_mode()
     def recognise(
@@ -302,13 +269,12 @@ class Recogniser(Pipeline):
         *,
         batch_audio_s: float | None = None,
         comm: Communicator | None = None,
-        by_speaker: bool = False,
         watch: Callable[[list[int], Tensor, Tensor], None] | None = None,
     ) -> list[Hypothesis]:
         """Recognise utterances in batches of similar duration, longest first; their texts are not used.
 
         Args:
-            loader, batch_audio_s, by_speaker: as `logits`.
+            loader, batch_audio_s: as `logits`.
             comm: ranks that share the batches; each gets all hypotheses. None is this process alone.
             watch: called with every batch that `logits` yields.
 
@@ -317,7 +283,7 @@ class Recogniser(Pipeline):
 
         Raises:
             DecodeError: the model gives NaN or infinity; names the utterances.
-            AudioError, ConfigError, RuntimeError: as `logits`.
+            AudioError, RuntimeError: as `logits`.
             DisagreementError: a rank has other utterances or weights.
         """
         comm, utterances = comm or Communicator(self.device), loader.utterances
@@ -325,9 +291,7 @@ class Recogniser(Pipeline):
             comm.agree(corpus("to recognise", utterances), "give all hosts the same manifests")
             comm.agree(weights(self.model), "give all hosts the same model; in training, run on GPUs of one kind")
         hypotheses: dict[int, Hypothesis] = {}
-        for indices, logits, lengths in self.logits(
-            loader, batch_audio_s=batch_audio_s, comm=comm, by_speaker=by_speaker
-        ):
+        for indices, logits, lengths in self.logits(loader, batch_audio_s=batch_audio_s, comm=comm):
             if watch is not None:
                 watch(indices, logits, lengths)
             try:
@@ -462,11 +426,10 @@ def _transcribe_windows(
     cut = SampleBlocks(pipeline.features, block_frames)
 
     def features() -> Iterator[Tensor]:
-        statistics = pipeline.features.no_statistics(1)
         for samples in blocks:
             for block in cut.accept(samples):
-                yield pipeline.block_features([block], statistics)
-        rest = pipeline.block_features([cut.finish()], statistics)
+                yield pipeline.block_features([block])
+        rest = pipeline.block_features([cut.finish()])
         if rest.shape[2]:
             yield rest
 

@@ -23,7 +23,6 @@ from ds2.config.schema import Config, ConfigError
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.decoding.lexicon import HotWords
-from ds2.inference.slots import Slot
 from ds2.model.structure import lookahead_parts_ms
 from ds2.recognition.open_segments import PAUSE_S
 from ds2.recognition.pipeline import Pipeline
@@ -71,10 +70,10 @@ class Session:
         self.runner = pipeline.block_runner(self.block_frames)
         self._start_stream()
 
-    def _start_stream(self, after: Slot | None = None) -> None:
-        """Start a new stream: resampler, blocks and the model's state; `after` as of `BlockRunner.start_stream`."""
+    def _start_stream(self) -> None:
+        """Start a new stream: resampler, blocks and the model's state."""
         features = self.pipeline.features
-        self.slot = self.runner.start_stream(after)
+        self.slot = self.runner.start_stream()
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
         self._samples = SampleBlocks(features, self.block_frames, partial(self.runner.input_buffer, self.slot))
 
@@ -188,8 +187,7 @@ class Live(Session):
     """A live session: segments become final one by one; `result` is the hypothesis of the open segment.
 
     At an endpoint the decoder and its language model start again; the model keeps its state. Where a segment ends
-    does not depend on how the samples were cut. With features.normalise=running, statistics of segments without words
-    are dropped: hours of silence teach nothing of a speaker.
+    does not depend on how the samples were cut.
 
     Args:
         pipeline, sample_rate_hz, hot_words: as for `Session`.
@@ -213,7 +211,6 @@ class Live(Session):
         super().__init__(pipeline, sample_rate_hz=sample_rate_hz, hot_words=hot_words)
         self.endpoints = endpoints or Endpoints()
         self.segments: deque[Segment] = deque()
-        self._statistics: Tensor | None = None  # of features, at the end of the last segment with words
         self._stream_start_s = 0.0  # where in the source the model's state was last reset
         self.row = pipeline.open_segments.take()
         weakref.finalize(self, pipeline.open_segments.free.append, self.row)
@@ -244,11 +241,6 @@ class Live(Session):
             words = (replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in hypothesis.words)
             end_s = self._stream_start_s + self._open_segment("frames") * frame_s
             self.segments.append(Segment(start_s, end_s, replace(hypothesis, words=tuple(words))))
-        if self.pipeline.features.prior_frames:
-            if hypothesis.text:
-                self._statistics = self.runner.statistics(self.slot)
-            else:
-                self.runner.restore_statistics(self.slot, self._statistics)
         self.decoding = self.decoder.start(1, self.hot_words)
         self.pipeline.open_segments.start_segment(self.row)
 
@@ -266,13 +258,10 @@ class Live(Session):
         self.blocks.clear()
 
     def restart_stream(self) -> None:
-        """Reset the model's state: the next samples follow silence, but keep their times.
-
-        With features.normalise=running, what was learnt of the speaker is carried on.
-        """
+        """Reset the model's state: the next samples follow silence, but keep their times."""
         self._stream_start_s = self.duration_s
         self.pipeline.open_segments.restart(self.row)
-        self._start_stream(self.slot)
+        self._start_stream()
 
     @property
     def duration_s(self) -> float:

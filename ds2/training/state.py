@@ -282,7 +282,7 @@ def initial_state(
         copy_weights(state.model, alphabet, loaded)
     if loaded is not None and _same_features(state.features, loaded.features):
         state.features.load_state_dict(loaded.features.state_dict())
-    elif config.features.normalise != "none":
+    elif config.features.normalise == "corpus":
         chosen = np.random.default_rng(config.train.seed).permutation(len(loader.utterances))
         drawn = chosen[:_STATISTICS_UTTERANCES]
         shown = tqdm(drawn, desc="feature statistics", unit="utt", disable=None)

@@ -396,7 +396,7 @@ class Weights:
     def __init__(self, **tensors: Tensor) -> None:
         self.tensors = tensors
 
-    def __call__(self, waveforms: Tensor, lengths: Tensor, statistics: object = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, waveforms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         if not self.tensors:
             return waveforms, lengths
         values = [dev_loss(int(self.tensors["weight"]), content_of(row)) for row in waveforms]

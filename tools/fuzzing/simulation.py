@@ -110,7 +110,7 @@ class SimulatedRunner:
     def prepare(self, streams: int) -> None:
         """See `BlockRunner`."""
 
-    def start_stream(self, after: NetworkState | None = None) -> NetworkState:
+    def start_stream(self) -> NetworkState:
         old = None if self.forgets or not self._ended else self._ended.pop()
         return NetworkState() if old is None else NetworkState(state=old.state)
 

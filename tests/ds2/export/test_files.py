@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from support.exported import log_energies, of_energies, sound, streamed
 from torch import Tensor
 
-from ds2.audio.features import Features
 from ds2.audio.read import read_audio
 from ds2.data.manifest import read_manifest
 from ds2.export.files import DESCRIPTION, export_onnx, export_torch
@@ -162,17 +160,6 @@ def test_files_say_what_they_are(random_model: Make, tmp_path: Path) -> None:
     assert np.isclose(described["tail_s"], (4 * described["lag_frames"] + 33) / 100)
     lines = (tmp_path / "tokens.txt").read_text(encoding="utf-8").splitlines()
     assert lines[:4] == ["<blk> 0", "  1", "' 2", "a 3"] and len(lines) == 29
-
-
-def test_statistics_of_the_speech_so_far_are_not_exported(random_model: Make, tmp_path: Path) -> None:
-    loaded = random_model()
-    config = replace(loaded.config.features, normalise="running")
-    features = Features(config, loaded.config.data.sample_rate_hz)
-    running = replace(loaded, features=features, config=replace(loaded.config, features=config))
-    for export in (export_onnx, export_torch):
-        with pytest.raises(ExportError, match=r"features\.normalise=running .* features\.normalise=corpus"):
-            export(running, tmp_path / "model.file")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(random_model: Make, tmp_path: Path) -> None:

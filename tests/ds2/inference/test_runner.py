@@ -26,7 +26,6 @@ BLOCK_FRAMES = 20  # of features, in the default block
 
 
 CELLS = [(), ("model.cell=lstm",), ("model.cell=gru",), ("model.cell=gru_before",)]
-RUNNING = ("features.normalise=running", "features.prior_s=0.5")
 
 
 def load(model: Path, device: str, method: str = "greedy", precision: str = "fp32", **options: object) -> Recogniser:
@@ -53,10 +52,9 @@ def spoken(hypothesis: Hypothesis) -> list[tuple[str, float, float]]:
 @pytest.mark.parametrize(
     ("device", "method", "overrides"),
     [
-        *(("cpu", "greedy", cell) for cell in (*CELLS, RUNNING)),
+        *(("cpu", "greedy", cell) for cell in CELLS),
         ("cpu", "beam", ()),
         pytest.param("cuda", "greedy", (), marks=pytest.mark.gpu),
-        pytest.param("cuda", "greedy", RUNNING, marks=pytest.mark.gpu),
         pytest.param("cuda", "beam", (), marks=pytest.mark.gpu),
     ],
 )
@@ -102,11 +100,8 @@ def test_samples_lie_where_they_are_read_until_their_step(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("overrides", [(), RUNNING])
-def test_more_streams_than_slots_come_and_go(
-    make_model: Callable[..., Path], recording: Path, device: str, overrides: tuple[str, ...]
-) -> None:
-    recogniser = load(make_model(*overrides), device, capacity=2, batch_sizes=(1, 2, 8))
+def test_more_streams_than_slots_come_and_go(make_model: Callable[..., Path], recording: Path, device: str) -> None:
+    recogniser = load(make_model(), device, capacity=2, batch_sizes=(1, 2, 8))
     draw, samples = random.Random(3), read_audio(recording)
     sources = [samples[draw.randrange(20_000) :][: draw.randrange(2000, 28_000)] for _ in range(24)]
     alone = [spoken(recognise_in_chunks(recogniser.session(), source, draw)) for source in sources]
@@ -185,7 +180,7 @@ def test_bf16_blocks_are_as_near_as_the_training_network(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("overrides", [*CELLS, RUNNING])
+@pytest.mark.parametrize("overrides", CELLS)
 def test_files_have_the_words_of_streams(
     make_model: Callable[..., Path], recording: Path, device: str, overrides: tuple[str, ...], precision: str
 ) -> None:
@@ -226,7 +221,7 @@ class FailsWithTwo:
         return logits
 
 
-@pytest.mark.parametrize("cell", [*CELLS, RUNNING])
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_batch_that_fails_within_the_network_leaves_its_streams_where_they_were(
     cell: tuple[str, ...], make_model: Callable[..., Path], recording: Path
 ) -> None:

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from support.tiny import write_untrained
 
 from ds2.audio.features import Features
 from ds2.audio.read import read_audio
 from ds2.cli import main
-from ds2.config.schema import CODECS, Config, ConfigError, DataConfig, DecodeConfig
+from ds2.config.schema import CODECS, Config, DataConfig, DecodeConfig
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
@@ -32,7 +31,7 @@ from ds2.recognition.evaluate import (
     score_words,
     worst_recordings,
 )
-from ds2.recognition.recogniser import Recogniser, decode_batch
+from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")
@@ -69,35 +68,6 @@ def test_texts_keep_the_order_whatever_the_batches(model_file: Path, tone_manife
     assert recognise(loaded, tone_manifest) == alone
     write_manifest(tmp_path / "reversed.jsonl", read_manifest(tone_manifest)[::-1])
     assert recognise(loaded, tmp_path / "reversed.jsonl") == alone[::-1]
-
-
-def test_by_speaker_statistics_go_on_from_utterance_to_utterance(
-    tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path
-) -> None:
-    config = tiny_config("features.normalise=running", "features.prior_s=0.2")
-    loaded = load_model(write_untrained(config, tmp_path / "model.safetensors"))
-    utterances = [replace(u, speaker=f"speaker {n % 2}") for n, u in enumerate(read_manifest(tone_manifest))]
-    write_manifest(tmp_path / "speakers.jsonl", utterances)
-    recogniser, expected = Recogniser.of(loaded, DecodeConfig(), CPU), list[str]()
-    statistics = [loaded.features.no_statistics(1) for _ in range(2)]
-    for number, utterance in enumerate(utterances):
-        waveform = torch.from_numpy(read_audio(utterance.audio_filepath))[None]
-        with torch.no_grad():
-            features = loaded.features(waveform, torch.tensor([waveform.shape[1]]), statistics[number % 2])
-            [hypothesis] = decode_batch(recogniser.decoder, *loaded.model(*features))
-        expected.append(hypothesis.text)
-    for batch_audio_s in (0.01, 30.0):
-        settings = {"batch_audio_s": batch_audio_s, "by_speaker": True}
-        assert recognise(loaded, tmp_path / "speakers.jsonl", **settings) == expected
-    assert recognise(loaded, tmp_path / "speakers.jsonl") != expected
-    write_manifest(tmp_path / "nobody.jsonl", [replace(u, speaker="") for u in utterances])
-    with pytest.raises(ConfigError, match=r"has no speaker.*--by-speaker"):
-        recognise(loaded, tmp_path / "nobody.jsonl", by_speaker=True)
-
-
-def test_by_speaker_needs_running_statistics(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(model_file), "--by-speaker", "--device", "cpu", "--workers", "0"]) == 2
-    assert "features.normalise=running" in capsys.readouterr().err
 
 
 def test_no_utterances_give_no_hypotheses(model_file: Path) -> None:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
-from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.inference.runner import BlockOutput
 from ds2.inference.slots import Slot
 from ds2.model.checkpoint import load_model
-from ds2.recognition.recogniser import Recogniser, decode_batch
+from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import (
     NEVER,
     Endpoints,
@@ -201,57 +200,6 @@ def test_segments_do_not_depend_on_chunks(recogniser: Recogniser, recording: Pat
         session.flush()
     assert len(live.segments) > 1
     assert live.segments == wanted.segments
-
-
-def test_statistics_of_the_speaker_outlast_a_flush(make_model: Callable[..., Path], recording: Path) -> None:
-    loaded = load_model(make_model("features.normalise=running", "features.prior_s=0.5"))
-    recogniser = Recogniser.of(loaded, DecodeConfig(), torch.device("cpu"))
-    samples = read_audio(recording)
-    parts = samples[:17_000], samples[17_000:20_000], samples[20_000:]
-    live, statistics, spoken = recogniser.live(endpoints=NEVER), loaded.features.no_statistics(1), list[str]()
-    for part in parts:
-        live.accept_waveform(part)
-        live.flush()
-        live.reset()  # no audio came since
-        assert live.is_endpoint()
-        spoken += [live.segments.popleft().hypothesis.text]
-        features = recogniser.block_features([part], statistics)
-        with torch.no_grad():
-            logits, lengths = loaded.model(features, torch.tensor([features.shape[2]]))
-        [expected] = decode_batch(recogniser.decoder, logits, lengths)
-        assert spoken[-1] == expected.text
-    fresh = recogniser.live(endpoints=NEVER)
-    fresh.accept_waveform(parts[-1])
-    fresh.flush()
-    assert fresh.segments[0].hypothesis.text != spoken[-1]  # it knows nothing of the parts before
-    source = recogniser.session()
-    source.accept_waveform(parts[0])
-    source.reset()  # a new source
-    source.accept_waveform(parts[-1])
-    assert source.finish().text == fresh.segments[0].hypothesis.text
-
-
-def test_segments_without_words_teach_nothing_of_the_speaker(make_model: Callable[..., Path], recording: Path) -> None:
-    loaded = load_model(make_model("features.normalise=running"))
-    live = Recogniser.of(loaded, DecodeConfig(), torch.device("cpu")).live(endpoints=NEVER)
-
-    def frames_after(samples: NDArray[np.float32], hypothesis: Hypothesis) -> int:
-        live.accept_waveform(samples)
-        while live.is_ready():
-            live.decode()
-        live.end_segment(hypothesis)
-        return int(live.runner.statistics(live.slot)[-1])
-
-    samples, words = read_audio(recording), Hypothesis("ab", 0.0, (1, 2), ())
-    assert frames_after(samples[:16_000], EMPTY) == 0
-    assert frames_after(samples[16_000:24_000], words) == 60  # 7 blocks less the 4 before
-    learnt = live.runner.statistics(live.slot)
-    assert frames_after(np.zeros(160_000, np.float32), EMPTY) == learnt[-1]
-    assert torch.equal(live.runner.statistics(live.slot), learnt)
-    live.restart_stream()
-    assert frames_after(np.zeros(10, np.float32), EMPTY) == learnt[-1]  # no step has run
-    assert torch.equal(live.runner.statistics(live.slot), learnt)
-    assert frames_after(samples, words) > learnt[-1] + 200
 
 
 def test_reset_drops_what_was_not_final(recogniser: Recogniser, recording: Path) -> None:
