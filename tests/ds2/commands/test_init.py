@@ -11,6 +11,7 @@ import pytest
 from ds2.cli import main
 from ds2.commands.common import with_search_path
 from ds2.commands.compose import compose_config
+from ds2.data.corpora import synthetic
 
 
 def commands() -> list[list[str]]:
@@ -51,6 +52,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["init", str(tmp_path / "new")]) == 0
     monkeypatch.chdir(tmp_path / "new")
+    monkeypatch.setattr(synthetic, "UTTERANCES", {"train": 60, "dev": 10, "test": 10})
     lines = commands()
     assert [line[0] for line in lines] == ["data", "train", "evaluate"]
     for line in lines:
