@@ -35,6 +35,8 @@ from ds2.recognition.tuning import (
 from ds2.system.files import check_writable
 
 _LIMIT, _MAX_VALUES = 1e6, 1000  # of decode.alpha and decode.beta
+_GRID = ("0:1.6:5", "0:3:4")  # of alpha and beta
+_PHONE_GRID = ("0.4:1.6:4", "0:1:3")  # words of one sound need the model (alpha 0 cannot tell them apart), few a bonus
 
 
 def _range(text: str) -> list[float]:
@@ -47,14 +49,18 @@ def _range(text: str) -> list[float]:
     return torch.linspace(low, high, int(count), dtype=torch.float64).tolist()
 
 
+def _grid_help(axis: int) -> str:
+    return f"LOW:HIGH:COUNT (default {_GRID[axis]}, for a network of phones {_PHONE_GRID[axis]})"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ds2 lm tune`."""
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("lm", type=Path, help="binary or ARPA")
     parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
-    parser.add_argument("--alphas", type=_range, default="0:1.6:5", help="LOW:HIGH:COUNT (default 0:1.6:5)")
-    parser.add_argument("--betas", type=_range, default="0:3:4", help="LOW:HIGH:COUNT (default 0:3:4)")
-    parser.add_argument("--beam", type=whole(1, 1_000_000), default=64, help="while alpha and beta are tried")
+    parser.add_argument("--alphas", type=_range, help=_grid_help(0))
+    parser.add_argument("--betas", type=_range, help=_grid_help(1))
+    parser.add_argument("--beam", type=whole(1, 1_000_000), help="while alpha and beta are tried (default decode.beam)")
     parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.set_defaults(run=run)
@@ -70,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)
     options = _options(arguments, file, loaded)
-    make_decoder(options, loaded.alphabet, 1.0, device, lm)  # raises errors before the model runs
+    make_decoder(options, loaded.alphabet, loaded.frame_s, device, lm)  # raises errors before the model runs
     target = tuned_file(file)
     picture = arguments.picture or target.with_suffix(".png")
     check_writable(target, picture)
@@ -78,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
     utterances = scored_utterances([str(path) for path in manifests], loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
-    dev = DevLogProbs.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances])
+    dev = DevLogProbs.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances], loaded.frame_s)
+    alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
+    alphas, betas = arguments.alphas or alphas, arguments.betas or betas
     trials: list[TuningTrial] = []
-    for trial in search(
-        dev, loaded.alphabet, lm, replace(options, rescore=""), arguments.alphas, arguments.betas, device
-    ):
+    for trial in search(dev, loaded.alphabet, lm, replace(options, rescore=""), alphas, betas, device):
         trials.append(trial)
         print(
             f"{len(trials):3d}  alpha {trial.alpha:<6g} beta {trial.beta:<6g} beam {trial.beam:<4d} "
@@ -101,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
     tuned = replace(tuned, confidence=[round(slope, 4), round(offset, 4)], keyword_alarms=[])
     if tuned.method == "beam":
-        keywords = tune_keywords(dev, loaded.alphabet, lm, replace(tuned, rescore=""), loaded.frame_s, device)
+        keywords = tune_keywords(dev, loaded.alphabet, lm, replace(tuned, rescore=""), device)
         for keyword in keywords:
             print(
                 f"keywords, bonus {keyword.bonus:g}: {100 * keyword.recall:.1f} % found, {keyword.alarms:.3g} false "
@@ -128,4 +134,4 @@ def _options(arguments: argparse.Namespace, file: Path, loaded: LoadedModel) -> 
                 f"decode.method={options.method} has no weights to tune: take decode=beam or decode=native"
             )
         options = replace(options, method="beam")
-    return replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)
+    return replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam or options.beam)

@@ -300,7 +300,10 @@ def add_stream_word_times(
     def with_words(
         hypothesis: Hypothesis, alignment: Alignment | None, aligner: IncrementalAligner, positions: Tensor
     ) -> Hypothesis:
-        runs = aligner.final_runs + ([] if alignment is None else _in_stream(alignment.runs(), positions))
+        labels, count = hypothesis.labels, min(len(aligner.final_runs), len(hypothesis.labels))
+        while alignment is None and 0 < count < len(labels) and not aligner.alphabet.starts_word(labels[count]):
+            count -= 1  # the frames left are too few for the other labels of this word
+        runs = aligner.final_runs[:count] + ([] if alignment is None else _in_stream(alignment.runs(), positions))
         return replace(hypothesis, words=spell_words(runs, aligner.alphabet, aligner.frame_s))
 
     return [

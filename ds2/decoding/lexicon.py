@@ -221,22 +221,29 @@ class SessionTrie:
         trie: of known words and of the hot words of all sessions, on the CPU.
         spelling: of the labels.
         hot_bonus: of the hot words of all sessions.
-        lookahead: factor of the log-prob of the most probable word through a node; 0: no look-ahead.
+        alpha: factor of the log-prob of the most probable word through a node, the look-ahead; None: no look-ahead,
+            and words outside the trie are allowed.
         unknown: log-prob of an unknown word, with look-ahead.
         device: of the searches.
     """
 
     def __init__(
-        self, trie: Trie, spelling: Spelling, hot_bonus: float, lookahead: float, unknown: float, device: torch.device
+        self,
+        trie: Trie,
+        spelling: Spelling,
+        hot_bonus: float,
+        alpha: float | None,
+        unknown: float,
+        device: torch.device,
     ) -> None:
-        self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, lookahead, unknown, bool(trie.hot.any())
+        self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, alpha, unknown, bool(trie.hot.any())
         self.children, self.word, self.is_word = (t.numpy() for t in (trie.children, trie.word, trie.is_word))
         self._size = len(self.word) - trie.spare
         self.bonus = hot_bonus
         self.hot, self.share = hot_bonus * trie.hot.numpy(), hot_bonus * trie.hot_part.numpy()
         self.lookahead = trie.lookahead.numpy().astype(np.float64)
-        unfinished = self.share + self.alpha * self.lookahead if self.alpha else self.share.copy()
-        if self.alpha:
+        unfinished = self.unfinished(self.share, self.lookahead)
+        if self.alpha is not None:
             unfinished[OFF] = -math.inf
         follow = np.zeros(len(self.word), np.int32)
         arrays = (self.children, self.word, self.is_word, self.hot, unfinished, follow)
@@ -245,6 +252,10 @@ class SessionTrie:
         self._lock = threading.Lock()
         self.phrases: dict[int, _Phrases] = {}  # by root, which is the first node
         self.roots: dict[frozenset[tuple[tuple[str, ...], float]], int] = {}
+
+    def unfinished(self, share: NDArray[np.float64], lookahead: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return `Nodes.unfinished` of nodes with these shares of bonuses and log-probs of their likeliest words."""
+        return share + self.alpha * lookahead if self.alpha else share.copy()
 
     @torch.inference_mode()  # the tables are inference tensors once they have grown
     def add_phrases(self, phrases: HotWords) -> int:
@@ -403,9 +414,7 @@ class _SessionNodes:
         columns = {f.name: np.array([getattr(node, f.name) for node in self.nodes]) for f in fields(_Node)}
         numbered = (columns["children"], columns["follow"])
         children, follow = (np.where(a < 0, first - 1 - a, a).astype(np.int32) for a in numbered)
-        unfinished = columns["share"]
-        if self.trie.alpha:
-            unfinished += self.trie.alpha * columns["lookahead"]
+        unfinished = self.trie.unfinished(columns["share"], columns["lookahead"])
         arrays = (children, columns["word"], columns["is_word"], columns["hot"], unfinished, follow)
         for tensor, array in zip(vars(nodes).values(), arrays, strict=True):
             tensor[first : first + len(array)] = torch.from_numpy(array).to(tensor.device)

@@ -34,14 +34,18 @@ class DevLogProbs:
 
     batches: list[tuple[Tensor, Tensor]]  # log-probs (T', B, V) float32, lengths (B,) CPU int64
     references: list[list[str]]  # of each batch, normalised
+    frame_s: float  # seconds per frame
 
     @classmethod
-    def of(cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str]) -> DevLogProbs:
+    def of(
+        cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str], frame_s: float
+    ) -> DevLogProbs:
         """Collect the log-probs of `Recogniser.logits` on their device; utterances without frames are dropped.
 
         Args:
             batches: indices of utterances, logits (T', B, V) and lengths (B,) CPU int64.
             references: text of each utterance.
+            frame_s: seconds per output frame.
         """
         log_probs: list[tuple[Tensor, Tensor]] = []
         texts: list[list[str]] = []
@@ -49,7 +53,7 @@ class DevLogProbs:
             nonempty = lengths.nonzero()[:, 0]
             log_probs.append((logits.float().log_softmax(2)[:, nonempty.to(logits.device)], lengths[nonempty]))
             texts.append([references[indices[row]] for row in nonempty.tolist()])
-        return cls(log_probs, texts)
+        return cls(log_probs, texts, frame_s)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def _try(
 ) -> TuningTrial:
     alpha, beta, beam = point
     settings = replace(options, alpha=alpha, beta=beta, beam=beam, nbest=1, times=False)
-    decoder = make_decoder(settings, alphabet, 1.0, device, lm)
+    decoder = make_decoder(settings, alphabet, dev.frame_s, device, lm)
     errors = ErrorCounts()
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
         for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
@@ -129,7 +133,7 @@ def tune_rescoring(
 ) -> list[tuple[float, ErrorCounts]]:
     """Return the errors for each share of the recurrent model, over the N best of one search with `options`."""
     settings = replace(options, nbest=options.rescore_hypotheses, rescore="", times=False)
-    decoder = make_decoder(settings, alphabet, 1.0, device, lm)
+    decoder = make_decoder(settings, alphabet, dev.frame_s, device, lm)
     errors = {share: ErrorCounts() for share in _SHARES}
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
         rows = decoder.decode(log_probs, lengths)
@@ -148,7 +152,7 @@ def tune_confidence(
 ) -> tuple[float, float]:
     """Return the calibration of words' confidences that fits the dev set, decoded with `options`."""
     plain = replace(options, nbest=1, times=True, confidence=list(IDENTITY))
-    decoder = make_decoder(plain, alphabet, 1.0, device, lm)
+    decoder = make_decoder(plain, alphabet, dev.frame_s, device, lm)
     confidences: list[float] = []
     right: list[bool] = []
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
@@ -168,7 +172,7 @@ class KeywordTrial:
 
 
 def tune_keywords(
-    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, frame_s: float, device: torch.device
+    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
 ) -> list[KeywordTrial]:
     """Search the longer words of the dev set as keywords, with each of `BONUSES`; none if it has no such words.
 
@@ -180,12 +184,12 @@ def tune_keywords(
     if alphabet.pronunciations is not None:
         keywords = [word for word in keywords if word in alphabet.pronunciations.words]
     keywords = keywords[:_MAX_KEYWORDS]
-    hours = sum(int(lengths.sum()) for _, lengths in dev.batches) * frame_s / 3600
+    hours = sum(int(lengths.sum()) for _, lengths in dev.batches) * dev.frame_s / 3600
     total = sum(occurrences[word] for word in keywords)
     trials: list[KeywordTrial] = []
     for bonus in BONUSES if keywords else ():
         settings = replace(options, nbest=1, times=False, hot_words=keywords, hot_word_bonus=bonus)
-        decoder = make_decoder(settings, alphabet, frame_s, device, lm)
+        decoder = make_decoder(settings, alphabet, dev.frame_s, device, lm)
         right = wrong = 0
         for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
             for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):

@@ -89,7 +89,7 @@ class Fusion:
             trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown, SPARE_NODES)
         else:
             unknown, trie = 0.0, build_trie({}, options.hot_words, self.spelling, spare=SPARE_NODES)
-        lookahead = self.alpha if self.lexicon else 0.0
+        lookahead = self.alpha if self.lexicon else None
         self.trie = SessionTrie(trie, self.spelling, options.hot_word_bonus, lookahead, unknown, device)
         if lm is not None and self.by_label:
             self.label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)

@@ -10,6 +10,8 @@ import pytest
 from ds2.cli import main
 from ds2.config.schema import Config
 from ds2.data.manifest import read_manifest
+from ds2.lm.files import write_arpa
+from ds2.lm.kneser_ney import estimate
 from ds2.recognition.settings import decode_settings, tuned_file
 
 
@@ -35,3 +37,18 @@ def test_what_was_tuned_is_what_evaluate_takes(
     capsys.readouterr()
     assert main([*tune, *grid, "decode=greedy"]) == 2
     assert "no weights to tune: take decode=beam or decode=native" in capsys.readouterr().err
+
+
+def test_a_network_of_phones_has_a_grid_of_its_own_and_the_beam_of_the_settings(
+    make_model: Callable[..., Path], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = sorted({word for u in read_manifest(tone_manifest) for word in u.text.split()})
+    lexicon, lm = tmp_path / "lexicon.txt", tmp_path / "words.arpa"
+    lexicon.write_text("".join(f"{word} {' '.join(word.upper())}\n" for word in words), encoding="utf-8")
+    write_arpa(estimate([words] * 3, 1, [0]).model, lm)
+    model = make_model(f"alphabet.lexicon={lexicon}")
+    command = ["lm", "tune", str(model), str(lm), str(tone_manifest), "--device", "cpu"]
+    assert main([*command, "decode=phones", "decode.beam=4"]) == 0
+    trials = [line.split() for line in capsys.readouterr().out.splitlines() if " alpha " in line and " beam " in line]
+    grid = [(float(alpha), float(beta), int(beam)) for _, _, alpha, _, beta, _, beam, *_ in trials[:12]]
+    assert grid == [(alpha, beta, 4) for alpha in (0.4, 0.8, 1.2, 1.6) for beta in (0.0, 0.5, 1.0)]

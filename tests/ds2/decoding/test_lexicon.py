@@ -13,8 +13,10 @@ from support.decoding_cases import CHARACTERS, CPU, language_model, random_log_p
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BeamDecoder
+from ds2.decoding.beam.fusion import NODE
+from ds2.decoding.frames import NONE
 from ds2.decoding.greedy import GreedyDecoder
-from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.decoding.lexicon import OFF, HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
 
 OPEN = DecodeConfig(method="beam", beam=16, nbest=4, alpha=0.7, beta=0.4, unknown_score=-3.0)
@@ -114,6 +116,17 @@ def test_sessions_with_other_hot_words_share_a_batch(lexicon: bool, tmp_path: Pa
         alone = BeamDecoder(CHARACTERS, decoder.options, language_model(tmp_path, "word"), 0.02, CPU).start(1, words)
         alone.step(log_probs[:, row : row + 1], torch.tensor([40]))
         assert [h.text for h in found[row][0]] == [h.text for h in alone.finish()[0]]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.7])
+@pytest.mark.parametrize("hot", [{}, {"bbaab": 2.0}], ids=["words", "hot words"])
+def test_a_lexicon_holds_the_search_whatever_the_models_weight(hot: HotWords, alpha: float, tmp_path: Path) -> None:
+    options, lm = replace(OPEN, lexicon=True, alpha=alpha), language_model(tmp_path, "word")
+    decoding = BeamDecoder(CHARACTERS, options, lm, 0.02, CPU).start(1, hot)
+    for frame in random_log_probs(30, 1, 4):
+        decoding.step(frame[None], torch.tensor([1]))
+        beams = decoding.decoder.search.beams(decoding.state)
+        assert (beams.integers[..., NODE][beams.acoustic > NONE] != OFF).all()
 
 
 def test_an_unknown_hot_word_is_heard_in_a_lexicon(tmp_path: Path) -> None:

@@ -109,6 +109,19 @@ def test_streams_are_decoded_as_whole_utterances() -> None:
         assert [[w.text for w in h.words] for h in ours] == [[w.text for w in h.words] for h in theirs]
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.7])
+@pytest.mark.parametrize("beam", [1, 8])
+def test_words_with_times_are_those_of_the_text(beam: int, alpha: float) -> None:
+    """Frames of a second: times of words become final while the search goes on, and it ends within words."""
+    lengths = torch.arange(20, 120, 10)
+    frames = log_probs(6, 120, len(lengths))
+    decoder = make_decoder(replace(NARROW, beam=beam, alpha=alpha), ALPHABET, 1.0, CPU, language_model())
+    for row in decoder.decode(frames, lengths):
+        for hypothesis in row:
+            assert [word.text for word in hypothesis.words] == hypothesis.text.split()
+            assert set(hypothesis.text.split()) <= set(LEXICON.words)
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_kernel_and_pytorch_agree(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, frames, lengths = language_model(1), log_probs(3, 40, 3), torch.tensor([40, 22, 5])  # no two words tie
