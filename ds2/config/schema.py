@@ -65,6 +65,7 @@ class FeaturesConfig:
     mels: int = number(80, 1, 10_000)  # mel bands, of every kind but log_spectrogram
     normalise: str = choice("corpus", "none")  # corpus: mean and deviation of each bin over the training set
     statistics_utterances: int = removed(1000, "1000 utterances are drawn for the feature statistics")
+    prior_s: float = removed(10.0, "features are normalised by the training set alone")
 
 
 @dataclass

@@ -340,10 +340,14 @@ class Members:
         )
 
     def superseded(self) -> bool:
-        """Whether a view came after the one of this process, which was not taken into it, nor into one after that."""
-        newest = self._newest()
-        number = self.view.number if self.view is not None else None
-        return self._left_behind or (number is not None and newest is not None and newest.number > number)
+        """Whether a view came after the one of this process, which was not taken into it, nor into one after that.
+
+        The others wait in a view that this process has not read yet but belongs to; so what it writes still counts.
+        """
+        newest, view = self._newest(), self.view
+        if self._left_behind or newest is None or view is None:
+            return self._left_behind
+        return newest.number > view.number and newest.rank(self.me.id) is None
 
     def connect(self, view: View) -> TcpGroup:
         """Connect to all other ranks of a view.

@@ -51,7 +51,7 @@ STEPS = ("batching.utterances=3", "train.epochs=24", f"comm.timeout_s={SILENT_S}
 ON_GPU = (  # a first step waits for a compiler
     "train.epochs=60", "train.evaluate_every_epochs=10", "comm.timeout_s=60", "device=cuda", "model.hidden=256",
 )  # fmt: skip
-GPU_PAUSES_S = 0.03, 0.8  # before each step while events are to come, in both halves of a run: steps are quick there
+GPU_PAUSES_S = 0.03, 1.2  # before each step while events are to come, in both halves of a run: steps are quick there
 UNSETTLED = 0.05  # how often an event comes while processes start
 PAUSE_S = (0.02, 0.5)  # from one event to the next
 EVENTS = (4, 14)  # of a run

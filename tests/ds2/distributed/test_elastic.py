@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -220,3 +222,17 @@ def test_processes_of_a_host_share_its_gpus_and_a_new_one_takes_that_of_a_lost_o
     processes[1].process.wait()
     processes.append(start(ON_GPUS, "cuda", "cpu"))
     assert [processes[-1].line() for _ in range(2)] == ["cuda:0", "cpu"]
+
+
+def test_a_process_is_superseded_by_a_view_without_it_and_not_by_one_that_it_has_yet_to_read(tmp_path: Path) -> None:
+    members = Members(tmp_path, CommConfig(max_ranks=3))
+    try:
+        view = members.next_view(0, FACTS, {}, lambda: True)
+        other = replace(view.members[0], id="0" * len(view.members[0].id))
+        (first,) = tmp_path.rglob(f"view-{view.number:06d}.json")
+        for ranks, superseded in (([*view.members, other], False), ([other, *view.members], False), ([other], True)):
+            view = replace(view, number=view.number + 1, members=ranks)
+            first.with_name(f"view-{view.number:06d}.json").write_text(json.dumps(asdict(view)))
+            assert members.superseded() is superseded
+    finally:
+        members.close()
