@@ -69,9 +69,10 @@ def save(
         copy = copies.get(name)
         if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
             copies[name] = torch.empty(value.shape, dtype=value.dtype)
-        copies[name].copy_(value.detach())
+    fetch = _copy(copies, tensors)
 
     def write() -> None:
+        fetch()
         try:
             with atomic_file(path) as partial:
                 check()
@@ -85,6 +86,40 @@ def save(
             ) from error
 
     run(write)
+
+
+def _copy(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """Copy tensors as they are now; the function that is returned brings the rest into `copies`, in any thread.
+
+    Those of a GPU are copied within its memory where twice of what they take is free, so that what is computed next
+    waits for no transfer to the host, and has room.
+    """
+    on_gpu = [name for name, value in tensors.items() if value.is_cuda]
+    device = tensors[on_gpu[0]].device if on_gpu else None
+    if on_gpu and torch.cuda.mem_get_info(device)[0] < 2 * sum(tensors[name].nbytes for name in on_gpu):
+        on_gpu = []
+    joined = []
+    with torch.no_grad():
+        for name in set(tensors) - set(on_gpu):
+            copies[name].copy_(tensors[name])
+        for dtype in {tensors[name].dtype for name in on_gpu}:
+            names = [name for name in on_gpu if tensors[name].dtype == dtype]
+            joined.append((names, torch.cat([tensors[name].reshape(-1) for name in names])))
+    copied = torch.cuda.current_stream(device).record_event() if on_gpu else None
+
+    def fetch() -> None:
+        if copied is None:
+            return
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_event(copied)
+        with torch.cuda.stream(stream):
+            for names, values in joined:
+                sizes = [copies[name].numel() for name in names]
+                for name, value in zip(names, torch.split_with_sizes(values, sizes), strict=True):
+                    copies[name].view(-1).copy_(value)
+        joined.clear()
+
+    return fetch
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:

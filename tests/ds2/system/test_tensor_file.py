@@ -2,7 +2,11 @@
 
 import errno
 import json
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +126,57 @@ def test_damaged_metadata_is_named(tmp_path: Path, text: str, says: str) -> None
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": text})
     with pytest.raises(CheckpointError, match=rf"a\.safetensors: {says}.*copy it again"):
         load(tmp_path / "a.safetensors")
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is a GPU's."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def tensors_of_a_run(device: str) -> dict[str, torch.Tensor]:
+    picture = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
+    counts = torch.tensor(7, device=device)
+    return {
+        "w": torch.randn(30, 20, device=device),
+        "n": counts,
+        "c": picture,
+        "h": torch.ones(3, device=device).half(),
+    }
+
+
+def saved_late(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Save tensors that change before another thread writes them; the file has them as they were."""
+    expected = {name: value.detach().cpu().clone() for name, value in tensors.items()}
+    later: list[Callable[[], None]] = []
+    save(path, tensors, {}, run=later.append)
+    for value in tensors.values():
+        value.zero_()
+    thread = threading.Thread(target=later[0])
+    thread.start()
+    thread.join()
+    loaded, _ = load(path)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items()) and set(loaded) == set(expected)
+
+
+@pytest.mark.parametrize("free", [0, 2**40])
+def test_tensors_of_a_gpu_are_brought_to_the_host_where_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    events: list[str] = []
+    stream = SimpleNamespace(record_event=lambda: events.append("recorded") or "event", wait_event=events.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**40))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda entered: nullcontext())
+    tensors = {name: value.as_subclass(OnGpu) for name, value in tensors_of_a_run("cpu").items()}
+    saved_late(tmp_path / "a.safetensors", tensors)
+    assert events == (["recorded", "event"] if free else [])  # without room for a copy the step waits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", [False, True])
+def test_a_file_has_a_gpu_s_tensors_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+    if not room:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    saved_late(tmp_path / "a.safetensors", tensors_of_a_run("cuda"))
