@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ds2.lm.ngram import (
@@ -39,7 +38,7 @@ from ds2.lm.ngram import (
 )
 from ds2.system.files import atomic_file, cache_dir, read_lines, remove_stale, temporary_folder
 from ds2.system.plain import from_plain
-from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header
+from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header, write_tensors
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ def save_ngram(model: NGram, path: Path) -> None:
     }
     try:
         with atomic_file(path) as partial:
-            save_file(tensors, partial, metadata=make_header(metadata, tensors, content=False))
+            write_tensors(tensors, partial, make_header(metadata, tensors, content=False))
     except (OSError, SafetensorError) as error:
         needed_mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
         free = f", {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free" if path.parent.is_dir() else ""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ds2.system import UserError
@@ -27,6 +26,10 @@ from ds2.system.plain import parse_json
 
 FORMAT_VERSION = 2  # 1 had no digest
 WAY_OUT = "the file is damaged or was written by another program: copy it again"
+_TYPES = {  # names in the format, in the order of its contents: the widest numbers first
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 _JSON_KEY = "ds2"  # a single entry: safetensors writes several in any order, and equal files would differ
 _DIGEST = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
 
@@ -76,7 +79,7 @@ def save(
         try:
             with atomic_file(path) as partial:
                 check()
-                save_file(copies, partial, metadata=make_header({"format": FORMAT_VERSION, **metadata}, copies))
+                write_tensors(copies, partial, make_header({"format": FORMAT_VERSION, **metadata}, copies))
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(path.parent).free
             raise CheckpointError(
@@ -157,6 +160,26 @@ def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor],
     return {name: tensor.to(device) for name, tensor in loaded.items()}, metadata
 
 
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write contiguous tensors in memory of the host, with the bytes of `safetensors.torch.save_file`.
+
+    That function copies every tensor and keeps the interpreter meanwhile, so that a training beside it stands still.
+    """
+    types = list(_TYPES)
+    ordered = sorted(tensors.items(), key=lambda item: (types.index(item[1].dtype), item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, value in ordered:
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": _TYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, value in ordered:
+            file.write(_content(value))
+
+
 def make_header(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], *, content: bool = True) -> dict[str, str]:
     """Return a header: metadata as JSON, the digest first; without `content` it covers shapes only."""
     text = json.dumps(metadata)
@@ -209,8 +232,12 @@ def _digest(text: str, tensors: Mapping[str, Tensor], *, content: bool) -> str:
 
 
 def _content_digest(tensor: Tensor) -> str:
-    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(_content(tensor)).hexdigest()
+
+
+def _content(tensor: Tensor) -> Any:
+    """The bytes of a tensor, as NumPy shows its memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -251,7 +251,7 @@ class Disk:
         descriptor.data = data[:offset] + bytes(content) + data[offset + len(content) :]
         return len(content)
 
-    def save_file(self, tensors: dict[str, torch.Tensor], path: DiskPath, metadata: dict[str, str]) -> None:
+    def write_tensors(self, tensors: dict[str, torch.Tensor], path: DiskPath, metadata: dict[str, str]) -> None:
         path.write_bytes(pickle.dumps((metadata, {name: tensor.numpy() for name, tensor in tensors.items()})))
 
     @contextmanager

@@ -867,7 +867,7 @@ def simulated(world: World) -> Iterator[None]:
         *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, tensor_file, audio_cache)],
         *[(module, "fcntl", lock) for module in (elastic, file_system)],
         *[(module, "host_id", lambda: "host") for module in (file_system, run_folder)],
-        *[(tensor_file, name, getattr(world.disk, name)) for name in ("save_file", "safe_open")],
+        *[(tensor_file, name, getattr(world.disk, name)) for name in ("write_tensors", "safe_open")],
         (elastic, "parse_json", _nothing_changed),
         (elastic, "from_plain", _parsed),
         (file_system, "parse_json", _line),

@@ -97,7 +97,7 @@ def test_the_folder_of_a_process_killed_at_any_moment_is_deleted(tmp_path: Path)
         "import os, signal, sys\nfrom pathlib import Path\nimport torch\nfrom ds2.system import tensor_file\n"
         "def killed(tensors, partial, metadata):\n"
         "    (partial.parent / '.tmpXyz123').write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "tensor_file.save_file = killed\n"
+        "tensor_file.write_tensors = killed\n"
         "tensor_file.save(Path(sys.argv[1]), {'w': torch.ones(3)}, {})"
     )
     path = tmp_path / "a.safetensors"

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ds2.system import tensor_file
-from ds2.system.tensor_file import CheckpointError, load, read_header, save
+from ds2.system.tensor_file import CheckpointError, load, read_header, save, write_tensors
 
 
 def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:
@@ -25,6 +25,26 @@ def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
+def test_bytes_are_those_of_the_formats_own_library(tmp_path: Path) -> None:
+    types = (
+        torch.float32,
+        torch.int64,
+        torch.bfloat16,
+        torch.float64,
+        torch.bool,
+        torch.float16,
+        torch.int32,
+        torch.uint8,
+    )
+    tensors = {f"{number}.é": torch.arange(6).view(2, 3).to(dtype) for number, dtype in enumerate(types)}
+    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "int8": torch.ones(3, dtype=torch.int8),
+                "int16": torch.ones(3, dtype=torch.int16)}  # fmt: skip
+    header = {"ds2": '{"text": "é\\n\\u0001"}'}
+    save_file(tensors, tmp_path / "theirs", header)
+    write_tensors(tensors, tmp_path / "ours", header)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
 def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     save(path, {"w": torch.ones(2)}, {})
@@ -32,7 +52,7 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monk
     def fails(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tensor_file, "save_file", fails)
+    monkeypatch.setattr(tensor_file, "write_tensors", fails)
     with pytest.raises(CheckpointError, match=r"No space left.*previous file is untouched"):
         save(path, {"w": torch.zeros(2)}, {})
     assert torch.equal(load(path)[0]["w"], torch.ones(2))
