@@ -283,6 +283,7 @@ def test_an_upload_cannot_open_other_files_of_the_server(
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.slow  # of uvicorn: a connection has 10 s to close
 def test_a_client_that_is_half_open_is_cut_off(serve: Callable[..., Running]) -> None:
     """Its machine is gone: it sends no close, answers no ping, and its socket stays open."""
     running = serve(idle_s=2.0)
