@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -411,7 +412,9 @@ class _SessionNodes:
 
     def write(self, nodes: Nodes, first: int) -> None:
         """Write the nodes into tables, from row `first` on."""
-        columns = {f.name: np.array([getattr(node, f.name) for node in self.nodes]) for f in fields(_Node)}
+        columns: dict[str, NDArray[Any]] = {
+            f.name: np.array([getattr(node, f.name) for node in self.nodes]) for f in fields(_Node)
+        }
         numbered = (columns["children"], columns["follow"])
         children, follow = (np.where(a < 0, first - 1 - a, a).astype(np.int32) for a in numbered)
         unfinished = self.trie.unfinished(columns["share"], columns["lookahead"])
