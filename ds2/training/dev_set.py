@@ -139,7 +139,7 @@ class DevEvaluator:
         if step >= _STUCK_STEPS and report.cer > _STUCK_CER:
             log.warning(
                 "%.0f %% of the dev set's characters are wrong after %d steps: this run has not begun to align, and "
-                "few that start so late come back. What has helped: another train.seed, model.dropout of 0.3 at most, "
+                "few that start so late come back. What has helped: another train.seed, a longer optim.warmup_steps, "
                 "train.objective=ctc_crf, a lower optim.learning_rate, model.start=even for 24 layers and more; "
                 "`ds2 data check` on the manifests",
                 100 * report.cer, step,
