@@ -140,6 +140,26 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file, again where another process replaced it meanwhile: safetensors opens it more than once."""
+    while True:
+        before = _identity(path)
+        try:
+            return _read_once(path, device, tensors=tensors)
+        except CheckpointError:
+            if _identity(path) == before:
+                raise
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Return what differs between two files that have the same path one after the other; () without a file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def _read_once(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:

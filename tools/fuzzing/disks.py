@@ -23,11 +23,15 @@ from safetensors import SafetensorError
 class Node:
     """A file, whatever its names are; `flushed` is what is certain of its content."""
 
-    st_mode, st_mtime = 0, 0.0
+    st_dev, st_mode, st_mtime = 0, 0, 0.0
 
     def __init__(self) -> None:
         self.data = self.flushed = b""
         self.st_mtime_ns = 0  # counts changes
+
+    @property
+    def st_ino(self) -> int:
+        return id(self)  # a file that is replaced is another node
 
     @property
     def st_size(self) -> int:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ds2.system import tensor_file
 from ds2.system.tensor_file import CheckpointError, load, read_header, save, write_tensors
@@ -43,6 +44,26 @@ def test_bytes_are_those_of_the_formats_own_library(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "theirs", header)
     write_tensors(tensors, tmp_path / "ours", header)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opens = tmp_path / "a.safetensors", []
+
+    def replaced_after_opening(*arguments: Any, **options: Any) -> Any:
+        opened = safe_open(*arguments, **options)
+        opens.append(opened)
+        if len(opens) == 1:
+            save(path, {"w": torch.full((2,), 2.0)}, {"step": 2})
+            tensors = load_file(path)  # as safetensors does, which opens the file again for its contents
+            return nullcontext(SimpleNamespace(metadata=opened.metadata, keys=opened.keys, get_tensor=tensors.get))
+        return opened
+
+    save(path, {"w": torch.ones(2)}, {"step": 1})
+    monkeypatch.setattr(tensor_file, "safe_open", replaced_after_opening)
+    tensors, metadata = load(path)
+    assert metadata["step"] == 2 and tensors["w"].tolist() == [2.0, 2.0] and len(opens) == 2
 
 
 def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
