@@ -162,17 +162,17 @@ def _train(arguments: argparse.Namespace) -> int:
              if name not in _FREE}  # fmt: skip
     made_of = {**fixed, "text": text.digest, "alphabet": alphabet.to_dict()}
     state = StateFile(state_file, made_of, 60 * arguments.save_minutes)
-    goes_on = f", on from {state.path}" if state.path.is_file() else ""
-    print(f"training {parameters:,} parameters on {device}{goes_on}", flush=True)
+    resumed = f", on from {state.path}" if state.path.is_file() else ""
+    print(f"training {parameters:,} parameters on {device}{resumed}", flush=True)
     with Interrupts() as interrupts:
-        passed = train(model, text, settings, _show, stop=lambda: bool(interrupts.received), state=state)
-        if interrupts.received and not passed.step:
+        progress = train(model, text, settings, _show, stop=lambda: bool(interrupts.received), state=state)
+        if interrupts.received and not progress.step:
             raise Stopped(interrupts.received)
-        minutes = passed.elapsed_s / 60
-        facts = {"epoch": passed.epoch, "step": passed.step, "minutes": minutes, "git_commit": git_commit()}
+        minutes = progress.elapsed_s / 60
+        facts = {"epoch": progress.epoch, "step": progress.step, "minutes": minutes, "git_commit": git_commit()}
         save_recurrent(output, model, facts)
         size_mib = output.stat().st_size / 2**20
-        print(f"wrote {output}, {size_mib:.1f} MiB, after {passed.step} steps in {minutes:.1f} minutes")
+        print(f"wrote {output}, {size_mib:.1f} MiB, after {progress.step} steps in {minutes:.1f} minutes")
         if interrupts.received:
             raise Stopped(interrupts.received)
         state.remove()
@@ -181,10 +181,10 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(passed: TrainingProgress) -> None:
+def _show(progress: TrainingProgress) -> None:
     print(
-        f"epoch {passed.epoch}, step {passed.step}, {100 * passed.part:.0f} %: {passed.loss / math.log(2):.3f} bits a "
-        f"label, {passed.tokens_per_s:,.0f} labels a second",
+        f"epoch {progress.epoch}, step {progress.step}, {100 * progress.part:.0f} %: "
+        f"{progress.loss / math.log(2):.3f} bits a label, {progress.tokens_per_s:,.0f} labels a second",
         flush=True,
     )
 

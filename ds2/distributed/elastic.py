@@ -340,9 +340,9 @@ class Members:
         )
 
     def superseded(self) -> bool:
-        """Whether a view came after the one of this process, which was not taken into it, nor into one after that.
+        """Whether the others went on without this process: the newest view is a later one, and it is not a rank there.
 
-        The others wait in a view that this process has not read yet but belongs to; so what it writes still counts.
+        A later view of which it is a rank does not count: the other ranks wait until it has read that view.
         """
         newest, view = self._newest(), self.view
         if self._left_behind or newest is None or view is None:
@@ -474,8 +474,10 @@ class Members:
             if device.type == "cuda":
                 self._gpu = gpus[device.index or 0]
                 self._write_gpu()
-                sharing = f", as do {users[self._gpu]} others" if users[self._gpu] else ""
-                log.info("this process of the run uses %s of %d GPUs, %s%s", device, count, self._gpu, sharing)
+                log.info(
+                    "this process of the run uses %s of %d GPUs, %s; other processes on it: %d",
+                    device, count, self._gpu, users[self._gpu],
+                )  # fmt: skip
         return device
 
     def _gpus_of_others(self) -> Iterator[str]:

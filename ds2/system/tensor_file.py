@@ -92,10 +92,10 @@ def save(
 
 
 def _copy(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Copy tensors as they are now; the function that is returned brings the rest into `copies`, in any thread.
+    """Copy tensors as they are now; `copies` is complete once the returned function has run, in any thread.
 
-    Those of a GPU are copied within its memory where twice of what they take is free, so that what is computed next
-    waits for no transfer to the host, and has room.
+    Tensors of a GPU are first copied within its memory, so that the next step does not wait for a transfer to the host.
+    That needs twice their size of free memory: once for the copy, and as much again for the step.
     """
     on_gpu = [name for name, value in tensors.items() if value.is_cuda]
     device = tensors[on_gpu[0]].device if on_gpu else None
@@ -140,7 +140,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file, again where another process replaced it meanwhile: safetensors opens it more than once."""
+    """Read a file; read it again if another process replaced it meanwhile, since safetensors opens it twice."""
     while True:
         before = _identity(path)
         try:
@@ -183,7 +183,7 @@ def _read_once(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Ten
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write contiguous tensors in memory of the host, with the bytes of `safetensors.torch.save_file`.
 
-    That function copies every tensor and keeps the interpreter meanwhile, so that a training beside it stands still.
+    That function copies every tensor to Python's memory and holds the interpreter lock, so that training would wait.
     """
     types = list(_TYPES)
     ordered = sorted(tensors.items(), key=lambda item: (types.index(item[1].dtype), item[0]))

@@ -196,11 +196,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(parser, arguments)
     files, recogniser = files_and_recogniser(options)
     rules = [Endpoints(after_speech_s=value) for value in options.after_speech_s]
-    behind_s = max(options.after_speech_s) + recogniser.model.lookahead_ms / 1000 + 1.0
+    noise_s = max(options.after_speech_s) + recogniser.model.lookahead_ms / 1000 + 1.0
     utterances: list[NoisyRecording] = []
     for name in files:
         samples = read_audio(name, RATE_HZ)
-        noisy = with_background(samples, behind_s)
+        noisy = with_background(samples, noise_s)
         utterances.append(NoisyRecording(noisy, speech_end_s(samples), len(samples) / RATE_HZ))
     wholes = [recogniser.transcribe(utterance.samples, RATE_HZ).text for utterance in utterances]
     if options.url:

@@ -34,8 +34,9 @@ COLUMNS = {
     "copy ms": "{copy_ms:.1f}",
     "whole save ms": "{whole_ms:.0f}",
     "steps beside it": "{steps}",
+    "slowest ms": "{slowest_ms:.1f}",
+    "delay": "{delay:+.0%}",
 }
-COLUMNS |= {"slowest ms": "{slowest_ms:.1f}", "delay": "{delay:+.0%}"}
 
 
 def step_times(take_step: Callable[[], object], count: int) -> list[float]:

@@ -76,10 +76,10 @@ def reference(key: int, number: int, t: int, d: int) -> int:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_device_computes_the_hash_modulo_its_size(device: str) -> None:
-    kept = layer(0.4, 3)._keep_mask(KEYS.to(device), 0, torch.Size((9, len(KEYS), 21))).tolist()
+    mask = layer(0.4, 3)._keep_mask(KEYS.to(device), 0, torch.Size((9, len(KEYS), 21))).tolist()
     limit = round(0.4 * 2**32) - 2**31
     expected = [[[reference(key, 3, t, d) >= limit for d in range(21)] for key in KEYS.tolist()] for t in range(9)]
-    assert kept == expected
+    assert mask == expected
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5])
