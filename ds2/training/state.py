@@ -18,14 +18,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds2.audio.features import Features
-from ds2.config.convert import config_to_dict
+from ds2.config.convert import config_to_dict, flat
 from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model
-from ds2.system.plain import FieldError, from_plain
+from ds2.system.plain import FieldError, from_plain, short_repr
 from ds2.system.tensor_file import (
     WAY_OUT,
     CheckpointError,
@@ -44,8 +44,9 @@ Parts = dict[str, dict[str, Tensor]]
 PARTS = ("model", "features", "optimizer", "average")
 # Settings that change the plan of an epoch.
 _PLANNED_BY = ("batching.", "augment.speed", "augment.tempo", "train.seed", "data.train")
-# Settings that a resumed run must share with its file: they decide the tensors, and the order of the optimizer's.
-_FIXED = ("model.", "features.", "alphabet.", "train.freeze", "optim.layer_rates", "optim.name")
+# Settings that a resumed run must share with its file: they decide the tensors, what features mean, and the order of
+# the optimizer's parameters.
+_FIXED = ("model.", "features.", "alphabet.", "data.sample_rate_hz", "train.freeze", "optim.layer_rates", "optim.name")
 _FREE = ("model.dropout", "model.stochastic_depth")  # of these, what changes training only and fits any weights
 _MAX_NAMED = 12  # weights in a message
 _STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the features
@@ -65,6 +66,7 @@ class Progress:
     best_wer: float = float("inf")
     best_cer: float = float("inf")
     best_epoch: int = 0
+    dev_set: str = ""  # digest of the utterances that the best scores are of; '' in old files
     elapsed_s: float = 0.0
     audio_s: float = 0.0
     budget_s: float = 0.0  # of a batch, as `batching.auto` found it; 0: not looked for
@@ -170,9 +172,11 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
     changed = changed_keys(config_to_dict(then), config_to_dict(config))  # keys newer than the file have their defaults
     fixed = [key for key in changed if key.startswith(_FIXED) and key not in _FREE]
     if fixed:
+        old, new = flat(config_to_dict(then)), flat(config_to_dict(config))
+        values = ", ".join(f"{key}={short_repr(old.get(key))}, not {short_repr(new.get(key))}" for key in fixed)
         raise ConfigError(
-            f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
-            "or start from its weights with checkpoint.init_from"
+            f"{path} was trained with {values}: resume with the same values, give another run_dir, or start from its "
+            "weights with checkpoint.init_from"
         )
     parts = {key: without_prefix(key, tensors) for key in PARTS}
     misfit = _misfit(parts, fresh, then) if progress.step else ""
@@ -217,6 +221,24 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         elif a != b:
             changed.append(prefix + key)
     return changed
+
+
+def forget_other_dev_set(progress: Progress, dev_set: str) -> None:
+    """Forget the best scores if they are of another dev set, with a warning: scores of two sets do not compare.
+
+    Args:
+        progress: of the run; notes the dev set.
+        dev_set: a digest of the run's dev utterances.
+    """
+    if progress.dev_set not in ("", dev_set) and progress.best_epoch:
+        log.warning(
+            "the dev set has changed: the best score so far, WER %.2f %% and CER %.2f %% in epoch %d, is of the other "
+            "set and no longer counts. The next evaluation replaces best.safetensors; copy that file first to keep it",
+            100 * progress.best_wer, 100 * progress.best_cer, progress.best_epoch,
+        )  # fmt: skip
+        progress.best_wer = progress.best_cer = float("inf")
+        progress.best_epoch = 0
+    progress.dev_set = dev_set
 
 
 def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utterances: Sequence[Utterance]) -> None:

@@ -51,7 +51,16 @@ from ds2.training.optim import OptimizerStep, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, use_graphs
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
-from ds2.training.state import Progress, TrainState, broadcast_state, freeze, initial_state, read_state, state_file
+from ds2.training.state import (
+    Progress,
+    TrainState,
+    broadcast_state,
+    forget_other_dev_set,
+    freeze,
+    initial_state,
+    read_state,
+    state_file,
+)
 from ds2.training.stopping import Interrupts
 
 log = logging.getLogger(__name__)
@@ -129,6 +138,7 @@ class Trainer:
         self.crf = self._build_crf()
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
+        self._compare_dev_set()
         choose_factors(self.progress, self.comm)
         dev = self.dev.utterances
         self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None
@@ -270,10 +280,15 @@ class Trainer:
                 parts, progress = read_state(self.run_dir, config, state)
         commits, logged = self.comm.broadcast((self._commits, self.logged))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
+        self._compare_dev_set()
         # From here to the record there is no call that a lost rank could end: weights and progress belong together.
         adopt_measurements(self.progress)
         self._commits, self.logged = commits, logged
         self._record()
+
+    def _compare_dev_set(self) -> None:
+        if self.dev.utterances:
+            forget_other_dev_set(self.progress, str(corpus("dev", self.dev.utterances)["dev"]))
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""

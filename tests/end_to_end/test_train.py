@@ -278,7 +278,7 @@ def test_resuming_with_another_model_is_refused(tiny_config: MakeConfig) -> None
     config = tiny_config("train.max_steps=1")
     run_dir = Path(config.run_dir)
     train(config, run_dir)
-    with pytest.raises(ConfigError, match=r"other model\.hidden.*init_from"):
+    with pytest.raises(ConfigError, match=r"trained with model\.hidden=48, not 32.*init_from"):
         train(tiny_config("model.hidden=32"), run_dir)
     with pytest.raises(CheckpointError, match="holds the checkpoints of another run"):
         train(tiny_config("checkpoint.resume=false"), run_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from ds2.audio.features import Features
 from ds2.config.schema import Config, ConfigError, FeaturesConfig, OptimConfig
-from ds2.data.manifest import Utterance
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.model.acoustic import AcousticModel
 from ds2.system.tensor_file import CheckpointError, load, make_header, save
 from ds2.training.loop import train
@@ -96,7 +97,7 @@ def test_a_state_with_damaged_metadata_does_not_resume(tiny_config: MakeConfig, 
         with pytest.raises(CheckpointError, match=rf"trainer\.safetensors.*{says}"):
             Trainer(config, tmp_path)
     save(path, tensors, metadata)
-    with pytest.raises(ConfigError, match=r"other optim\.name"):
+    with pytest.raises(ConfigError, match=r"trained with optim\.name=.adamw., not .sgd."):
         Trainer(tiny_config("optim=sgd"), tmp_path)
 
 
@@ -108,8 +109,34 @@ def test_dropout_may_change_as_a_run_goes_on_and_widths_may_not(tiny_config: Mak
     parts, _ = read_state(tmp_path, other, goes_on.state)
     assert {*parts["model"]} == {*trainer.model.state_dict()}
     narrower = tiny_config("model.hidden=8")
-    with pytest.raises(ConfigError, match=r"trained with other model\.hidden"):
+    with pytest.raises(ConfigError, match=r"trained with model\.hidden=48, not 8: resume"):
         read_state(tmp_path, narrower, goes_on.state)
+
+
+def test_a_run_does_not_go_on_with_audio_of_another_rate(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    mel = ("features=log_mel", "features.mels=20")  # as many bands at each rate, so that all tensors fit
+    trainer = Trainer(tiny_config(*mel), tmp_path)
+    save_state(tmp_path, trainer.state, trainer.config)
+    with pytest.raises(ConfigError, match=r"trained with data\.sample_rate_hz=16000, not 8000: resume"):
+        Trainer(tiny_config(*mel, "data.sample_rate_hz=8000"), tmp_path)
+
+
+def test_the_best_score_is_of_the_dev_set_of_now(
+    tiny_config: MakeConfig, tone_manifest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir, harder = tmp_path / "run", tmp_path / "harder.jsonl"
+    utterances = [replace(u, text=u.text[::-1] + " abc abc") for u in read_manifest(tone_manifest)]
+    write_manifest(harder, utterances)
+    train(tiny_config("train.epochs=1"), run_dir)
+    assert train(tiny_config("train.epochs=2"), run_dir) == 0
+    assert "the dev set has changed" not in caplog.text
+    tensors, metadata = load(run_dir / "trainer.safetensors")
+    metadata["progress"] |= {"best_wer": 0.0, "best_cer": 0.0}  # no model is better on the harder set
+    save(run_dir / "trainer.safetensors", tensors, metadata)
+    assert train(tiny_config("train.epochs=3", f"data.dev=[{harder}]"), run_dir) == 0
+    assert "the dev set has changed: the best score so far, WER 0.00 %" in caplog.text
+    _, best = load(run_dir / "best.safetensors")
+    assert best["metrics"]["epoch"] == 3 and best["metrics"]["dev"]["manifests"] == str(harder)
 
 
 UTTERANCES = [Utterance(Path(f"/x/{i}.wav"), 1.0 + i, "a") for i in range(6)]
