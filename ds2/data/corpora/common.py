@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import logging
 import os
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,8 @@ class CorpusEntry:
 def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: Sequence[str] = ()) -> list[Utterance]:
     """Find each entry's audio and read its duration from the header, in parallel.
 
+    A file and offset that an earlier entry has is a problem: no manifest may list it twice.
+
     Args:
         entries: utterances that the corpus lists.
         skip_bad: leave out utterances without usable audio, with a warning, instead of raising.
@@ -70,16 +73,24 @@ def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: S
         measured = list(
             tqdm(pool.map(_measure, entries), total=len(entries), desc="reading headers", unit="utt", disable=None)
         )
-    utterances = [m for m in measured if isinstance(m, Utterance)]
     problems = [*problems, *(m for m in measured if isinstance(m, str))]
+    utterances: list[Utterance] = []
+    listed: dict[tuple[Path, float], str] = {}
+    for utterance in (m for m in measured if isinstance(m, Utterance)):
+        key = (utterance.audio_filepath, round(utterance.offset_s, 6))
+        if key in listed:
+            problems.append(f"{utterance.source}: {utterance.audio_filepath} was listed before, at {listed[key]}")
+        else:
+            listed[key] = utterance.source
+            utterances.append(utterance)
     # names that are not UTF-8 are written as escapes: a log may take nothing else
     problems = [problem.encode("utf-8", "backslashreplace").decode("utf-8") for problem in problems]
     if problems:
         more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         if not skip_bad:
-            listed = "\n  ".join([*problems[:_MAX_SHOWN], *more])
+            shown = "\n  ".join([*problems[:_MAX_SHOWN], *more])
             raise ImporterError(
-                f"{len(problems)} of {len(utterances) + len(problems)} utterances cannot be imported:\n  {listed}\n"
+                f"{len(problems)} of {len(utterances) + len(problems)} utterances cannot be imported:\n  {shown}\n"
                 "Correct the corpus, or leave them out (--skip-bad)"
             )
         log.warning("%d utterances left out of the import:\n  %s", len(problems), "\n  ".join(problems))
@@ -170,11 +181,15 @@ def _seems_latin(contents: Sequence[bytes]) -> bool:
 
 
 def find_audio(listed: Path) -> Path | None:
-    """Return the listed file or member of a shard, else a file with another audio extension, else None."""
+    """Return the listed file or member of a shard, else a file with another audio extension, else None.
+
+    Names that Unicode counts as equal are: macOS writes an accent as a character of its own, most lists do not.
+    """
     if listed.is_file() or member_of(listed):
         return listed
     stem = listed.stem if listed.suffix.lower() in AUDIO_SUFFIXES else listed.name
-    name = _audio_names(str(listed.parent)).get(stem)
+    names = _audio_names(str(listed.parent))
+    name = names.get(stem) or names.get(unicodedata.normalize("NFC", stem))
     return listed.with_name(name) if name else None
 
 
@@ -220,12 +235,13 @@ def _measure(entry: CorpusEntry) -> Utterance | str:
 
 @lru_cache(maxsize=64)
 def _audio_names(folder: str) -> dict[str, str]:
-    """Map the stems of a folder's audio files to their names."""
+    """Map the stems of a folder's audio files, as they are and in composed characters (NFC), to their names."""
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except (OSError, ValueError):  # ValueError: NUL or half a surrogate pair
         return {}
     order = {suffix: rank for rank, suffix in enumerate(AUDIO_SUFFIXES)}
     audio = [name for name in names if os.path.splitext(name)[1].lower() in order]
-    audio.sort(key=lambda name: -order[os.path.splitext(name)[1].lower()])
-    return {os.path.splitext(name)[0]: name for name in audio}
+    audio.sort(key=lambda name: (-order[os.path.splitext(name)[1].lower()], name))
+    by_stem = {os.path.splitext(name)[0]: name for name in audio}
+    return {unicodedata.normalize("NFC", stem): name for stem, name in by_stem.items()} | by_stem

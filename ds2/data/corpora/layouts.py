@@ -9,7 +9,8 @@ from __future__ import annotations
 import csv
 import logging
 import re
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,16 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str =
     """Import every NAME.txt beneath a folder with the audio of its name, in order of their paths.
 
     The first sub-folder of a path is the speaker; files in the folder itself have none. Lines of a transcript are
-    joined. Recordings without a transcript are counted in the log and left out; hidden files (`.NAME`, as `._NAME` of
-    macOS) are ignored. `encoding` is that of transcripts which are not Unicode; see `read_transcripts`.
+    joined. Recordings without a transcript, and those of a transcript's name that another one comes before (x.wav
+    before x.mp3), are counted in the log and left out; hidden files (`.NAME`, as `._NAME` of macOS) are ignored.
+    `encoding` is that of transcripts which are not Unicode; see `read_transcripts`.
 
     Raises:
         ImporterError: there are no transcripts; or, unless `skip_bad`, one is empty or not text, or audio is unusable.
     """
     root = corpus_folder(folder)
-    transcripts = sorted(path for path in root.rglob("*.txt") if not path.name.startswith("."))
+    files_beneath = [path for path in root.rglob("*") if not path.name.startswith(".")]
+    transcripts = sorted(path for path in files_beneath if path.suffix.lower() == ".txt")
     texts, unread = read_transcripts(transcripts, encoding)
     problems = [unread.get(path) or f"{path}: the transcript is empty" for path in transcripts if not texts.get(path)]
     entries = []
@@ -62,12 +65,20 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str =
             entries.append(CorpusEntry(path.with_suffix(""), text, str(path), speaker=folders[0] if folders else ""))
     if not entries and not problems:
         raise ImporterError(f"{root}: holds no NAME.txt; write each transcript beside its recording: 001.wav, 001.txt")
-    transcribed = {path.with_suffix("") for path in transcripts}
-    recordings = (p for p in root.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and not p.name.startswith("."))
-    without = [path for path in recordings if path.with_suffix("") not in transcribed]
+    used = {find_audio(path.with_suffix("")) for path in transcripts}
+    names = {_composed(path.with_suffix("")) for path in transcripts}
+    unused = [path for path in files_beneath if path.suffix.lower() in AUDIO_SUFFIXES and path not in used]
+    second = [path for path in unused if _composed(path.with_suffix("")) in names]
+    without = [path for path in unused if _composed(path.with_suffix("")) not in names]
     if without:
         log.warning("%d recordings without a transcript are left out, such as %s", len(without), min(without))
+    if second:
+        log.warning("%d recordings are left out as another one has their name, such as %s", len(second), min(second))
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
+
+
+def _composed(path: Path) -> str:
+    return unicodedata.normalize("NFC", str(path))
 
 
 def import_an4(folder: str | Path, split: str = "train", *, skip_bad: bool = False) -> list[Utterance]:
@@ -150,6 +161,7 @@ COLUMNS = {
     "lang": ("locale", "lang", "language"),
 }
 """Names of columns, the most specific first."""
+_TIMES = ("offset", "start", "start_s", "start_time", "begin", "end", "end_s", "end_time", "stop")
 _TABLES_SHOWN = 8
 _MAX_JSON_BYTES = 1 << 30
 
@@ -158,10 +170,12 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
     """Import a CSV or TSV file with a header, as of Common Voice (path, sentence) and Coqui (wav_filename, transcript).
 
     The audio column is looked up beside the file and in its folder `clips`. Columns are recognised by name, tabs in the
-    header make it a TSV, whose fields Common Voice does not quote.
+    header make it a TSV, whose fields Common Voice does not quote. A row is a whole file. The columns that are read,
+    and those that are not, are logged.
 
     Raises:
-        ImporterError: no column for audio or text, a row with another number of fields, or unusable audio.
+        ImporterError: no column for audio or text, a column of times within files, a row with another number of
+            fields, or unusable audio.
     """
     path = Path(path).expanduser().resolve()
     if path.is_dir():
@@ -175,6 +189,8 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
     reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines, strict=True)
     try:
         header = next(reader, [])
+        if not header:
+            raise ImporterError(f"{path}: begins with no header; give the names of the columns, such as path,text")
         column = {kind: _column(header, names) for kind, names in COLUMNS.items()}
         if column["audio"] is None or column["text"] is None:
             if len(header) == 1 and ";" in header[0]:
@@ -183,6 +199,7 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
                 f"{path}:1: columns {header} have none for audio ({', '.join(COLUMNS['audio'])}) "
                 f"or none for text ({', '.join(COLUMNS['text'])}); rename them"
             )
+        _log_columns(path, header, column)
         entries = []
         for row in reader:
             if not row:
@@ -225,6 +242,23 @@ def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False, encod
 def _column(header: list[str], names: tuple[str, ...]) -> int | None:
     lowered = [name.strip().lower() for name in header]
     return next((lowered.index(name) for name in names if name in lowered), None)
+
+
+def _log_columns(path: Path, header: list[str], column: Mapping[str, int | None]) -> None:
+    """Log which columns are read; raise ImporterError where a column says that a row is a part of a file."""
+    times = [name for name in header if name.strip().lower() in _TIMES]
+    if times:
+        raise ImporterError(
+            f"{path}:1: column {times[0]!r} gives a row a part of a file, but a table lists whole files: write a "
+            'manifest instead, a line of {"audio_filepath": "a.wav", "offset": 1.5, "duration": 2.0, "text": "..."} '
+            "for each part; or remove the column"
+        )
+    read = {kind: header[index] for kind, index in column.items() if index is not None}
+    unread = [name for index, name in enumerate(header) if index not in column.values()]
+    log.info(
+        "%s: columns %s; not used: %s",
+        path, ", ".join(f"{name} as {kind}" for kind, name in read.items()), ", ".join(unread) or "none",
+    )  # fmt: skip
 
 
 def _find_listed(folder: Path, listed: str) -> Path:

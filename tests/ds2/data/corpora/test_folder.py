@@ -34,6 +34,21 @@ def test_pairs_become_utterances_and_folders_speakers(tmp_path: Path, caplog: py
     assert "1 recordings without a transcript" in caplog.text and "untold.wav" in caplog.text
 
 
+def test_transcripts_are_found_by_all_usual_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.wav", "b.wav", "e\u0301t.wav", "c.wav", "c.flac"):  # macOS writes é as two characters
+        record(tmp_path / name, None)
+    for name in ("a.wav.txt", "b.TXT", "\u00e9t.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    with caplog.at_level(logging.WARNING):
+        entries = import_corpus("folder", tmp_path)
+    assert {u.text: u.audio_filepath.name for u in entries} == {
+        "a.wav.txt": "a.wav", "b.TXT": "b.wav", "\u00e9t.txt": "e\u0301t.wav", "c.txt": "c.wav",
+    }  # fmt: skip
+    assert "without a transcript" not in caplog.text
+    assert "1 recordings are left out as another one has their name, such as" in caplog.text
+    assert "c.flac" in caplog.text
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImporterError, match=r"holds no NAME\.txt"):
         import_corpus("folder", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ds2.data.corpora import (
     import_csv,
     import_deepspeech_pytorch,
 )
+from ds2.data.manifest import read_manifest, write_manifest
 
 
 def test_common_voice_and_coqui(tmp_path: Path) -> None:
@@ -25,6 +27,20 @@ def test_common_voice_and_coqui(tmp_path: Path) -> None:
     assert read.source.endswith("train.tsv:2")
     table = write_text(tmp_path / "c.csv", "wav_filename,wav_filesize,transcript", 'clips/x.wav,32044,"one, two"')
     assert facts(import_csv(table)) == [("x.wav", 1.0, "one, two", "")]
+
+
+def test_a_file_is_imported_once_and_columns_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("x.wav", "y.wav"):
+        write_audio(tmp_path / name)
+    table = write_text(tmp_path / "t.csv", "path,sentence,transcript", "x.wav,A,a", "y.wav,B,b", "x.wav,C,c")
+    with pytest.raises(ImporterError, match=r"1 of 3 (.|\n)*t\.csv:4: .*x\.wav was listed before, at .*t\.csv:2"):
+        import_csv(table)
+    with caplog.at_level(logging.INFO):
+        utterances = import_csv(table, skip_bad=True)
+    assert [(u.audio_filepath.name, u.text) for u in utterances] == [("x.wav", "a"), ("y.wav", "b")]
+    assert "columns path as audio, transcript as text; not used: sentence" in caplog.text
+    write_manifest(tmp_path / "t.jsonl", utterances)
+    assert len(read_manifest(tmp_path / "t.jsonl")) == 2
 
 
 def test_what_is_no_table_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -48,7 +64,8 @@ def test_what_is_no_table_is_named_with_the_way_out(tmp_path: Path) -> None:
         (["path,sentence", "a,b,c"], r"t\.csv:2: 3 fields, the header has 2"),
         (["path,sentence", 'a,"b'], r"t\.csv:2: unexpected end of data"),
         (["path,sentence", "gone.wav,b"], r"t\.csv:2: no audio at .*gone\.wav, nor with another extension"),
-        ([], "columns"),
+        ([], "begins with no header"),
+        (["path,start,text", "x.wav,1.5,a"], r"t\.csv:1: column 'start' gives a row a part of a file"),
     ],
 )
 def test_a_broken_table_is_named(tmp_path: Path, lines: list[str], reason: str) -> None:
