@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     """`ds2 align MODEL MANIFEST...`: write word times as JSON lines, and print suspicious transcripts."""
     args = make_parser().parse_args(arguments)
     if args.out:
-        check_writable(args.out)
+        check_writable(args.out, inputs=[args.model, *args.manifests])
     device = resolve_device(args.device)
     loaded = load_model(args.model, device)
     utterances = scored_utterances(args.manifests, loaded.alphabet)

@@ -110,7 +110,7 @@ def run(arguments: Sequence[str]) -> int:
     elif options.command == "pieces":
         learn(compose_config(options.overrides), options.count, options.output)
     elif options.command == "import":
-        check_writable(options.manifest)
+        check_writable(options.manifest, inputs=[options.folder])
         utterances = import_corpus(
             options.format, options.folder, options.split, skip_bad=options.skip_bad, encoding=options.encoding
         )
@@ -142,6 +142,8 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
         from ds2.model.acoustic import AcousticModel
 
     ensure_manifests(config.data)
+    if json_path is not None:
+        check_writable(json_path, inputs=[*config.data.train, *config.data.dev, *config.data.test])
     features = Features(config.features, config.data.sample_rate_hz)
     alphabet = Alphabet.from_config(config.alphabet)
     with torch.device("meta"):
@@ -171,6 +173,7 @@ def learn(config: Config, count: int, output: Path) -> None:
         AlphabetError: no text, a count too small, or sentencepiece is not installed.
     """
     ensure_manifests(config.data)
+    check_writable(output, inputs=config.data.train)
     texts = [u.text for u in read_manifests([Path(p) for p in config.data.train])]
     characters = replace(config.alphabet, pieces=[], unknown="drop")
     pieces = learn_pieces(texts, Alphabet.from_config(characters), count)
@@ -209,16 +212,25 @@ def _split(options: argparse.Namespace) -> int:
             raise ConfigError(f"--shares {text!r} is not PART=SHARE, such as dev=0.1") from error
         if not name or Path(name).name != name:
             raise ConfigError(f"--shares {text!r}: the part names a file, give a plain word such as dev")
+    outputs = {name: options.out / f"{name}.jsonl" for name in shares}
+    check_writable(*outputs.values(), inputs=options.manifests)
     utterances = read_manifests(options.manifests)
     parts = split(utterances, shares, by=options.by, seed=options.seed)
     total_s = sum(u.duration_s for u in utterances)
     for name, part in parts.items():
-        write_manifest(options.out / f"{name}.jsonl", part)
+        write_manifest(outputs[name], part)
         part_s, speakers = sum(u.duration_s for u in part), len({u.speaker for u in part if u.speaker})
         print(
-            f"{options.out / name}.jsonl: {len(part)} utterances, {part_s / 3600:.2f} h "
+            f"{outputs[name]}: {len(part)} utterances, {part_s / 3600:.2f} h "
             f"({100 * part_s / total_s:.1f} %), {speakers} speakers"
         )
+    read = {path.resolve() for path in (*options.manifests, *outputs.values())}
+    others = sorted(path.name for path in options.out.glob("*.jsonl") if path.resolve() not in read)
+    if others:
+        log.warning(
+            "%s also holds %s, which this split did not write: of an earlier split, its speakers may be in train now",
+            options.out, ", ".join(others),
+        )  # fmt: skip
     return 0
 
 
@@ -232,6 +244,7 @@ def _add_stats(commands: Any) -> None:
 
 
 def _stats(options: argparse.Namespace) -> int:
+    check_writable(*filter(None, (options.json, options.picture)), inputs=options.manifests)
     utterances = read_manifests(options.manifests)
     facts = statistics(utterances)
     print(facts.format())
@@ -287,6 +300,7 @@ def _add_shards(commands: Any) -> None:
 
 
 def _shards(options: argparse.Namespace) -> int:
+    check_writable(options.out / MANIFEST, inputs=options.manifests)
     shard_bytes = int(1e6 * options.shard_mb)
     written = write_shards(
         read_manifests(options.manifests),
@@ -323,10 +337,12 @@ def _add_alphabet(commands: Any) -> None:
 
 
 def _alphabet(options: argparse.Namespace) -> int:
-    overrides = [a for a in options.arguments if "=" in a]
-    manifests = [Path(a) for a in options.arguments if "=" not in a]
+    overrides = [a for a in options.arguments if "=" in a and not Path(a).is_file()]
+    manifests = [Path(a) for a in options.arguments if a not in overrides]
     if not manifests:
         raise ConfigError("ds2 data alphabet needs a manifest: ds2 data alphabet train.jsonl alphabet.case=lower")
+    if options.out:
+        check_writable(options.out, inputs=manifests)
     config = compose_config(with_search_path([*overrides, "run_dir=unused"])).alphabet
     set_keys = overridden_keys(overrides)
     if not set_keys & {"alphabet", "alphabet.symbols"}:
@@ -416,7 +432,7 @@ def _add_lexicon(commands: Any) -> None:
 def _lexicon(options: argparse.Namespace) -> int:
     from ds2.lm.letters_to_phones import LettersToPhones  # imported late: the other data commands need no torch
 
-    check_writable(options.output)
+    check_writable(options.output, inputs=[options.dictionary, *options.words])
     missing = [str(path) for path in options.words if not path.is_file()]
     if missing:
         raise UserError(f"there is no file {', '.join(missing)}")

@@ -72,7 +72,8 @@ def _build(arguments: argparse.Namespace) -> int:
         raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters: give --pieces alone")
     output = arguments.output
     _refuse_missing(arguments)
-    check_writable(output, *([arguments.arpa] if arguments.arpa else []))
+    inputs = [*arguments.text, *(arguments.heldout or ()), *filter(None, (arguments.model, arguments.pieces))]
+    check_writable(output, *filter(None, [arguments.arpa]), inputs=inputs)
     reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
     result = estimate(
         reader,
@@ -149,7 +150,8 @@ def _train(arguments: argparse.Namespace) -> int:
     alphabet = _alphabet(arguments)
     output: Path = arguments.output
     state_file = output.parent / f"{output.name}.state"
-    check_writable(output, state_file)
+    inputs = [*arguments.text, *(arguments.heldout or ()), *filter(None, (arguments.model, arguments.pieces))]
+    check_writable(output, state_file, inputs=inputs)
     reader = SentenceReader(arguments.text, alphabet.unit, alphabet, arguments.unknown)
     text = TrainingText.of(reader, alphabet)
     print(f"read {reader.report()}", flush=True)

@@ -46,6 +46,8 @@ def _speakers(path: Path, names: list[str]) -> list[str]:
 def _score(args: argparse.Namespace) -> None:
     """Read, match and align the files; print and write the reports."""
     references = read_texts(args.references, ids=args.ids, hypotheses=False)
+    if not references:
+        raise ScoringError(f"{args.references}: holds no utterances, so there is no error rate; give the references")
     names = [line.name for line in references.values()]
     speakers = _speakers(args.utt2spk, names) if args.utt2spk else [line.speaker for line in references.values()]
     reports = []
@@ -170,7 +172,7 @@ def _manifest_line(line: str, path: Path, number: int, position: int, *, hypothe
     if not isinstance(audio, str) or not isinstance(offset, int | float):
         raise ScoringError(f"{source}: audio_filepath must be a string and offset a number")
     try:
-        key = f"{(path.parent / audio).resolve()}+{offset:g}"
+        key = f"{(path.parent / audio).resolve()}+{offset:.6f}"
     except (ValueError, OverflowError) as error:
         raise ScoringError(f"{source}: audio_filepath or offset is invalid: {error}") from error
     shown = Path(audio).stem + (f"+{offset:g}s" if offset else "")

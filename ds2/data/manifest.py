@@ -231,8 +231,8 @@ def split(
         seed: of the shuffle.
 
     Raises:
-        SplitError: unknown `by`, shares that are not positive, utterances without a speaker, or fewer groups than
-            parts.
+        SplitError: unknown `by`, shares that are not positive, utterances without a speaker or a duration, or fewer
+            groups than parts.
     """
     if by not in _GROUPS:
         raise SplitError(f"--by {by!r} is not one of {', '.join(UNITS)}")
@@ -245,6 +245,12 @@ def split(
         raise SplitError(
             f"{len(groups[''])} of {len(utterances)} utterances have no speaker: write one into the manifest, or "
             "split with --by recording or --by utterance (people who speak in two parts make the WER look better)"
+        )
+    empty = [u.source or u.name for u in utterances if not u.duration_s]
+    if empty:
+        raise SplitError(
+            f"{len(empty)} of {len(utterances)} utterances last 0 s, the first at {empty[0]}, but parts are shares "
+            "of the audio: write their durations, or leave them out with `ds2 data filter --min-s 0.1`"
         )
     if len(groups) < len(shares):
         raise SplitError(

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,13 +41,18 @@ class UnwritableError(UserError):
     """A file cannot be written; the message names the file and the reason of the system."""
 
 
-def check_writable(*paths: Path) -> None:
-    """Check before a long computation that its results can be written. Creates no files.
+def check_writable(*paths: Path, inputs: Iterable[str | Path] = ()) -> None:
+    """Check before a computation that its results can be written and replace none of its inputs. Creates no files.
 
     Raises:
-        UnwritableError: a path is a folder, or its parent folder cannot be created or written.
+        UnwritableError: a path is a folder, one of the inputs or another result's, or its parent folder cannot be
+            created or written.
     """
+    taken = {Path(path).resolve() for path in inputs}
     for path in paths:
+        if path.resolve() in taken:
+            raise UnwritableError(f"{path} is read too, or is to be written twice: choose another path for the result")
+        taken.add(path.resolve())
         try:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

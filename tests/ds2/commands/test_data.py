@@ -38,6 +38,45 @@ def test_split_writes_a_manifest_a_part(manifest: Path, capsys: pytest.CaptureFi
     assert "not PART=SHARE" in capsys.readouterr().err
 
 
+def test_split_names_the_parts_of_an_earlier_split(manifest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = manifest.parent / "parts"
+    three = ["--shares", "train=0.6", "dev=0.2", "test=0.2"]
+    assert main(["data", "split", str(manifest), "--out", str(out), *three]) == 0
+    assert "earlier split" not in caplog.text
+    assert main(["data", "split", str(manifest), "--out", str(out)]) == 0
+    assert "also holds test.jsonl, which this split did not write" in caplog.text
+
+
+def test_split_refuses_utterances_without_a_duration(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest.write_text(manifest.read_text("utf-8").replace('"duration": 1.0', '"duration": 0'), "utf-8")
+    assert main(["data", "split", str(manifest), "--out", str(manifest.parent / "parts")]) == 2
+    assert "1 of 20 utterances last 0 s, the first at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "split {0} --out {1} --shares all=0.9 dev=0.1",
+        "stats {0} --json {0}",
+        "alphabet {0} --out {0}",
+        "shards {0} {1}",
+        "check data.train=[{0}] --json {0}",
+        "pieces {0} data.train=[{0}] --count 30",
+        "import csv {0} {0}",
+        "lexicon {0} --dictionary {0}",
+    ],
+)
+def test_results_do_not_replace_what_they_are_made_of(
+    manifest: Path, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments.startswith("shards"):
+        manifest = manifest.rename(manifest.with_name("manifest.jsonl"))
+    before = manifest.read_bytes()
+    assert main(["data", *arguments.format(manifest, manifest.parent).split()]) == 2
+    assert f"{manifest} is read too" in capsys.readouterr().err
+    assert manifest.read_bytes() == before
+
+
 def test_stats_counts_and_draws(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, figures = tmp_path / "a.png", tmp_path / "a.json"
     assert main(["data", "stats", str(manifest), "--picture", str(picture), "--json", str(figures)]) == 0

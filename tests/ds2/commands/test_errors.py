@@ -137,6 +137,25 @@ def test_results_that_have_no_place_are_refused_before_the_work(
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "lm build t.txt --output t.txt",
+        "lm build t.txt --output t.lm --arpa t.lm",
+        "lm train t.txt --output t.txt",
+        "align model.safetensors t.txt --out t.txt",
+    ],
+)
+def test_a_result_replaces_no_input_and_no_other_result(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text("a b c\n", encoding="utf-8")
+    assert cli.main(command.split()) == 2
+    assert "is read too, or is to be written twice: choose another path" in capsys.readouterr().err
+    assert Path("t.txt").read_text("utf-8") == "a b c\n" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_every_number_of_a_command_has_a_range() -> None:
     sources = (Path(ds2.__path__[0]) / "commands").glob("*.py")
     assert not [path.name for path in sources if re.search(r"type=(int|float)\b", path.read_text())]

@@ -71,6 +71,19 @@ def test_two_systems_are_compared_and_reports_written(
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.txt", "report.json", "errors.txt", "errors.html"}
 
 
+def test_no_references_give_no_error_rate(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([write("ref", ""), write("hyp", "")]) == 2
+    assert "ref: holds no utterances, so there is no error rate" in capsys.readouterr().err
+
+
+def test_utterances_late_in_a_recording_stay_apart(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"audio_filepath": "a.wav", "offset": offset, "text": text} for offset, text in
+             ((12345.61, "one"), (12345.64, "two"))]  # fmt: skip
+    references = write("ref.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    assert main([references, write("hyp.jsonl", "".join(json.dumps(line) + "\n" for line in reversed(lines)))]) == 0
+    assert capsys.readouterr().out.startswith("%WER 0.00 [ 0 / 2,")
+
+
 def test_missing_hypotheses_stop_unless_allowed(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     files = [write("ref", "u1 a\nu2 b c\n"), write("hyp", "u1 a\n"), "--ids"]
     assert main(files) == 2
