@@ -30,7 +30,8 @@ class DataConfig:
     channel: int = number(0, 0, 64)  # of files with several, from 1; 0: their average
     min_duration_s: float = number(0.1, 0, 604_800)  # shorter utterances are bad utterances
     max_duration_s: float = number(40.0, 0, UNLIMITED, above=True)  # longer utterances are bad utterances
-    on_bad_utterance: str = choice("stop", "skip")  # what training does with utterances that `ds2 data check` rejects
+    # What training does with utterances of unusable length or transcript; audio that cannot be read always stops it.
+    on_bad_utterance: str = choice("stop", "skip")
     # Decoded audio in 16 bits with checksums. auto: only of files that are slow to decode or must be resampled.
     cache: str = choice("auto", "disk", "none")
     cache_gb: float = number(50.0, 0, UNLIMITED)  # size limit of work_dir/audio_cache; 0: no limit

@@ -51,6 +51,7 @@ _SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
 _NOT_CACHED = -1
 _FILE_SAMPLES = 1 << 29  # in one file, 1 GiB: a build that is killed loses no more
 _MAX_ERRORS_SHOWN = 10
+_WAY_OUT = "\nRepair these files, or take them out of the manifest; `ds2 data check` names all that cannot be used"
 
 
 class CacheError(UserError):
@@ -357,7 +358,7 @@ def _extend(
     total = len(missing)
     cheap, errors = _find_cheap(missing, data) if data.cache == "auto" else (set(), [])
     if errors:
-        raise AudioError(summarise_errors(errors, total))
+        raise AudioError(summarise_errors(errors, total) + _WAY_OUT)
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
     if cheap:
@@ -366,7 +367,7 @@ def _extend(
     used = {file for file, _ in _locate(files, keys).tolist()}
     fitting = _free_space(folder, {file.path for n, file in enumerate(files) if n in used}, costly, data)
     if fitting and (errors := _write_files(folder, fitting, data)):
-        raise AudioError(summarise_errors(errors, total))
+        raise AudioError(summarise_errors(errors, total) + _WAY_OUT)
 
 
 def _free_space(

@@ -73,8 +73,9 @@ def training_utterances(
     checked = [
         (u, transcript_problems(u, data, alphabet, output_frames, speeds=speed_range(augment))) for u in utterances
     ]
-    refused = [(u, text) for u, problems in checked for severity, _, text in problems if severity == "error"]
-    usable = [u for u, problems in checked if not any(severity == "error" for severity, _, _ in problems)]
+    reasons = [(u, "; ".join(text for severity, _, text in problems if severity == "error")) for u, problems in checked]
+    refused = [(u, reason) for u, reason in reasons if reason]
+    usable = [u for u, reason in reasons if not reason]
     unfit = count_unknown((u.text for u in utterances), alphabet)
     if alphabet.unknown == "drop" and unfit:
         log.warning("characters outside the alphabet dropped from training texts: %s", dict(unfit.most_common()))
