@@ -256,6 +256,7 @@ def make_server(engine: EngineClient, limits: Limits, port: int) -> Server:
         http=HttpConnection,
         ws=WebSocketConnection,
         ws_max_size=limits.message_bytes,
+        ws_ping_timeout=None,  # a pong waits behind audio that is not decoded yet; silent clients end after `idle_s`
         ws_per_message_deflate=False,  # audio hardly shrinks, and a compressor takes 0.3 MiB a connection
         timeout_graceful_shutdown=_SHUTDOWN_S,
         log_level="warning",

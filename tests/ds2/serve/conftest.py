@@ -24,10 +24,18 @@ from ds2.serve.limits import Limits
 
 @contextmanager
 def _running(
-    model: Path, decode: DecodeConfig, kind: type[Recogniser] = Recogniser, port: int = 0, **limits: Any
+    model: Path,
+    decode: DecodeConfig,
+    kind: type[Recogniser] = Recogniser,
+    port: int = 0,
+    ping_s: float | None = None,
+    **limits: Any,
 ) -> Iterator[Running]:
     recogniser = kind.of(load_model(model), decode, torch.device("cpu"))
     server = make_server(LocalRecogniser(recogniser, Limits(**limits)), Limits(**limits), port)
+    if ping_s is not None:  # as often, and as long waited for, where a client has so long at all
+        server.config.ws_ping_interval = ping_s
+        server.config.ws_ping_timeout = server.config.ws_ping_timeout and ping_s
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -184,6 +184,28 @@ def test_pings_whose_answers_nobody_takes_are_not_stored(serve: Callable[..., Ru
     until_empty(running)
 
 
+def test_a_client_whose_pongs_wait_behind_its_audio_stays(serve: Callable[..., Running]) -> None:
+    """As one that sends a file faster than it is decoded: the server reads its audio no faster."""
+    running, data = serve(ping_s=0.1), speech(3, 1.0)
+
+    async def speak_without_pongs() -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(UPGRADE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x81" + bytes([0x80 | len(CONFIG)]) + bytes(4) + CONFIG.encode())
+        for start in range(0, len(data), 3200):
+            piece = data[start : start + 3200]
+            writer.write(b"\x82\xfe" + len(piece).to_bytes(2) + bytes(4) + piece)
+            await asyncio.sleep(0.1)
+        writer.write(b"\x81\x8b" + bytes(4) + b'{"eof" : 1}')
+        received = await reader.read()
+        writer.close()
+        return received.decode(errors="replace")
+
+    assert f'{{"text": "{text_alone(running.recogniser, data)}"' in asyncio.run(speak_without_pongs())
+    until_empty(running)
+
+
 def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
     class Stuck:
         async def send_text(self, message: str) -> None:
