@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -367,7 +367,6 @@ class EngineSession:
     def __init__(self, engine: EngineClient, handle: Any, sample_rate_hz: int) -> None:
         self._engine, self._handle, self._sample_rate_hz = engine, handle, sample_rate_hz
         self.accepted_s = 0.0  # audio accepted so far
-        self._abandoned: list[asyncio.Future[StreamResult]] = []  # calls that were cancelled before their results came
 
     async def accept_waveform(self, samples: NDArray[np.float32]) -> StreamResult:
         """Decode the next samples (N,) in [-1, 1].
@@ -378,25 +377,11 @@ class EngineSession:
             BrokenError: the recogniser failed.
         """
         self.accepted_s += len(samples) / self._sample_rate_hz
-        return await self._submit(samples)
+        return await self._engine.submit(self._handle, samples)
 
     async def flush(self) -> StreamResult:
-        """Make all samples final, to the last one; the session may go on.
-
-        The result also holds segments that became final in calls that were cancelled.
-        """
-        abandoned, self._abandoned = self._abandoned, []
-        before = [segment for future in abandoned for segment in (await future).final]
-        result = await self._submit(None)
-        return replace(result, final=before + result.final)
-
-    async def _submit(self, samples: NDArray[np.float32] | None) -> StreamResult:
-        future = self._engine.submit(self._handle, samples)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            self._abandoned.append(future)
-            raise
+        """Make all samples final, to the last one; the session may go on."""
+        return await self._engine.submit(self._handle, None)
 
     def close(self) -> None:
         """Close the session; twice does no harm."""

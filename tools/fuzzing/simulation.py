@@ -253,7 +253,7 @@ _ALONE = make_recogniser()
 
 
 def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: Endpoints, flushes: float) -> Audio:
-    """Draw speech, which has levels of 20 ms, and pauses; messages are up to 2 s long and may split a sample."""
+    """Draw speech, which has levels of 20 ms, and pauses; messages are up to 5 s long and may split a sample."""
     levels: list[float] = []
     seconds = draw.uniform(0, longest_s)
     while len(levels) < 50 * seconds:
@@ -263,7 +263,7 @@ def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: E
     data = (samples * 32767).astype("<i2").tobytes()
     cuts: list[int] = []
     while (done := cuts[-1] if cuts else 0) < len(data):
-        cuts.append(min(len(data), done + draw.randint(1, 4 * rate_hz)))
+        cuts.append(min(len(data), done + draw.randint(1, draw.choice((4, 4, 10)) * rate_hz)))
     return Audio(rate_hz, data, cuts, {n for n in range(len(cuts)) if draw.random() < flushes}, endpoints)
 
 
@@ -672,6 +672,7 @@ def _cross(pairs: Sequence[Any]) -> None:
 
 
 _CLIENT = websocket.Client
+_HAS_SESSION = property(lambda client: client.session is not None, lambda client, value: None)
 FAULTS: dict[str, PlantedFault] = {
     "a stream starts with the state of another": {"forgets": False},
     "the frames behind the lookahead are lost": {"finishes": False},
@@ -684,7 +685,7 @@ FAULTS: dict[str, PlantedFault] = {
         ("a client that says nothing stays for ever", _CLIENT, "receive", _receive_for_ever),
         ("a client that takes nothing stays for ever", _CLIENT, "send", _send_for_ever),
         ("a server that stops gives no last result", EngineClient, "end", lambda _: None),
-        ("the segments of a cancelled call are lost", engines, "replace", lambda result, **_: result),
+        ("a server that stops interrupts a message", _CLIENT, "interruptible", _HAS_SESSION),
     ),
 }  # each must be found
 

@@ -118,7 +118,7 @@ class Deepgram(Client):
 
     async def _flush(self, socket: WebSocket, *, from_finalize: bool) -> None:
         """Send what is not final yet as final; at least one result."""
-        final = (await self.session.flush()).final if self.session is not None else []
+        final = await self.flush()
         for segment in final:
             await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
             await self._send_segment(socket, segment, from_finalize=from_finalize)

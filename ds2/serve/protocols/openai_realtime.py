@@ -102,7 +102,7 @@ class Realtime(Client):
     async def send_last_result(self, socket: WebSocket) -> None:
         """Complete an item of all that was appended since the last commit."""
         if self.session is not None and not self._is_empty():
-            final = (await self.session.flush()).final
+            final = await self.flush()
             self.committed_s = self.session.accepted_s
             await self._complete_item(socket, " ".join(segment.hypothesis.text for segment in final))
 

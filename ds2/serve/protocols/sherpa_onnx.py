@@ -72,7 +72,7 @@ class SherpaOnnx(Client):
                 raise BadRequestError("messages are float32 samples at 16 kHz, or the text Done")
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        final = (await self.session.flush()).final if self.session is not None else []
+        final = await self.flush()
         for segment in final[:-1]:
             await self._send_segment(socket, segment, is_eof=False)
         if final:

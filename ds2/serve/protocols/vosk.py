@@ -12,6 +12,7 @@ weights, the syntax of `ds2.decoding.phrases` in `grammar`, and `endpoints`, whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,8 +21,7 @@ from starlette.websockets import WebSocket
 from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.session import Endpoints
-from ds2.serve.engine import StreamResult
+from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Client, json_object
 
@@ -49,7 +49,7 @@ class Vosk(Client):
             if message.get("bytes") is not None:
                 data = message["bytes"]
                 result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words, self.phrases)
-                await self.send(socket, self._reply(result) if result.final else {"partial": result.partial})
+                await self.send(socket, self._reply(result.final) if result.final else {"partial": result.partial})
                 continue
             command = json_object(message.get("text") or "")
             if "config" in command:
@@ -61,8 +61,7 @@ class Vosk(Client):
                 return
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        result = await self.session.flush() if self.session is not None else StreamResult([], "")
-        await self.send(socket, self._reply(result))
+        await self.send(socket, self._reply(await self.flush()))
 
     async def _configure(self, config: Any) -> None:
         if not isinstance(config, dict):
@@ -82,8 +81,8 @@ class Vosk(Client):
         if self.session is not None and (self.rate_hz, self.hot_words, self.phrases, self.endpoints) != before:
             raise BadRequestError("config may change nothing but words after the first audio")
 
-    def _reply(self, result: StreamResult) -> dict[str, Any]:
-        reply: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in result.final)}
+    def _reply(self, final: Sequence[Segment]) -> dict[str, Any]:
+        reply: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in final)}
         words = [
             {
                 "conf": round(word.confidence, 4),
@@ -91,7 +90,7 @@ class Vosk(Client):
                 "start": round(word.start_s, 3),
                 "word": word.text,
             }
-            for segment in result.final
+            for segment in final
             for word in segment.hypothesis.words
         ]
         return reply | ({"result": words} if self.words and words else {})

@@ -49,6 +49,7 @@ class Client:
 
     summary: ClassVar[str]  # of the protocol, for `ds2 serve --help`
     sample_reader: Callable[[], SampleReader] = Pcm16
+    interruptible = False  # whether the end of the server may cancel its task: no words would be lost
 
     def __init__(self, engine: EngineClient, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
@@ -82,7 +83,11 @@ class Client:
 
         Raises:
             SessionOverError: no message came for `limits.idle_s`.
+            CancelledError: the server ends.
         """
+        if self.engine.ending:
+            raise asyncio.CancelledError
+        self.interruptible = True
         try:
             async with asyncio.timeout(self.limits.idle_s):
                 message = await socket.receive()
@@ -111,11 +116,17 @@ class Client:
         self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
             self.session = await self.engine.open(rate_hz, endpoints, hot_words, phrases)
+        self.interruptible = False
         while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
             samples = samples[rate_hz * _PIECE_S :]
         result = await self.session.accept_waveform(samples)
         return replace(result, final=[*final, *result.final])
+
+    async def flush(self) -> list[Segment]:
+        """Make all accepted audio final; return the segments that became so."""
+        self.interruptible = False
+        return (await self.session.flush()).final if self.session is not None else []
 
     def unsent(self, words: Sequence[str]) -> str:
         """Return the words of the open utterance that were not sent yet, as the text that continues the others."""
@@ -135,12 +146,13 @@ class ProtocolRoute:
 
     def __init__(self, protocol: type[Client], engine: EngineClient, limits: Limits) -> None:
         self.protocol, self.engine, self.limits = protocol, engine, limits
-        self._connections: list[asyncio.Task[Any]] = []
+        self._connections: dict[asyncio.Task[Any], Client] = {}
 
     async def end(self) -> None:
-        """End all connections after their last results."""
-        for task in self._connections:
-            task.cancel()
+        """End all connections after the messages that they handle, and after their last results."""
+        for task, client in self._connections.items():
+            if client.interruptible:
+                task.cancel()
         while self._connections:
             await asyncio.wait(self._connections)
 
@@ -148,7 +160,7 @@ class ProtocolRoute:
         """Serve a connection to its end."""
         client, task = self.protocol(self.engine, self.limits), asyncio.current_task()
         assert task is not None
-        self._connections.append(task)
+        self._connections[task] = client
         try:
             offered = socket.scope["subprotocols"]
             await socket.accept(next((name for name in _SUBPROTOCOLS if name in offered), None))
@@ -174,7 +186,7 @@ class ProtocolRoute:
         except UserError as error:
             await self._refuse(socket, client, str(error), BAD_DATA)
         finally:
-            self._connections.remove(task)
+            del self._connections[task]
             client.close_session()
 
     async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:

@@ -23,7 +23,6 @@ from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER
-from ds2.serve.engine import StreamResult
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Client, json_object
 
@@ -74,8 +73,7 @@ class Wyoming(Client):
 
     async def send_last_result(self, socket: WebSocket) -> None:
         """The transcript of the utterance; the next one may follow."""
-        result = await self.session.flush() if self.session is not None else StreamResult([], "")
-        text = " ".join(segment.hypothesis.text for segment in result.final)
+        text = " ".join(segment.hypothesis.text for segment in await self.flush())
         await self._send_words(socket, text.split())
         await self._start(socket)
         language = self.limits.language

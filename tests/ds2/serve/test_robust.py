@@ -21,10 +21,11 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from support.serving import RATE_HZ, WAIT_S, Running, alone, connect, speech, text_alone, until
+from support.serving import RATE_HZ, WAIT_S, Running, alone, connect, samples_of, speech, text_alone, until
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
+from ds2.recognition.session import Endpoints
 from ds2.serve.limits import Limits
 from ds2.serve.protocols.vosk import Vosk
 
@@ -251,6 +252,29 @@ def test_a_server_that_ends_tells_all_their_last_words(serve: Callable[..., Runn
     running.end()
     client.join(WAIT_S)
     assert last_words == [(text, 1012) for text in wanted]
+
+
+def test_a_server_that_ends_decodes_the_open_message_to_its_end(serve: Callable[..., Running]) -> None:
+    running, data, rules = serve(), speech(4, 25.0), {"longest_s": 1.0}
+    live = running.recogniser.live(endpoints=Endpoints(**rules))
+    live.accept_waveform(samples_of(data))
+    live.flush()
+    assert live.segments[0].end_s < 8 and len(live.segments) > 3
+
+    async def speak() -> tuple[str, int]:
+        async with connect(running.vosk) as ws:
+            await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, "endpoints": rules}}))
+            await ws.send(data)
+            decoded_s = functools.partial(running.metric, "ds2_audio_seconds_total")
+            await asyncio.to_thread(until, lambda: decoded_s() > 8)
+            running.end()
+            texts = [json.loads(await ws.recv()).get("text") for _ in range(2)]
+            with pytest.raises(ConnectionClosed) as closed:
+                await ws.recv()
+            return " ".join(filter(None, texts)), closed.value.rcvd.code if closed.value.rcvd else 0
+
+    wanted = " ".join(segment.hypothesis.text for segment in live.segments)
+    assert asyncio.run(speak()) == (wanted, 1012)
 
 
 def test_a_recogniser_that_fails_is_an_error_and_the_server_goes_on(
