@@ -190,12 +190,11 @@ class Realtime(Client):
 
     async def _hot_words(self, transcription: dict[str, Any]) -> HotWords | None:
         """Read prompt and keywords, or hot_words (our extension): phrases with weights."""
+        if not transcription.keys() & {"prompt", "keywords", "hot_words"}:
+            return self.hot_words
         phrases = self.engine.phrases
-        if transcription.get("hot_words"):
-            return await phrases.table(transcription["hot_words"], "transcription.hot_words")
-        if transcription.get("prompt") or transcription.get("keywords"):
-            return await phrases.prompt(transcription.get("prompt"), transcription.get("keywords"))
-        return self.hot_words
+        hints = await phrases.prompt(transcription.get("prompt"), transcription.get("keywords"))
+        return {**hints, **await phrases.table(transcription.get("hot_words"), "transcription.hot_words")} or None
 
 
 def _object(outer: dict[str, Any], name: str) -> dict[str, Any]:

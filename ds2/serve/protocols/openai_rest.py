@@ -90,13 +90,13 @@ class Transcriptions:
                 formats = ", ".join(FORMATS)
                 raise BadRequestError(f"response_format={response_format!r} is not one of {formats}")
             stream = str(form.get("stream") or "false").lower() in ("true", "1")
+            if stream and response_format in ("srt", "vtt"):
+                raise BadRequestError(f"stream=true sends events, not {response_format}: leave out one of the two")
             granularities = [str(one) for one in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
             phrases = self.engine.phrases
-            if form.get("hot_words"):  # our extension: phrases with weights
-                hot_words = await phrases.table(form.get("hot_words"), "hot_words")
-            else:
-                hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
+            hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
+            hot_words |= await phrases.table(form.get("hot_words"), "hot_words")  # our extension: with weights
             only = await phrases.grammar(form.get("phrases"), "phrases")  # our extension: JSON, only these phrases
             await run_in_threadpool(upload.copy, file)
         endpoints = Endpoints() if stream else NEVER

@@ -69,9 +69,9 @@ class Vosk(Client):
         if config.get("max_alternatives"):
             raise BadRequestError("config.max_alternatives is not offered by this server: leave it out")
         before = self.rate_hz, self.hot_words, self.phrases, self.endpoints
-        for key in ("phrase_list", "hot_words"):
-            if config.get(key):
-                self.hot_words = await self.engine.phrases.table(_without_unknown(config[key]), f"config.{key}")
+        if keys := [key for key in ("phrase_list", "hot_words") if key in config]:
+            tables = [await self.engine.phrases.table(_without_unknown(config[key]), f"config.{key}") for key in keys]
+            self.hot_words = {phrase: weight for table in tables for phrase, weight in table.items()} or None
         if "grammar" in config:
             self.phrases = await self.engine.phrases.grammar(config["grammar"], "config.grammar")
         if "endpoints" in config:

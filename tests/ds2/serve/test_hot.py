@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.serving import Running, speech, text_alone, updated, wav
+from support.serving import RATE_HZ, Running, connect, speech, text_alone, text_at, updated, wav
 from support.serving import vosk as answers
 
 from ds2.config.schema import DecodeConfig
@@ -56,6 +57,45 @@ def test_openais_prompt_is_a_hint_and_our_field_an_order(shared: Callable[..., R
     assert create(model="ds2", file=upload, extra_body={"hot_words": hot}).text == wanted(running, {"cab": 90.0})
     with pytest.raises(openai.BadRequestError, match="zebra"):
         create(model="ds2", file=upload, extra_body={"hot_words": '["zebra"]'})
+
+
+def test_several_fields_count_together_and_an_empty_one_takes_hot_words_back(shared: Callable[..., Running]) -> None:
+    running = shared(decode=OPEN)
+    plain = wanted(running, None)
+    other = wanted(running, {plain: -500.0})
+    both = wanted(running, {plain: -500.0, other: -500.0, "cab": 10.0})
+    orders = {plain: -500.0, other: -500.0}
+    create = running.client().audio.transcriptions.create
+    assert asyncio.run(vosk(running, {"phrase_list": ["cab"], "hot_words": orders})) == both != other
+    assert create(model="ds2", file=wav(DATA), prompt="cab", extra_body={"hot_words": json.dumps(orders)}).text == both
+
+    async def vosk_takes_back() -> str:
+        async with connect(running.vosk) as ws:
+            for orders in ({plain: -500.0}, {}):
+                await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, "hot_words": orders}}))
+            await ws.send(DATA)
+            await ws.recv()
+            await ws.send('{"eof" : 1}')
+            return str(json.loads(await ws.recv())["text"])
+
+    async def realtime(*transcriptions: dict[str, Any]) -> str:
+        audio = base64.b64encode(DATA).decode()
+        async with connect(f"ws://127.0.0.1:{running.port}/v1/realtime?intent=transcription") as ws:
+            for one in transcriptions:
+                settings = {"type": "transcription", "audio": {"input": {"turn_detection": None, "transcription": one}}}
+                await ws.send(json.dumps({"type": "session.update", "session": settings}))
+            await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
+            await ws.send(json.dumps({"type": "input_audio_buffer.commit"}))
+            async for message in ws:
+                if (event := json.loads(message))["type"].endswith("completed"):
+                    return str(event["transcript"])
+        raise AssertionError("no transcript")
+
+    assert asyncio.run(vosk_takes_back()) == plain != other
+    at_24_khz = text_at(running.recogniser, DATA, 24000)
+    assert asyncio.run(realtime({"hot_words": {at_24_khz: -500.0}})) != at_24_khz
+    assert asyncio.run(realtime({"hot_words": {at_24_khz: -500.0}}, {"hot_words": {}})) == at_24_khz
+    assert asyncio.run(realtime({"prompt": "cab", "hot_words": {at_24_khz: -500.0}})) != at_24_khz
 
 
 def test_what_has_no_weight_is_worth_the_setting(serve: Callable[..., Running]) -> None:

@@ -77,6 +77,8 @@ def test_openais_client_gets_every_format(shared: Callable[..., Running], method
     assert [event.type for event in events[-2:]] == ["transcript.text.delta", "transcript.text.done"]
     assert "".join(event.delta for event in events[:-1]) == events[-1].text == wanted
     assert events[-1].duration == pytest.approx(2.0) and not hasattr(events[0], "words")
+    with pytest.raises(openai.BadRequestError, match="sends events, not srt"):
+        create(model="ds2", file=flac(data), stream=True, response_format="srt")
     events = create(model="ds2", file=flac(data), stream=True, timestamp_granularities=["word"])
     assert [word["word"] for event in events for word in getattr(event, "words", [])] == wanted.split()
 
