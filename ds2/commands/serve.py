@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         batch=options.batch,
         duration_s=options.duration_s,
         idle_s=options.idle_s,
-        api_key=os.environ.get("DS2_API_KEY", ""),
+        api_key=_api_key(),
         uploads_bytes=options.uploads_mb << 20,
         root=options.root,
         language=options.language,
@@ -87,6 +87,17 @@ def run(arguments: Sequence[str]) -> int:
             print(message, flush=True)  # from here on clients are answered
             server.run(sockets=[bound])
     return 0
+
+
+def _api_key() -> str:
+    """The key that clients must send; empty: none."""
+    key = os.environ.get("DS2_API_KEY", "")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(
+            "DS2_API_KEY has characters that no client can send: give printable ASCII without a space or a newline at "
+            "its start or end, or leave it empty"
+        )
+    return key
 
 
 def _certificate(options: argparse.Namespace) -> Certificate | None:

@@ -333,6 +333,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--stream writes text or json, not {args.format}")
     if args.stream and args.out is not None:
         parser.error("--stream writes to standard output: leave out --out, or redirect it with > FILE")
+    if args.stream and args.channel and _STDIN in args.files:
+        parser.error("--channel is of files: - with --stream is mono")
     if args.rate is not None and not (args.stream and _STDIN in args.files):
         parser.error("--rate is the rate of headerless samples: it needs --stream and -")
     return args

@@ -320,6 +320,9 @@ def test_the_chosen_channel_is_transcribed(
         assert capsys.readouterr().out.split() == expected.split()
     assert main(["transcribe", str(model), str(tmp_path / "two.wav"), "--channel", "3"]) == 1
     assert "has no channel 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["transcribe", str(model), "-", "--stream", "--channel", "2"])
+    assert "- with --stream is mono" in capsys.readouterr().err
 
 
 def test_the_command_writes_listed_phrases_only(

@@ -73,3 +73,12 @@ def test_wrong_files_are_named(
     for options, message in cases:
         assert main(["serve", model, "--device", "cpu", "--port", "0", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["secret\n", " ", "schlüssel"])
+def test_a_key_that_no_client_can_send_is_refused(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    monkeypatch.setenv("DS2_API_KEY", key)
+    assert main(["serve", str(make_model()), "--device", "cpu", "--port", "0"]) == 2
+    assert "DS2_API_KEY has characters that no client can send" in capsys.readouterr().err
