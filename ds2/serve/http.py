@@ -7,13 +7,12 @@ import base64
 import contextlib
 import errno
 import functools
-import gc
 import hashlib
 import ipaddress
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,6 +40,7 @@ from ds2.serve.protocols.openai_rest import Transcriptions
 from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 from ds2.serve.protocols.vosk import Vosk
 from ds2.serve.protocols.websocket import Client, ProtocolRoute
+from ds2.system.garbage import short_collections
 
 log = logging.getLogger(__name__)
 PROTOCOLS: dict[str, type[Client]] = {  # WebSockets by their path
@@ -236,7 +236,7 @@ class Server(uvicorn.Server):
     """A server whose WebSocket sessions get their last results before it ends."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        with gc_tuning():
+        with short_collections():
             await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -264,23 +264,6 @@ def make_server(engine: EngineClient, limits: Limits, port: int) -> Server:
         ssl_keyfile=limits.tls.key if limits.tls else None,
     )
     return Server(config)
-
-
-@contextlib.contextmanager
-def gc_tuning() -> Iterator[None]:
-    """Keep garbage collections short and memory flat while the block runs.
-
-    Libraries leave hundreds of thousands of objects that stay for ever. A full collection that visits them takes 0.1 s,
-    in which no client is answered, and Python delays it until a quarter as many objects are new: meanwhile thousands of
-    connections that have ended stay in memory.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # sets the number of objects that the quarter refers to
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class HttpConnection(H11Protocol):

@@ -45,11 +45,12 @@ from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live, Segment
 from ds2.serve.engine import Answers, Chunk, Engine, EngineClient, StreamResult, resolve
-from ds2.serve.http import gc_tuning, listen_shared, make_server
+from ds2.serve.http import listen_shared, make_server
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
 from ds2.system.files import temporary_folder
+from ds2.system.garbage import short_collections
 from ds2.system.messages import decode, encode
 from ds2.system.signals import handle_signals, server_stop_signals
 from ds2.text.alphabet import Alphabet
@@ -541,7 +542,7 @@ class Workers(_Parent):
         return list(self._processes.values())
 
     def _serve(self) -> None:
-        with gc_tuning():
+        with short_collections():
             self.engine.run(self._receive)
 
     def _start(self) -> None:

@@ -15,6 +15,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
 from ds2.distributed.process_group import LostRankError
+from ds2.system.garbage import short_collections
 from ds2.system.machine import git_commit
 from ds2.system.signals import Stopped, kill_workers
 from ds2.training.metrics import LogWindow, RunLog, progress_bar
@@ -78,7 +79,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         _log_start(trainer, board)
         while True:
             try:
-                return _run(trainer, board, interrupts)
+                with short_collections():
+                    return _run(trainer, board, interrupts)
             except LostRankError as error:
                 if not comm.elastic:
                     raise

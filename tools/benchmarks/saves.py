@@ -25,6 +25,7 @@ from dispatch import new_parser, parse
 
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
+from ds2.system.garbage import short_collections
 from ds2.training.loop import train
 from ds2.training.state import state_file
 from ds2.training.trainer import Trainer
@@ -105,11 +106,12 @@ def main(arguments: list[str] | None = None) -> int:
         overrides = [f"model={options.model}", f"device={options.device}", "checkpoint.every_steps=20"]
         overrides += [*noise_overrides(Path(folder), options.batch), *options.overrides]
         trainer, take_step = open_trainer(overrides, options.batch)
-        step_times(take_step, options.warmup)
         quiet_s, saves = list[float](), []
-        for _ in range(options.saves):
-            quiet_s += step_times(take_step, options.steps)
-            saves.append(save_during_steps(trainer, take_step))
+        with short_collections():  # as in `ds2 train`
+            step_times(take_step, options.warmup)
+            for _ in range(options.saves):
+                quiet_s += step_times(take_step, options.steps)
+                saves.append(save_during_steps(trainer, take_step))
         mib = state_file(trainer.run_dir).stat().st_size / 2**20
         result = {"mib": mib, "quiet_ms": [1e3 * s for s in quiet_s], "saves": delays(quiet_s, saves)}
         table = Table(COLUMNS)

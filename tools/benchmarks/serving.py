@@ -31,7 +31,7 @@ from ds2.audio.read import read_audio
 from ds2.config.device import resolve_device
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, decode_sessions, results
-from ds2.serve.http import gc_tuning
+from ds2.system.garbage import short_collections
 
 _LATE_S = 5.0  # a measurement ends when the recogniser is this far behind
 
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     for streams in options.streams:
         row: dict[str, Any] = {"streams": streams}
         if recogniser is not None:
-            with gc_tuning():
+            with short_collections():
                 latencies, sizes = in_process(recogniser, audio, streams, options.chunk_s, options.seconds)
             row["batch"] = float(np.mean(sizes))
         else:

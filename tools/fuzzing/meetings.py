@@ -884,6 +884,7 @@ def simulated(world: World) -> Iterator[None]:
         (tensor_file, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map))),
         (states, "config_to_dict", lambda _: SETTINGS),
         (training, "not_default", lambda _: {}),
+        (training, "short_collections", nullcontext),
         (tensorboard, "SummaryWriter", lambda *_, **__: board),
         (run_folder, "ThreadPoolExecutor", lambda *_: Writer(world)),
         (run_folder, "wait", partial(_wait, world)),

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from support.serving import RATE_HZ, Running, connect, speech
 from websockets.server import ServerProtocol
 
-from ds2.serve.http import gc_tuning
-
 AT_ONCE, ROUNDS = 8, 40
 CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ}})
 
@@ -60,10 +58,3 @@ def test_a_connection_has_no_compressor(serve: Callable[..., Running]) -> None:
             return ws.response.headers.get("Sec-WebSocket-Extensions")
 
     assert asyncio.run(extensions()) is None
-
-
-def test_garbage_collection_is_tuned_while_a_process_serves() -> None:
-    before = gc.get_freeze_count()
-    with gc_tuning():
-        assert gc.get_freeze_count() > len(gc.get_objects())
-    assert gc.get_freeze_count() == before
