@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds2.system import UserError
 from ds2.system.files import atomic_file
@@ -31,6 +31,7 @@ _TYPES = {  # names in the format, in the order of its contents: the widest numb
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _JSON_KEY = "ds2"  # a single entry: safetensors writes several in any order, and equal files would differ
+_HASHING_THREADS = 4  # each takes the interpreter lock for every tensor, for which steps that run meanwhile wait
 _DIGEST = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
 
 
@@ -65,17 +66,10 @@ def save(
             `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    copies = {} if copies is None else copies
-    for name in set(copies) - set(tensors):
-        del copies[name]
-    for name, value in tensors.items():
-        copy = copies.get(name)
-        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
-            copies[name] = torch.empty(value.shape, dtype=value.dtype)
-    fetch = _copy(copies, tensors)
+    fetch = _copy({} if copies is None else copies, tensors)
 
     def write() -> None:
-        fetch()
+        copies = fetch()
         try:
             with atomic_file(path) as partial:
                 check()
@@ -91,38 +85,54 @@ def save(
     run(write)
 
 
-def _copy(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Copy tensors as they are now; `copies` is complete once the returned function has run, in any thread.
+def _copy(copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Copy tensors as they are now; the returned function, called in any thread, returns the copies on the host.
 
     Tensors of a GPU are first copied within its memory, so that the next step does not wait for a transfer to the host.
     That needs twice their size of free memory: once for the copy, and as much again for the step.
     """
-    on_gpu = [name for name, value in tensors.items() if value.is_cuda]
-    device = tensors[on_gpu[0]].device if on_gpu else None
-    if on_gpu and torch.cuda.mem_get_info(device)[0] < 2 * sum(tensors[name].nbytes for name in on_gpu):
-        on_gpu = []
-    joined = []
+    on_gpu: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if value.is_cuda:
+            on_gpu.setdefault(value.dtype, {})[name] = value
+    device = next((value.device for values in on_gpu.values() for value in values.values()), None)
+    if device is not None:
+        size = sum(value.nbytes for values in on_gpu.values() for value in values.values())
+        if torch.cuda.mem_get_info(device)[0] < 2 * size:
+            on_gpu = {}
     with torch.no_grad():
-        for name in set(tensors) - set(on_gpu):
-            copies[name].copy_(tensors[name])
-        for dtype in {tensors[name].dtype for name in on_gpu}:
-            names = [name for name in on_gpu if tensors[name].dtype == dtype]
-            joined.append((names, torch.cat([tensors[name].reshape(-1) for name in names])))
-    copied = torch.cuda.current_stream(device).record_event() if on_gpu else None
+        joined = [(values, _flatten(list(values.values()))) for values in on_gpu.values()]
+        copied = torch.cuda.current_stream(device).record_event() if on_gpu else None
+        for name in tensors.keys() - {name for values in on_gpu.values() for name in values}:
+            _memory(copies, name, tensors[name]).copy_(tensors[name])
 
-    def fetch() -> None:
-        if copied is None:
-            return
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_event(copied)
-        with torch.cuda.stream(stream):
-            for names, values in joined:
-                sizes = [copies[name].numel() for name in names]
-                for name, value in zip(names, torch.split_with_sizes(values, sizes), strict=True):
-                    copies[name].view(-1).copy_(value)
+    def fetch() -> dict[str, Tensor]:
+        if copied is not None:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_event(copied)
+            with torch.cuda.stream(stream):
+                for values, flat in joined:
+                    sizes = [value.numel() for value in values.values()]
+                    for (name, value), part in zip(values.items(), torch.split_with_sizes(flat, sizes), strict=True):
+                        _memory(copies, name, value).view(-1).copy_(part)
         joined.clear()
+        return {name: copies[name] for name in tensors}
 
     return fetch
+
+
+def _flatten(values: list[Tensor]) -> Tensor:
+    """Copy tensors of one type end to end: (N,). One call takes half a millisecond less for 600 than a view of each."""
+    flat: Tensor = torch._utils._flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
+    return flat.clone() if len(values) == 1 else flat  # a single one is not copied
+
+
+def _memory(copies: dict[str, Tensor], name: str, value: Tensor) -> Tensor:
+    """Return the tensor of `copies` that `value` is copied to, made anew if its shape or type differs."""
+    copy = copies.get(name)
+    if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+        copy = copies[name] = torch.empty(value.shape, dtype=value.dtype)
+    return copy
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -243,16 +253,20 @@ def check_digest(header: Mapping[str, str], tensors: Mapping[str, Tensor], *, co
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor], *, content: bool) -> str:
-    names = sorted(tensors)
-    with ThreadPoolExecutor(usable_cores()) as threads:  # hashing releases the interpreter lock
-        parts = list(threads.map(_content_digest, (tensors[name] for name in names))) if content else [""] * len(names)
-    listed = [[name, str(tensors[name].dtype), list(tensors[name].shape), part]
-              for name, part in zip(names, parts, strict=True)]  # fmt: skip
+    names, digests = sorted(tensors), dict.fromkeys(tensors, "")
+    if content:
+        count = min(_HASHING_THREADS, 1 + usable_cores() // 4)  # one that has the lock should not wait for a core
+        shares = [{name: tensors[name] for name in names[first::count]} for first in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            for part in threads.map(_content_digests, shares):
+                digests |= part
+    listed = [[name, str(tensors[name].dtype), list(tensors[name].shape), digests[name]] for name in names]
     return hashlib.sha256(json.dumps([text, listed]).encode()).hexdigest()
 
 
-def _content_digest(tensor: Tensor) -> str:
-    return hashlib.sha256(_content(tensor)).hexdigest()
+def _content_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """SHA-256 of each tensor, which releases the interpreter lock while it hashes."""
+    return {name: hashlib.sha256(_content(tensor)).hexdigest() for name, tensor in tensors.items()}
 
 
 def _content(tensor: Tensor) -> Any:
@@ -268,6 +282,30 @@ def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names start with `prefix` and a dot, without them: the inverse of `with_prefix`."""
     return {name[len(prefix) + 1 :]: value for name, value in tensors.items() if name.startswith(prefix + ".")}
+
+
+def counting_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of one that count on the host, by the name of the count in its state dict."""
+    return {
+        f"{name}._extra_state": part
+        for name, part in module.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+class ModuleTensors:
+    """Makes state dicts of a module in a fifth of the time of its own method, which takes 1 ms with 50 layers.
+
+    Its parameters and buffers must stay the same tensors, changed in place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = module.state_dict()
+        self._counting = counting_modules(module)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors, not copies of them, and the counts as they are now."""
+        return {**self._tensors, **{name: part.get_extra_state() for name, part in self._counting.items()}}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ds2.config.schema import ConfigError, OptimConfig
 from ds2.distributed.gradients import GradientReducer
 from ds2.system.cuda_graph import GraphRecorder
+from ds2.system.tensor_file import counting_modules
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +157,8 @@ class WeightAverage(Generic[Model]):
         self._averaged = [averaged for averaged, current in pairs if current.is_floating_point()]
         self._current = [current for _, current in pairs if current.is_floating_point()]
         self._copied = [(averaged, current) for averaged, current in pairs if not current.is_floating_point()]
-        modules = zip(self.model.modules(), model.modules(), strict=True)
-        self._counting = [(a, b) for a, b in modules if type(b).get_extra_state is not nn.Module.get_extra_state]
+        counting = (counting_modules(m).values() for m in (self.model, model))
+        self._counting = list(zip(*counting, strict=True))
         self._source = model
 
 

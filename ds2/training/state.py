@@ -29,6 +29,7 @@ from ds2.system.plain import FieldError, from_plain, short_repr
 from ds2.system.tensor_file import (
     WAY_OUT,
     CheckpointError,
+    ModuleTensors,
     load,
     optimizer_tensors,
     restore_optimizer,
@@ -94,6 +95,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     progress: Progress = field(default_factory=Progress)
     average: WeightAverage[AcousticModel] | None = None
+    _modules: dict[AcousticModel, ModuleTensors] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def evaluated(self) -> AcousticModel:
@@ -103,11 +105,16 @@ class TrainState:
     def tensors(self) -> Parts:
         """All tensors by part; those of the average are missing where there is none."""
         return {
-            "model": self.model.state_dict(),
+            "model": self._state_dict(self.model),
             "features": self.features.state_dict(),
             "optimizer": optimizer_tensors(self.optimizer),
-            "average": self.average.model.state_dict() if self.average is not None else {},
+            "average": self._state_dict(self.average.model) if self.average is not None else {},
         }
+
+    def _state_dict(self, model: AcousticModel) -> dict[str, Tensor]:
+        if model not in self._modules:
+            self._modules[model] = ModuleTensors(model)
+        return self._modules[model].state_dict()
 
     def load(self, parts: Parts, progress: Progress, average_decay: float) -> None:
         """Load `parts` and `progress`; where these hold no average, one of this decay starts (0: none)."""

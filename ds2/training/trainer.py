@@ -33,6 +33,7 @@ from ds2.model.structure import check_backend
 from ds2.model.wavefront import Wavefront
 from ds2.model.wavefront import why_not as why_no_wavefront
 from ds2.system import UserError
+from ds2.system.tensor_file import counting_modules
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import Crf
 from ds2.training.dev_set import DevEvaluator
@@ -79,11 +80,7 @@ class Committed:
         self.progress: Progress | None = None
         self._model, self._buffers = model, dict(model.named_buffers())
         self._copies = {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
-        self._counting = {  # on the host
-            f"{name}._extra_state": module
-            for name, module in model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
+        self._counting = counting_modules(model)
         self._counts: dict[str, Tensor] = {}
 
     def record(self, progress: Progress) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from ds2.model.norm import SequenceBatchNorm
 from ds2.system import tensor_file
-from ds2.system.tensor_file import CheckpointError, load, read_header, save, write_tensors
+from ds2.system.tensor_file import CheckpointError, ModuleTensors, load, read_header, save, write_tensors
 
 
 def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:
@@ -167,6 +170,34 @@ def test_damaged_metadata_is_named(tmp_path: Path, text: str, says: str) -> None
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": text})
     with pytest.raises(CheckpointError, match=rf"a\.safetensors: {says}.*copy it again"):
         load(tmp_path / "a.safetensors")
+
+
+def test_few_threads_hash_whatever_the_number_of_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def executor(count: int) -> ThreadPoolExecutor:
+        counts.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(tensor_file, "ThreadPoolExecutor", executor)
+    tensors = {f"{number}": torch.full((number,), float(number)) for number in range(11)}
+    for cores in (1, 2, 8, 128):
+        monkeypatch.setattr(tensor_file, "usable_cores", lambda cores=cores: cores)
+        save(tmp_path / f"{cores}", tensors, {})
+    assert counts == [1, 1, 3, 4] and len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_tensors_of_a_module_are_its_state_dict() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), SequenceBatchNorm(2), nn.Linear(2, 2))
+    tensors = ModuleTensors(model)
+    for batches in (5, 6):
+        model[1].batches = batches
+        with torch.no_grad():
+            model[0].weight.fill_(batches)
+            model[1].running_mean.fill_(batches)
+        expected, actual = model.state_dict(), tensors.state_dict()
+        assert list(actual) == list(expected)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 class OnGpu(torch.Tensor):
