@@ -118,20 +118,23 @@ class BackgroundWriter:
         self._superseded = superseded
         self._thread = ThreadPoolExecutor(1, "ds2-save", _yield_to_steps)
         self._running: list[Future[None]] = []
+        self._failed = False
 
-    def run(self, write: Callable[[], None]) -> None:
+    def run(self, write: Callable[[], None]) -> Future[None]:
         """Run a function after all earlier ones; if one of these fails, it is not called."""
-        previous = self._running[-1] if self._running else None
 
         def after_previous() -> None:
-            if (previous is None or previous.exception() is None) and not self._superseded():
-                try:
-                    write()
-                except CheckpointError:
-                    if not self._superseded():
-                        raise
+            if self._failed or self._superseded():
+                return
+            try:
+                write()
+            except Exception as error:
+                if not (isinstance(error, CheckpointError) and self._superseded()):
+                    self._failed = True
+                    raise
 
         self._running.append(self._thread.submit(after_previous))
+        return self._running[-1]
 
     def busy(self) -> bool:
         """Return whether a function is running or waiting to run; raises the error of one that failed."""
@@ -180,6 +183,7 @@ class RunFiles:
         self.alphabet, self.precision, self.dev, self.comm = alphabet, precision, dev, comm
         self._writer = BackgroundWriter(comm.superseded)
         self._copies: dict[str, Tensor] = {}
+        self._state_written: Future[None] | None = None
         self._held: Callable[[], None] | None = None  # writes the state of a step that another rank may not have ended
         self._warned = False
 
@@ -209,15 +213,19 @@ class RunFiles:
     def save(self) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped.
 
-        At most one state is being written: this waits for the previous one.
+        At most one state is being written: this waits for the previous one, not for models.
         """
-        self._save(self._writer.run)
+        self._save(self._write_state)
+
+    def _write_state(self, write: Callable[[], None]) -> None:
+        self._state_written = self._writer.run(write)
 
     def _save(self, run: Callable[[Callable[[], None]], None]) -> None:
         self._held = None
         if self.comm.rank == 0:
             with self.comm.status.slow("saving"):
-                self._writer.wait()
+                wait([self._state_written] if self._state_written is not None else [])
+                self._writer.busy()
                 options = {"run": run, "copies": self._copies, "check": self._prepare}
                 save_state(self.run_dir, self.state, self.config, **options)
 
@@ -227,14 +235,14 @@ class RunFiles:
         Where ranks come and go, the state is copied now and written by `confirm`: until all ranks have ended the step,
         they would repeat it with fewer ranks if this one was lost, and a run that resumed from the file would differ.
         """
-        if self._writer.busy() and not self._warned:
+        if self._state_written is not None and not self._state_written.done() and not self._warned:
             self._warned = True
             log.warning(
                 "the run waits for its saves: writing one to %s takes longer than the time from one to the next. Raise "
                 "checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk",
                 self.run_dir,
             )
-        self._save(self._hold if self.comm.elastic and self.comm.world > 1 else self._writer.run)
+        self._save(self._hold if self.comm.elastic and self.comm.world > 1 else self._write_state)
 
     def _hold(self, write: Callable[[], None]) -> None:
         self._held = write
@@ -243,7 +251,7 @@ class RunFiles:
         """Write the state that `save_in_turn` holds back, now that all ranks have ended its step; or drop it."""
         held, self._held = self._held, None
         if held is not None and counts:
-            self._writer.run(held)
+            self._write_state(held)
 
     def check(self) -> None:
         """Raise the error of a write that failed."""
@@ -300,5 +308,7 @@ class RunFiles:
 
 def _remove_all_but(keep: int, run_dir: Path) -> None:
     """Remove the models of all epochs but the last ones."""
-    for old in sorted(run_dir.glob("epoch-*.safetensors"))[:-keep]:
-        old.unlink()
+    models = sorted(run_dir.glob("epoch-*.safetensors"), key=lambda path: (len(path.name), path.name))  # 10000 last
+    for old in models[:-keep]:
+        with suppress(FileNotFoundError):  # a user may remove some too
+            old.unlink()

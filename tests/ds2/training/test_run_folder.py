@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import threading
@@ -79,6 +80,7 @@ def test_a_writer_keeps_the_order_and_after_an_error_writes_nothing_more() -> No
     assert written == [0, 1] and not writer.busy()
     writer.run(fail)
     writer.run(lambda: written.append(2))
+    writer.run(lambda: written.append(3))
     with pytest.raises(CheckpointError, match="the disk is full"):
         writer.wait()
     assert written == [0, 1]
@@ -113,6 +115,43 @@ def _files(tiny_config: Callable[..., Config], tmp_path: Path) -> RunFiles:
     trainer = Trainer(tiny_config(), tmp_path / "run")
     comm = Ranks(torch.device("cpu"))
     return RunFiles(tmp_path / "run", trainer.config, trainer.state, trainer.alphabet, "fp32", trainer.dev_data, comm)
+
+
+def test_a_save_waits_for_the_state_before_it_and_not_for_models(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, states = threading.Event(), threading.Event()
+
+    def save_model(*_: object, run: Callable[[Callable[[], None]], object], **__: object) -> None:
+        run(lambda: None if models.wait(60) else pytest.fail("the save waited for a model"))
+
+    monkeypatch.setattr(run_folder, "save_model", save_model)
+    files.keep_last({})
+    files.save()
+    assert not state_file(files.run_dir).exists()
+    second = threading.Thread(target=lambda: (files.save(), states.set()))
+    second.start()
+    assert not states.wait(0.2)  # the memory that it copies to is that of the first one
+    models.set()
+    assert states.wait(60) and saved_step(files) == 0
+    second.join()
+
+
+def test_the_newest_models_of_epochs_stay_and_a_user_may_remove_some(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove_first(path: Path, **options: Any) -> None:
+        os.remove(path)
+        os.remove(path)
+
+    files.config.checkpoint.keep_last = 2
+    for epoch in (9998, 9999, 10000, 10001):
+        files.state.progress.epoch = epoch
+        if epoch == 10001:
+            monkeypatch.setattr(Path, "unlink", remove_first)
+        files.keep_last({})
+        files.wait()
+    assert {path.name for path in files.run_dir.glob("epoch-*")} == {f"epoch-{n}.safetensors" for n in (10000, 10001)}
 
 
 def saved_step(files: RunFiles) -> int | None:
@@ -198,6 +237,20 @@ def test_a_rank_0_that_wakes_up_removes_no_file_of_the_next_one(files: RunFiles,
     files.comm.superseded = stopped_here  # type: ignore[method-assign]
     files.take_over()
     assert newer.is_dir() and older.is_dir() != removed
+
+
+def test_steps_have_short_garbage_collections(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, left_out = Trainer.step, list[bool]()
+
+    def observed(trainer: Trainer, *arguments: Any) -> float | None:
+        left_out.append(gc.get_freeze_count() > len(gc.get_objects()))
+        return step(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "step", observed)
+    assert train(tiny_config("data.dev=[]", "train.max_steps=2"), tmp_path / "run") == 0
+    assert left_out == [True, True]
 
 
 def test_steps_go_on_while_a_state_is_written_and_a_slow_disk_is_named(
