@@ -70,7 +70,7 @@ def _live(config: Config) -> str:
 
 
 _LABELS_SHOWN = 20
-_GATE_VALUES = {"lstm": 6, "gru": 6, "gru_before": 6}  # gates, output and the state before, kept a unit and frame
+_GATE_VALUES = 6  # gates, output and the state before, kept a unit and frame
 
 
 def summary(model: AcousticModel) -> str:
@@ -192,7 +192,7 @@ def _layer_values(config: ModelConfig, width: int, norm: int) -> float:
         # bidirectional: both directions and their sum
         normalised = width if config.norm == "rms" else config.hidden
         return norm * normalised + config.hidden * (1 if directions == 1 else 3) + dropped
-    return width * (norm + directions - 1) + config.hidden * directions * _GATE_VALUES[config.cell] + dropped
+    return width * (norm + directions - 1) + config.hidden * directions * _GATE_VALUES + dropped
 
 
 def _count(module: object) -> int:

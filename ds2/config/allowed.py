@@ -59,8 +59,8 @@ def numbers_by_name(low: float, high: float, *, above: bool, way_out: str) -> An
 
 
 def choice(default: str, *others: str) -> Any:
-    """A setting that is one of a few names."""
-    return field(default=default, metadata={KEY: (default, *others)})
+    """A setting that is one of a few names; the default may be among the others too."""
+    return field(default=default, metadata={KEY: tuple(dict.fromkeys((default, *others)))})
 
 
 def removed(default: Any, instead: str) -> Any:

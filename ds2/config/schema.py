@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ds2_ops.recurrent.cells import GATED, PLAIN
 from omegaconf import MISSING
 
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name, removed
@@ -124,8 +125,9 @@ class ModelConfig:
     convs: list[ConvConfig] = field(  # 2-D convolutions over the features: [{kernel:[F,T],stride:[F,T],channels:N}]
         default_factory=lambda: [ConvConfig(), ConvConfig(kernel=[21, 11], stride=[2, 1], channels=32)]
     )
-    cell: str = choice("rnn", "lstm", "gru", "gru_before")  # of recurrent layers; gru_before: reset before the product
-    nonlinearity: str = choice("clipped_relu", "relu", "tanh")  # of the cell rnn
+    # Of recurrent layers; gru_before: reset before the product.
+    cell: str = choice("rnn", *(name.removesuffix("_after") for name in GATED))
+    nonlinearity: str = choice("clipped_relu", *PLAIN)  # of the cell rnn
     clip: float = number(20.0, 0, 1e9, above=True)  # upper limit of the clipped ReLU, in the convolutions too
     hidden: int = number(1152, 1, 1_000_000)  # units of each recurrent layer
     depth: int = number(8, 1, 1000)  # recurrent layers

@@ -12,11 +12,12 @@ Shape letters: B batch, N samples, T frames, F bins, C channels, D, H widths, V 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from ds2_ops.recurrent.cells import CELLS
 from torch import Tensor, nn
 
 from ds2.audio.features import MIN_ENERGY, POWER_FLOOR, Features, preemphasise
@@ -30,12 +31,6 @@ from ds2.text.alphabet import BLANK
 NEVER = -1e4
 """Log-prob of all labels but the blank in frames that are not valid."""
 _IMAGE, _SEQUENCE = 3, 1  # the axis of time in (B, C, F, T) and in (B, T, H)
-NONLINEARITIES: dict[str, Callable[[Value, float], Value]] = {
-    "relu": lambda pre, clip: pre.clamp(0.0, None),
-    "clipped_relu": lambda pre, clip: pre.clamp(0.0, clip),
-    "tanh": lambda pre, clip: pre.tanh(),
-}
-"""Of pre-activations, for each cell of one gate in `ds2_ops.recurrent.cells`."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +235,7 @@ class Network:
     def _recur(
         self, frames: LayerFrames, layer: RecurrentWeights, direction: DirectionWeights, *, reverse: bool
     ) -> Value:
-        ops, hidden = self.ops, layer.hidden
+        ops, hidden, row = self.ops, layer.hidden, CELLS[layer.cell]
         x = self._rms_norm(frames.x, layer.rms_eps)
         z = x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
         valid = ops.reshape(frames.valid, (0, -1, 1)).float()
@@ -248,11 +243,13 @@ class Network:
         ends = (2 * hidden,) if layer.cell == "gru_before" else ()
         weight_hh, *weight_hn = (ops.constant(part.t()) for part in direction.weight_hh.tensor_split(ends))
         bias_hn = None if direction.bias_hn is None else ops.constant(direction.bias_hn)
-        count = 2 if layer.cell == "lstm" else 1
-        states = [ops.zeros(z, hidden) if self.memory is None else self.memory.read(hidden) for _ in range(count)]
+        states = [
+            ops.zeros(z, hidden) if self.memory is None else self.memory.read(hidden) for _ in range(1 + row.carries_c)
+        ]
 
         def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            return [NONLINEARITIES[layer.cell](inputs[0] + states[0] @ weight_hh, layer.clip) * inputs[1]]
+            assert row.activate_ is not None, f"a step of {layer.cell} is missing here"
+            return [row.activate_(inputs[0] + states[0] @ weight_hh, layer.clip) * inputs[1]]
 
         def lstm(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             i, f, g, o = (inputs[0] + states[0] @ weight_hh).chunk(4, -1)

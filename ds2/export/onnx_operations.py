@@ -51,11 +51,16 @@ class OnnxValue:
     def __and__(self, other: Any) -> OnnxValue:
         return self.graph.node("And", self, other)
 
+    def relu_(self) -> OnnxValue:
+        return self.clamp(0.0, None)
+
     def chunk(self, parts: int, axis: int) -> Sequence[OnnxValue]:
         return self.graph.nodes("Split", [self], parts, axis=axis)
 
     def clamp(self, low: float, high: float | None) -> OnnxValue:
         return self.graph.node("Clip", self, float(low), None if high is None else float(high))
+
+    clamp_ = clamp
 
     def flip(self, axis: int) -> OnnxValue:
         return self.graph.node("Slice", self, [-1], [-_TO_THE_END], [axis], [-1])
@@ -83,6 +88,8 @@ class OnnxValue:
 
     def tanh(self) -> OnnxValue:
         return self.graph.node("Tanh", self)
+
+    tanh_ = tanh
 
 
 class OnnxOperations:

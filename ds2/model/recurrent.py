@@ -6,11 +6,11 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import cast
 
 import torch
-from ds2_ops import bidirectional, gru, lstm, recurrence
+from ds2_ops import bidirectional, recurrence
 from ds2_ops.checks import reverse_time
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.backends.persistent import why_not
@@ -114,7 +114,7 @@ class RecurrentLayer(nn.Module):
             context.weight(self.weight_hh),
             carry[0] if carry else None,
             lengths,
-            nonlinearity=self.nonlinearity,
+            cell=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
             max_sms=max_sms,
@@ -187,14 +187,19 @@ class GatedRecurrentLayer(nn.Module):
     ) -> tuple[Tensor, Carry]:
         """See :meth:`RecurrentLayer.recur`."""
         weight = _parameter(self.cell, "weight_hh_l0")
-        options: dict[str, Any] = {"backend": self.backend, "max_sms": max_sms, "weight_sink": context.sink(weight)}
         h, c = (*carry, None, None)[:2]
-        last: Sequence[Tensor]
-        if self.operator == "lstm":
-            y, *last = lstm(z, context.weight(weight), h, c, lengths, **options)
-        else:
-            options["reset_after"] = self.operator == "gru_after"
-            y, *last = gru(z, context.weight(weight), self._bias_hn(self.cell, context), h, lengths, **options)
+        y, *last = recurrence(
+            z,
+            context.weight(weight),
+            h,
+            lengths,
+            cell=self.operator,
+            bias_hn=self._bias_hn(self.cell, context),
+            c0=c,
+            backend=self.backend,
+            max_sms=max_sms,
+            weight_sink=context.sink(weight),
+        )
         return y, tuple(last)
 
     def _inputs(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
@@ -248,8 +253,9 @@ class GatedRecurrentLayer(nn.Module):
 
     def _bias_hn(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> Tensor | None:
         """The bias (H,) inside the product with the reset gate of a GRU that has it there."""
-        bias_hh = context.weight(_parameter(cell, "bias_hh_l0"))
-        return bias_hh[2 * self.hidden :] if self.operator == "gru_after" else None
+        if self.operator != "gru_after":
+            return None
+        return context.weight(_parameter(cell, "bias_hh_l0"))[2 * self.hidden :]
 
     def _torch_forward(self, cell: nn.LSTM | nn.GRU, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """Run one direction on torch's kernels."""

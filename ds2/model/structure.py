@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 import torch
+from ds2_ops.recurrent.cells import CELLS
 from torch import Tensor
 
 from ds2.config.check import check_allowed
@@ -10,7 +11,6 @@ from ds2.config.schema import ConfigError, ModelConfig
 from ds2.system.machine import memory_bytes
 
 Frames = TypeVar("Frames", int, Tensor)
-_GATES = {"rnn": 1, "lstm": 4, "gru": 3, "gru_before": 3}
 
 
 def operator_cell(config: ModelConfig) -> str:
@@ -56,7 +56,7 @@ def min_weight_count(config: ModelConfig) -> int:
         c.kernel[0] * c.kernel[1] * c.channels * before for c, before in zip(config.convs, channels, strict=False)
     )
     directions = 2 if config.bidirectional else 1
-    return convs + (2 * config.depth - 1) * directions * _GATES[config.cell] * config.hidden**2
+    return convs + (2 * config.depth - 1) * directions * CELLS[operator_cell(config)].gates * config.hidden**2
 
 
 def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
@@ -71,6 +71,7 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
                 f"{key}.stride is {conv.stride}, allowed are two sizes [frequency, time] from 1 to the kernel's, "
                 f"here {conv.kernel}: a larger one would skip frames"
             )
+    _check_nonlinearity(config)
     inner = len(module_plan(config)) - 1
     if any(number > inner for number in config.intermediate) or len({*config.intermediate}) < len(config.intermediate):
         raise ConfigError(
@@ -97,6 +98,16 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
         raise ConfigError(
             f"the model looks {total_ms:g} ms ahead ({sums} ms), allowed by model.max_lookahead_ms are "
             f"{config.max_lookahead_ms:g}: {way_out}"
+        )
+
+
+def _check_nonlinearity(config: ModelConfig) -> None:
+    activate_ = CELLS[operator_cell(config)].activate_
+    at_zero = 0.0 if activate_ is None else activate_(torch.zeros(1, device="cpu"), config.clip).item()
+    if at_zero != 0 and not config.bidirectional:
+        raise ConfigError(
+            f"model.nonlinearity={config.nonlinearity} has f(0) = {at_zero:g}, allowed is 0: a stream's states are 0 "
+            "until its first frame. Take another one, or model.bidirectional=true, which does not stream"
         )
 
 

@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from ds2_ops.recurrent.cells import PLAIN
 from support.exported import log_energies, of_energies, sound, streamed
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from ds2.audio.read import read_audio
 from ds2.data.manifest import read_manifest
 from ds2.export.files import DESCRIPTION, export_onnx, export_torch
 from ds2.export.model import Exported, ExportError
+from ds2.export.onnx_operations import OnnxOperations
 from ds2.model.checkpoint import LoadedModel, load_model
 
 Make = Callable[..., LoadedModel]
@@ -65,6 +67,19 @@ def in_onnxruntime(path: Path) -> Callable[..., list[Tensor]]:
 
 def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_nonlinearity_of_the_operators_is_exported(tmp_path: Path, name: str) -> None:
+    """Another method of tensors than `OnnxValue` has fails here: it needs it too."""
+    pre, activate_ = torch.arange(-30.0, 31.0) / 4, PLAIN[name].activate_
+    assert activate_ is not None
+    graph = OnnxOperations()
+    shapes = {"pre": (True, [len(pre)]), "y": (True, [len(pre)])}
+    onnx.save(graph.model(["pre"], {"y": activate_(graph.input("pre"), 5.0)}, shapes, {}), tmp_path / "model.onnx")  # type: ignore[arg-type]
+    (exported,) = in_onnxruntime(tmp_path / "model.onnx")(pre)
+    # The two libraries may round tanh differently; the others only choose one of two numbers.
+    torch.testing.assert_close(exported, activate_(pre.clone(), 5.0), atol=4e-7 if name == "tanh" else 0, rtol=0)
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)

@@ -1,10 +1,12 @@
 """The acoustic model: what padding, depth and configuration may and may not do to it."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from ds2_ops.recurrent.cells import CELLS
 from torch import Tensor
 
 from ds2.commands.info import activation_bytes_per_s, summary
@@ -140,6 +142,15 @@ def test_bad_bins_are_named() -> None:
 def test_a_config_that_cannot_work_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**overrides)
+
+
+def test_a_nonlinearity_that_changes_states_before_a_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    logistic = replace(CELLS["tanh"], activate_=lambda pre, clip: pre.sigmoid_())
+    monkeypatch.setitem(CELLS, "tanh", logistic)
+    with pytest.raises(ConfigError, match=r"model\.nonlinearity=tanh has f\(0\) = 0\.5, allowed is 0.*bidirectional"):
+        make(nonlinearity="tanh")
+    make(nonlinearity="tanh", bidirectional=True)  # runs whole utterances
+    make(cell="lstm", nonlinearity="tanh")  # does not use it
 
 
 def test_row_convolutions_spread_evenly() -> None:
