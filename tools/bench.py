@@ -2,7 +2,6 @@
 
     python tools/bench.py rnn              one recurrent layer against torch.nn and float64
     python tools/bench.py training         training steps of whole models
-    python tools/bench.py turns            training steps of several source trees in turns
     python tools/bench.py memory           layers that fit into memory
     python tools/bench.py stages           Appleyard's stages of a faster LSTM
     python tools/bench.py grnn             tables and figures of GRNN: latency of a forward pass
@@ -29,7 +28,7 @@ from dispatch import dispatch
 COMMANDS = {
     name: f"benchmarks.{name.replace('-', '_')}"
     for name in (
-        "rnn", "stages", "grnn", "barrier", "convolution", "training", "turns", "memory", "scaling", "collectives",
+        "rnn", "stages", "grnn", "barrier", "convolution", "training", "memory", "scaling", "collectives",
         "predict", "saves", "streaming", "serving", "endpoints", "same-words",
     )
 }  # fmt: skip

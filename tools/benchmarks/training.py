@@ -120,15 +120,6 @@ def noise_overrides(folder: Path, batch: int) -> list[str]:
     ]  # fmt: skip
 
 
-def training_overrides(model: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path) -> list[str]:
-    """Settings of a run that `add_training_options` describes, on the noise in `folder`."""
-    return [
-        f"model={model}", f"model.backend={options.backend}", f"device={options.device}",
-        f"train.precision={options.precision}", f"train.graphs={graphs}", *noise_overrides(folder, batch),
-        *options.overrides,
-    ]  # fmt: skip
-
-
 def open_trainer(
     overrides: Sequence[str], batch: int, comm: Communicator | None = None
 ) -> tuple[Trainer, Callable[[], object]]:
@@ -147,8 +138,13 @@ def bench(
     model: str, layers: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """Time steps of one model at one batch size."""
+    overrides = [
+        f"model={model}", f"model.backend={options.backend}", f"device={options.device}",
+        f"train.precision={options.precision}", f"train.graphs={graphs}", *noise_overrides(folder, batch),
+        *options.overrides,
+    ]  # fmt: skip
     with layers_of(layers):
-        trainer, take_step = open_trainer(training_overrides(model, batch, graphs, options, folder), batch)
+        trainer, take_step = open_trainer(overrides, batch)
     on_gpu = trainer.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -187,8 +183,9 @@ def add_noise_options(parser: argparse.ArgumentParser, duration_s: float = 7.0) 
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
 
 
-def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which steps are timed."""
+def main(arguments: list[str] | None = None) -> int:
+    """Time every model, batch size and way of launching."""
+    parser = new_parser(__doc__)
     parser.add_argument("--model", nargs="+", default=["rnn_8"])
     parser.add_argument("--batch", nargs="+", type=int, default=[4])
     parser.add_argument("--backend", default="auto", help="recurrent backend of ds2_ops")
@@ -198,12 +195,6 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=14)
     parser.add_argument("--steps", type=int, default=20)
     add_noise_options(parser)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Time every model, batch size and way of launching."""
-    parser = new_parser(__doc__)
-    add_training_options(parser)
     parser.add_argument("--kernels", type=int, default=0, help="list the kernels that take longest: this many")
     parser.add_argument(
         "--layers", nargs="+", choices=("ours", "torch"), default=["ours"],
