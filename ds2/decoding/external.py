@@ -21,7 +21,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.frames import pack
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
-from ds2.decoding.lexicon import LexiconError, Spelling, as_written, build_trie
+from ds2.decoding.lexicon import LexiconError, Spelling, as_written
 from ds2.lm.files import arpa_file
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.system.machine import usable_cores
@@ -95,7 +95,12 @@ class NativeSearch:
         if lm is not None:
             lm.check_alphabet(alphabet)
         options = replace(options, hot_words=list(as_written(dict.fromkeys(options.hot_words), alphabet)))
-        build_trie({}, options.hot_words, Spelling.of(alphabet))  # refuses hot words that the network cannot write
+        codes = Spelling.of(alphabet).codes
+        if bad := [word for word in options.hot_words if not word or not codes.keys() >= set(word)]:
+            raise LexiconError(
+                f"hot words {bad}: decode.method=native takes single words in the characters that the network writes: "
+                f"{''.join(sorted(codes))}; phrases need decode.method=beam"
+            )
         self.options, self.splitter = options, ScoreSplitter(alphabet, options, lm)
         self.closing_space = Spelling.of(alphabet).space if lm is not None else -1
         self.threads = options.threads or usable_cores()

@@ -1,9 +1,9 @@
-"""Words as a search sees them: what each label writes, a trie of known and hot words, and the hot words of sessions.
+"""Words as a search sees them: what each label writes, a trie of known words, and hot words.
 
-`SessionTrie` gives each session with hot words a root of its own in the shared trie: a copy of the root, in which only
+`SessionTrie` gives each set of hot words a root of its own in the shared trie: a copy of the root, in which only
 the nodes on the paths of its phrases are copied, a handful of rows for a vocabulary of any size. A word that ends
 within a phrase leads to a root from which the next word of the phrase gets its share of the bonus; after other words
-the root of the session follows again.
+that root follows again.
 
 Shapes: V labels (0 is the CTC blank), L most characters of a label, A characters with the empty one, N trie nodes.
 """
@@ -28,7 +28,7 @@ HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: dec
 OFF, ROOT = 0, 1  # trie nodes: outside the trie, the empty prefix
 MAX_PHRASES = 1000  # of one session
 MAX_PHRASE_CHARACTERS = 200
-SPARE_NODES = 1024  # of a trie, for the hot words of sessions; more are added when they are needed
+SPARE_NODES = 1024  # of a trie, for hot words; more are added when they are needed
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
@@ -39,6 +39,14 @@ class LexiconError(DecodeError):
 def as_written(hot_words: HotWords, alphabet: Alphabet) -> dict[str, float | None]:
     """Return hot words as the network writes them: normalised like transcripts. Of equal ones the last is used."""
     return {alphabet.normalise(phrase)[0]: bonus for phrase, bonus in hot_words.items()}
+
+
+def check_sizes(hot_words: HotWords) -> None:
+    """Raise LexiconError if the hot words of a session are too many or too long."""
+    if len(hot_words) > MAX_PHRASES:
+        raise LexiconError(f"{len(hot_words)} hot phrases: {MAX_PHRASES} at most")
+    if long := [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]:
+        raise LexiconError(f"hot phrases {long}...: {MAX_PHRASE_CHARACTERS} characters at most")
 
 
 @dataclass(frozen=True)
@@ -81,14 +89,12 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Trie:
-    """Prefixes of known and hot words; node 0 is everything else, node 1 the empty prefix."""
+    """Prefixes of known words; node 0 is everything else, node 1 the empty prefix."""
 
     spare: int  # last rows that are no nodes yet
     children: Tensor  # (N, A) int32
     word: Tensor  # (N,) int64: position of the known word that ends here, or -1
-    is_word: Tensor  # (N,) bool: a known or hot word ends here
-    hot: Tensor  # (N,) float64: 1 where a hot word ends
-    hot_part: Tensor  # (N,) float64: the share of the shortest hot word through this node that is written here
+    is_word: Tensor  # (N,) bool: a known word ends here
     lookahead: Tensor  # (N,) float32: log-prob of the most probable word through this node; 0 at OFF and ROOT
 
 
@@ -103,58 +109,29 @@ def walk(children: Tensor, nodes: Tensor, characters: Tensor) -> Tensor:
 
 def build_trie(
     words: Mapping[str, int],
-    hot_words: Sequence[str],
     spelling: Spelling,
     unigrams: NDArray[np.float32] = _NONE_KNOWN,
-    unknown: float = 0.0,
     spare: int = 0,
 ) -> Trie:
-    """Build the trie of known and hot words.
+    """Build the trie of known words.
 
     Known words that the labels cannot spell are left out: the network never writes them.
 
     Args:
         words: known words and their positions.
-        hot_words: more words; some may be known too.
         spelling: of the labels.
         unigrams: (W,) natural log-probs of the known words by position.
-        unknown: log-prob of an unknown hot word. A prefix is charged the share of it that is written, as its bonus is
-            paid: the whole charge would prune the word before the bonus outweighs it.
-        spare: rows to add for nodes of sessions.
-
-    Raises:
-        LexiconError: a hot word is empty, holds white space, or cannot be spelled.
+        spare: rows to add for hot words.
     """
-    codes = spelling.codes
-    bad = [word for word in hot_words if not word or not codes.keys() >= set(word)]
-    if bad:
-        raise LexiconError(
-            f"hot words {bad}: give single words in the characters that the network writes: "
-            f"{''.join(sorted(codes))}; phrases need decode.method=beam"
-        )
-    writable = frozenset(codes)
+    writable = frozenset(spelling.codes)
     listed = [word for word in words if writable.issuperset(word)]
-    known = len(listed)
-    everything = [*listed, *hot_words]
     positions = np.array([words[w] for w in listed], np.int64)
-    values = np.full(len(everything), -np.inf, np.float32)
-    values[:known] = unigrams[positions]
-    ends, children, lookahead = _insert(everything, values, codes, spare)
+    ends, children, lookahead = _insert(listed, unigrams[positions], spelling.codes, spare)
     word = np.full(len(children), -1, np.int64)
-    word[ends[:known]] = positions
+    word[ends] = positions
     is_word = np.zeros(len(children), bool)
     is_word[ends] = True
-    hot, hot_part = np.zeros((2, len(children)))
-    hot[ends[known:]] = 1.0
-    for text in sorted(hot_words, key=len, reverse=True):  # the shortest comes last and overwrites the others
-        node = ROOT
-        for position, character in enumerate(text, start=1):
-            node = int(children[node, codes[character]])
-            hot_part[node] = position / len(text)
-            if text not in words:
-                lookahead[node] = max(lookahead[node], unknown * position / len(text))
-    tensors = [torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, lookahead)]
-    return Trie(spare, *tensors)
+    return Trie(spare, *map(torch.from_numpy, (children, word, is_word, lookahead)))
 
 
 def _insert(
@@ -216,15 +193,16 @@ class _Phrases:
 
 
 class SessionTrie:
-    """A trie with added nodes for the hot words of sessions; sessions may begin and end in any thread.
+    """A trie with added nodes for the hot words of decoders and sessions, which may begin and end in any thread.
 
     Args:
-        trie: of known words and of the hot words of all sessions, on the CPU.
+        trie: of known words, on the CPU.
         spelling: of the labels.
-        hot_bonus: of the hot words of all sessions.
+        hot_bonus: of hot words that have none of their own.
         alpha: factor of the log-prob of the most probable word through a node, the look-ahead; None: no look-ahead,
             and words outside the trie are allowed.
-        unknown: log-prob of an unknown word, with look-ahead.
+        unknown: log-prob of an unknown word, with look-ahead. A prefix of an unknown hot word is charged the share of
+            it that is written, as its bonus is paid: the whole would prune the word before the bonus outweighs it.
         device: of the searches.
     """
 
@@ -237,17 +215,17 @@ class SessionTrie:
         unknown: float,
         device: torch.device,
     ) -> None:
-        self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, alpha, unknown, bool(trie.hot.any())
+        self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, alpha, unknown, False
         self.children, self.word, self.is_word = (t.numpy() for t in (trie.children, trie.word, trie.is_word))
         self._size = len(self.word) - trie.spare
         self.bonus = hot_bonus
-        self.hot, self.share = hot_bonus * trie.hot.numpy(), hot_bonus * trie.hot_part.numpy()
         self.lookahead = trie.lookahead.numpy().astype(np.float64)
-        unfinished = self.unfinished(self.share, self.lookahead)
+        nothing = np.zeros(len(self.word))
+        unfinished = self.unfinished(nothing, self.lookahead)
         if self.alpha is not None:
             unfinished[OFF] = -math.inf
         follow = np.zeros(len(self.word), np.int32)
-        arrays = (self.children, self.word, self.is_word, self.hot, unfinished, follow)
+        arrays = (self.children, self.word, self.is_word, nothing, unfinished, follow)
         # On a CPU they are the trie's own tables, which are large; only spare rows are ever written.
         self.nodes = Nodes(*(torch.from_numpy(a).to(device) for a in arrays))
         self._lock = threading.Lock()
@@ -260,14 +238,14 @@ class SessionTrie:
 
     @torch.inference_mode()  # the tables are inference tensors once they have grown
     def add_phrases(self, phrases: HotWords) -> int:
-        """Add hot phrases of a session and return their root; equal phrases share nodes.
+        """Add hot phrases and return their root; equal phrases share nodes.
 
         Raises:
-            LexiconError: phrases that are empty, too long, too many, or hold characters that the network does not
-                write; a bonus that is no finite number.
+            LexiconError: phrases that are empty or hold characters that the network does not write; a bonus that is no
+                finite number.
         """
         words = {tuple(p.split()): self.bonus if bonus is None else float(bonus) for p, bonus in phrases.items()}
-        self._check(phrases, words)
+        self._check(words)
         key = frozenset(words.items())
         with self._lock:
             if key not in self.roots:
@@ -286,16 +264,11 @@ class SessionTrie:
             if not self.phrases[root].users:
                 del self.roots[self.phrases.pop(root).key]
 
-    def _check(self, phrases: HotWords, words: Mapping[tuple[str, ...], float]) -> None:
-        if len(phrases) > MAX_PHRASES:
-            raise LexiconError(f"{len(phrases)} hot phrases: {MAX_PHRASES} at most")
+    def _check(self, words: Mapping[tuple[str, ...], float]) -> None:
         bad = [" ".join(p) for p in words if not p or not self.codes.keys() >= set("".join(p))]
         if bad:
             allowed = "".join(sorted(self.codes))
             raise LexiconError(f"hot phrases {bad}: give words in the characters that the network writes: {allowed}")
-        long = [phrase[:20] for phrase in phrases if len(phrase) > MAX_PHRASE_CHARACTERS]
-        if long:
-            raise LexiconError(f"hot phrases {long}...: {MAX_PHRASE_CHARACTERS} characters at most")
         if not all(math.isfinite(bonus) for bonus in words.values()):
             raise LexiconError("the bonus of a hot phrase must be a finite number (natural log)")
 
@@ -405,8 +378,8 @@ class _SessionNodes:
         elif node == OFF:
             copy = _Node(np.zeros(base.children.shape[1], np.int64))
         else:
-            tables = (base.word, base.is_word, base.hot, base.share, base.lookahead)
-            copy = _Node(base.children[node].astype(np.int64), *(table[node].item() for table in tables))
+            word, is_word, lookahead = (table[node].item() for table in (base.word, base.is_word, base.lookahead))
+            copy = _Node(base.children[node].astype(np.int64), word, is_word, lookahead=lookahead)
         self.nodes.append(copy)
         return -len(self.nodes)
 

@@ -23,7 +23,7 @@ from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, first_of_rows, j
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
 from ds2.decoding.frames import NONE, pack, pack_next
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
-from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written
+from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written, check_sizes
 from ds2.decoding.postprocess import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -52,20 +52,22 @@ class BatchedBeamSearch:
         self.kernel = KernelSearch(fusion, options) if fusion.device.type == "cuda" else None
         self.streams: KernelStreams | None = None
 
-    def search(self, log_probs: Tensor, lengths: Tensor) -> NBest:
+    def search(self, log_probs: Tensor, lengths: Tensor, root: int = ROOT) -> NBest:
         """Find the best label sequences of whole utterances, with one launch of the kernel if it takes them.
 
         Args:
             log_probs: (T, B, V) float32 on the device of the fusion, finite or -inf; the caller checks them.
             lengths: (B,) CPU int64, at least 1.
+            root: of the trie, where words start.
         """
         if self.kernel is not None and self.kernel.fits(log_probs):
             packed, counts = pack(log_probs, lengths, self.options)
-            end = self.kernel.search(packed, counts)
+            roots = torch.full((len(lengths),), root, dtype=torch.int32, device=log_probs.device)
+            end = self.kernel.search(packed, counts, roots=roots)
             table, slots = _rank(self.fusion, torch.logaddexp(*end.halves), end, self.options.nbest)
             entries = end.names[..., _ENTRY].gather(1, slots)
             return NBest(read_labels(kernel.trace_labels(entries, end.grown)), table.cpu().numpy())
-        start = Beams.start(self.fusion, len(lengths), self.options.beam, log_probs.shape[2])
+        start = Beams.start(self.fusion, len(lengths), self.options.beam, log_probs.shape[2], root)
         state, shared = self.step(start, log_probs, lengths)
         return self.nbest(self.flushed(state), shared)
 
@@ -207,19 +209,15 @@ class BeamDecoder(Decoder):
         self.pronounced = _pronounced(alphabet, lm)
         self.alphabet = alphabet if self.pronounced is None else self.pronounced.alphabet
         options = replace(options, lexicon=options.lexicon or self.pronounced is not None)
-        hot_words = self._as_searched(dict.fromkeys(options.hot_words))
-        single = [word for word in hot_words if len(word.split()) <= 1]
-        self.phrases: HotWords = {phrase: None for phrase in hot_words if phrase not in single}
-        options = replace(options, hot_words=single)
         fusion = Fusion(alphabet, options, lm, device, self.pronounced)
-        if self.phrases:
-            fusion.trie.add_phrases(self.phrases)  # refuses characters that the network cannot write
+        self.hot_words = self._as_searched(dict.fromkeys(options.hot_words))
+        self.root = fusion.trie.add_phrases(self.hot_words) if self.hot_words else ROOT
         self.search = BatchedBeamSearch(fusion, options)
         self.hot_characters = frozenset(
             fusion.trie.codes if self.pronounced is None else "".join(self.pronounced.spelled)
         )
         known = self.pronounced.ids if self.pronounced is not None else lm.vocabulary if lm is not None else ()
-        self.lexicon = {*known, *options.hot_words} if options.lexicon else None
+        self.lexicon = {*known, *" ".join(self.hot_words).split()} if options.lexicon else None
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode whole utterances: on a GPU by one launch, and one alignment of each utterance."""
@@ -227,8 +225,8 @@ class BeamDecoder(Decoder):
         if not len(lengths):
             return []
         log_probs = self._searched(log_probs)
-        if not self.phrases and self.search.kernel is not None and self.search.kernel.fits(log_probs):
-            rows = self._rescored(self.hypotheses(self.search.search(log_probs, lengths)))
+        if self.search.kernel is not None and self.search.kernel.fits(log_probs):
+            rows = self._rescored(self.hypotheses(self.search.search(log_probs, lengths, self.root)))
             if self.options.times:
                 rows = add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s)
             return [self._in_words(row) for row in rows]
@@ -242,7 +240,8 @@ class BeamDecoder(Decoder):
         Raises:
             LexiconError: hot words that the network cannot write, or too many.
         """
-        return BeamDecoding(self, rows, {**self.phrases, **self._as_searched(hot_words or {})})
+        check_sizes(hot_words or {})
+        return BeamDecoding(self, rows, self._as_searched(hot_words or {}))
 
     def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
@@ -406,14 +405,14 @@ def _pronounced(alphabet: Alphabet, lm: NGram | None) -> PronouncedWords | None:
 class BeamDecoding(Decoding):
     """Streams of a `BeamDecoder`."""
 
-    def __init__(self, decoder: BeamDecoder, rows: int, hot_words: HotWords | None) -> None:
-        self.decoder, root = decoder, ROOT
+    def __init__(self, decoder: BeamDecoder, rows: int, hot_words: HotWords) -> None:
+        self.decoder, root = decoder, decoder.root
         if hot_words:
             trie = decoder.search.fusion.trie
-            root = trie.add_phrases(hot_words)
+            root = trie.add_phrases({**decoder.hot_words, **hot_words})
             weakref.finalize(self, trie.remove_phrases, root)
         self.state = decoder.search.start(rows, len(decoder.alphabet), root)
-        silent, hot = decoder.options.label_min_log_prob, frozenset(w for p in hot_words or () for w in p.split())
+        silent, hot = decoder.options.label_min_log_prob, frozenset(" ".join(hot_words).split())
         self.rows = [
             StreamRow(IncrementalAligner(decoder.alphabet, decoder.frame_s, silent), hot=hot) for _ in range(rows)
         ]

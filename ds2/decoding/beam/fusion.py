@@ -86,9 +86,9 @@ class Fusion:
             unknown = float(unigrams[self._unknown_id]) + self.unknown_score
             ids = lm.ids if pronounced is None else pronounced.ids
             words = {w: i for w, i in ids.items() if w not in _SPECIAL}
-            trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown, SPARE_NODES)
+            trie = build_trie(words, self.spelling, unigrams, SPARE_NODES)
         else:
-            unknown, trie = 0.0, build_trie({}, options.hot_words, self.spelling, spare=SPARE_NODES)
+            unknown, trie = 0.0, build_trie({}, self.spelling, spare=SPARE_NODES)
         lookahead = self.alpha if self.lexicon else None
         self.trie = SessionTrie(trie, self.spelling, options.hot_word_bonus, lookahead, unknown, device)
         if lm is not None and self.by_label:

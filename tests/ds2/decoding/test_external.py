@@ -15,7 +15,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie, walk
+from ds2.decoding.lexicon import OFF, ROOT, LexiconError, SessionTrie, Spelling, build_trie, walk
 from ds2.decoding.methods import make_decoder
 from ds2.lm.files import read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
@@ -105,17 +105,21 @@ def test_every_node_looks_ahead_to_the_likeliest_word_below_it() -> None:
     unigrams = generator.normal(-9.0, 3.0, len(words) + 2).astype(np.float32)
     known, unknown = min(words, key=lambda word: unigrams[words[word]]), "abbabbabba"
     spelling = Spelling.of(CHARACTERS)
-    trie = build_trie({**words, "c": 0}, [known, unknown], spelling, unigrams, -31.0)
+    trie = build_trie({**words, "c": 0}, spelling, unigrams)
+    searched = SessionTrie(trie, spelling, 0.0, 1.0, -31.0, CPU)
+    root = searched.add_phrases({known: None, unknown: None})
 
     values = [(word, float(unigrams[at])) for word, at in words.items()]
     shares = {unknown[:size]: -31.0 * size / len(unknown) for size in range(1, len(unknown) + 1)}
-    prefixes = {word[:size] for word in [*words, unknown] for size in range(1, len(word) + 1)}
-    for prefix in prefixes:
-        codes = torch.tensor([spelling.codes[character] for character in prefix])
-        node = walk(trie.children, torch.tensor(ROOT), codes)
-        below = [value for word, value in values if word.startswith(prefix)]
-        assert float(trie.lookahead[node]) == pytest.approx(max([*below, shares.get(prefix, -np.inf)]), rel=1e-6)
-    assert trie.lookahead.numel() == len(prefixes) + 2
+    for first, spelled, charged in ((ROOT, [*words], {}), (root, [*words, unknown], shares)):
+        prefixes = {word[:size] for word in spelled for size in range(1, len(word) + 1)}
+        for prefix in prefixes:
+            codes = torch.tensor([spelling.codes[character] for character in prefix])
+            node = walk(searched.nodes.children, torch.tensor(first), codes)
+            below = [value for word, value in values if word.startswith(prefix)]
+            wanted = max([*below, charged.get(prefix, -np.inf)])
+            assert float(searched.nodes.unfinished[node]) == pytest.approx(wanted, rel=1e-6)
+        assert first == root or trie.lookahead.numel() == len(prefixes) + 2
     assert trie.lookahead[OFF] == trie.lookahead[ROOT] == 0.0
 
 

@@ -102,6 +102,20 @@ def test_a_phrase_of_the_settings_counts_as_one_of_a_session(lexicon: bool, tmp_
     assert texts != [row[0].text for row in plain.decode(log_probs, lengths)]
 
 
+def test_a_session_gives_a_word_of_the_settings_another_bonus() -> None:
+    plain, configured = (
+        BeamDecoder(CHARACTERS, replace(OPEN, beam=4, hot_words=words, hot_word_bonus=9.3), None, 0.02, CPU)
+        for words in ([], ["bab"])
+    )
+    log_probs, lengths = speechlike(40, 4, 4).log_softmax(2), torch.full((4,), 40)
+    found = []
+    for decoder in (plain, configured):
+        session = decoder.start(4, {"bab": 1.5})
+        session.step(log_probs, lengths)
+        found.append([[(h.text, h.score) for h in row] for row in session.finish()])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("lexicon", [False, True])
 def test_sessions_with_other_hot_words_share_a_batch(lexicon: bool, tmp_path: Path) -> None:
     decoder = BeamDecoder(CHARACTERS, replace(OPEN, lexicon=lexicon), language_model(tmp_path, "word"), 0.02, CPU)

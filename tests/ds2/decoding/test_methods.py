@@ -210,7 +210,7 @@ def test_vocabulary_and_hot_words_must_fit_the_alphabet(tmp_path: Path) -> None:
     lm = language_model(tmp_path, "word")
     with pytest.raises(LanguageModelError, match="alphabet"):
         make_decoder(WIDE, Alphabet(("", " ", "x", "y")), 0.02, CPU, lm)
-    with pytest.raises(LexiconError, match="hot words"):
+    with pytest.raises(LexiconError, match="hot phrases"):
         make_decoder(replace(WIDE, hot_words=["a!"]), CHARACTERS, 0.02, CPU)
     with pytest.raises(LexiconError, match="hot phrases"):
         make_decoder(replace(WIDE, hot_words=["a b!"]), CHARACTERS, 0.02, CPU)

@@ -87,7 +87,7 @@ def test_adding_phrases_reads_each_character_of_the_phrases_once() -> None:
     import torch
 
     spelling = Spelling.of(ALPHABET)
-    trie = SessionTrie(build_trie({}, [], spelling), spelling, 1.0, 0.0, 0.0, torch.device("cpu"))
+    trie = SessionTrie(build_trie({}, spelling), spelling, 1.0, 0.0, 0.0, torch.device("cpu"))
     trie.codes = Counting(trie.codes)
     letters = [a + b + c + d for a in "abc" for b in "abc" for c in "abc" for d in "abc"]
     phrases = {f"a b {first} {second}": 1.0 for first in letters[:40] for second in letters[:20]}

@@ -22,6 +22,7 @@ from ds2.decoding.alignment import align_on_gpu, force_align
 from ds2.decoding.beam.decoder import BatchedBeamSearch, NBest
 from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.beam.kernel_search import KernelSearch
+from ds2.decoding.lexicon import ROOT
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
 
@@ -57,6 +58,7 @@ CASES = [
     Case("lexicon", replace(OPEN, lexicon=True)),
     Case("hot words in the lexicon", replace(OPEN, lexicon=True, hot_words=["bab", "ab"], hot_word_bonus=4.0)),
     Case("hot words", replace(OPEN, hot_words=["bab", "ab"], hot_word_bonus=4.0)),
+    Case("hot phrases", replace(OPEN, hot_words=["bab", "a b", "ab"], hot_word_bonus=4.0)),
     Case("hot words without model", replace(OPEN, hot_words=["bab"]), unit="none"),
     Case("characters", OPEN, unit="character"),
     Case("pieces of words", OPEN, PIECES),
@@ -86,7 +88,9 @@ def search(case: Case, lm: NGram | None, device: torch.device, by_kernel: bool) 
     fusion = Fusion(case.alphabet, case.options, lm, device)
     batched = BatchedBeamSearch(fusion, case.options)
     batched.kernel = KernelSearch(fusion, case.options) if by_kernel else None
-    return batched.search(log_probs.to(device), lengths)
+    hot_words = dict.fromkeys(case.options.hot_words)
+    root = fusion.trie.add_phrases(hot_words) if hot_words else ROOT
+    return batched.search(log_probs.to(device), lengths, root)
 
 
 def assert_same(found: NBest, wanted: NBest) -> None:
