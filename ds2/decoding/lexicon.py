@@ -391,6 +391,8 @@ class _SessionNodes:
         numbered = (columns["children"], columns["follow"])
         children, follow = (np.where(a < 0, first - 1 - a, a).astype(np.int32) for a in numbered)
         unfinished = self.trie.unfinished(columns["share"], columns["lookahead"])
-        arrays = (children, columns["word"], columns["is_word"], columns["hot"], unfinished, follow)
+        arrays: Sequence[NDArray[Any]] = (
+            children, columns["word"], columns["is_word"], columns["hot"], unfinished, follow
+        )  # fmt: skip
         for tensor, array in zip(vars(nodes).values(), arrays, strict=True):
             tensor[first : first + len(array)] = torch.from_numpy(array).to(tensor.device)
