@@ -24,6 +24,11 @@ class OnnxValue:
     def __init__(self, graph: OnnxOperations, name: str) -> None:
         self.graph, self.name = graph, name
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any, options: Any = None) -> Any:
+        """A function of torch, such as `torch.relu_`, is the method of its name."""
+        return getattr(arguments[0], function.__name__)(*arguments[1:], **(options or {}))
+
     def __add__(self, other: Any) -> OnnxValue:
         return self.graph.node("Add", self, other)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 Value = Any
 """A tensor of the target: torch's, or one with some of its operators and methods, which are + - * // @ >= < &, chunk,
 clamp, flip, float, log, log_softmax, long, permute, sigmoid, sum, tanh and what `activate_` of the cells of ds2_ops
-calls: only torch's are changed in place. Python's float is float32, int is int64."""
+calls (only torch's are changed in place). Python's float is float32, int is int64."""
 Step = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
 """The next states from the states (B, H) and the inputs (B, D) of a frame; the first state is the output."""
 

@@ -82,6 +82,13 @@ def test_every_nonlinearity_of_the_operators_is_exported(tmp_path: Path, name: s
     torch.testing.assert_close(exported, activate_(pre.clone(), 5.0), atol=4e-7 if name == "tanh" else 0, rtol=0)
 
 
+def test_functions_of_torch_are_methods_of_onnx_values() -> None:
+    value = OnnxOperations().input("x")
+    assert torch.relu_(value).name == "Clip_1_0"  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="'OnnxValue' object has no attribute 'elu_'"):
+        torch.nn.functional.elu_(value)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 def test_onnx_errs_no_more_than_torch(random_model: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
     """Beside float64, from the same float32 energies, twice the model's own error in float32 at most."""
