@@ -183,7 +183,7 @@ class Watchdog(threading.Thread):
         self.ranks = {rank: ReportedStatus(hosts[rank], RankStatus(), now_s, now_s) for rank in sorted(known)}
         self.tick_s = min(1.0, timeout_s / 10)
         self._finished: set[int] = set()
-        self._dropped = False
+        self._dropped = self._stopped = False
         # A signal wakes this thread even while the training thread is inside MPI, where Python runs no handlers.
         self._wake, self._signals = os.pipe()
         os.set_blocking(self._signals, False)
@@ -252,9 +252,15 @@ class Watchdog(threading.Thread):
         self.stop()
 
     def stop(self) -> None:
-        """Stop, after a last message in both directions; all ranks call it together."""
+        """Stop, after a last message in both directions; all ranks call it together.
+
+        It may be called again: a signal may end the call, or what follows it.
+        """
+        if self._stopped:  # the numbers of its files may be those of others by now
+            return
         os.write(self._signals, bytes([_STOP]))
         self.join()
+        self._stopped = True
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._wake)
         os.close(self._signals)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -149,3 +150,14 @@ def test_a_signal_tells_what_is_known_of_ranks_while_this_one_waits(capfd: pytes
         signal.signal(signal.SIGUSR2, former)
     assert "rank 1 on b got SIGUSR2 while it waited" in told
     assert not any(wire.aborted.is_set() for wire in wires)
+
+
+def test_a_watchdog_that_is_stopped_again_leaves_the_files_alone_that_were_opened_since() -> None:
+    """A signal ends a rank that has left its group, before it has another watchdog."""
+    watchdog = Watchdog(Wires(0, [queue.SimpleQueue()]), ["a"], RankStatus(), 600)
+    watchdog.start()
+    watchdog.drop()
+    with ExitStack() as files:
+        opened = [files.enter_context(open(os.devnull, "rb")) for _ in range(8)]  # they take free numbers
+        watchdog.drop()
+        assert all(file.read() == b"" for file in opened)
