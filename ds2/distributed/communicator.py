@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -84,8 +84,13 @@ class Communicator:
         """Return rank 0's small value; arguments as `allgather`."""
         return value
 
-    def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor with rank 0's; shape and dtype are the same on all ranks."""
+    def broadcast_(self, tensor: Tensor, holders: Collection[int] = (0,)) -> None:
+        """Overwrite a contiguous tensor with rank 0's; shape and dtype are the same on all ranks.
+
+        Args:
+            tensor: on the device or on the CPU.
+            holders: ranks that have it, rank 0 among them: of these, rank 0 alone makes this call.
+        """
 
     def sum_(self, tensor: Tensor) -> None:
         """Overwrite a small contiguous float tensor with its sum over ranks; the shape is the same on all ranks."""
@@ -129,14 +134,24 @@ class Communicator:
         the files that it writes."""
         yield
 
-    def broadcast_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rank 0's tensors by name, on other ranks as new tensors on the CPU; their own are ignored."""
+    def broadcast_tensors(self, tensors: dict[str, Tensor], holders: Collection[int] = (0,)) -> dict[str, Tensor]:
+        """Return rank 0's tensors by name, on other ranks as new tensors on the CPU; their own are ignored.
+
+        Args:
+            tensors: by name.
+            holders: ranks whose own tensors have rank 0's bits, rank 0 among them: they return these, and nothing is
+                sent to them. More than one where ranks come and go alone.
+        """
+        if len(holders) == self.world:
+            return tensors
         shapes = self.broadcast({name: (tuple(value.shape), value.new_empty(0)) for name, value in tensors.items()})
+        if self.rank != 0 and self.rank in holders:
+            return tensors
         if self.rank != 0:
             tensors = {name: torch.empty(shape, dtype=empty.dtype) for name, (shape, empty) in shapes.items()}
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         for name in shapes:
-            self.broadcast_(tensors[name])
+            self.broadcast_(tensors[name], holders)
         return tensors
 
     def agree(self, facts: Mapping[str, object], remedy: str) -> None:
@@ -208,11 +223,14 @@ class GroupCommunicator(Communicator):
         with self.status.waiting("broadcast"):
             return self.group.broadcast(value, classes)
 
-    def broadcast_(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor, holders: Collection[int] = (0,)) -> None:
         host = tensor.detach().cpu()
+        octets = host.view(-1).view(torch.uint8)
         with self.status.waiting("broadcast"):
-            if host.numel():
-                self.group.broadcast_(host.view(-1).view(torch.uint8))
+            if host.numel() and len(holders) == 1:
+                self.group.broadcast_(octets)
+            elif host.numel():
+                self.group.send_(octets, [rank for rank in range(self.world) if rank not in holders])
         if self.rank != 0:
             tensor.detach().copy_(host)
 

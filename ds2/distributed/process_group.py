@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -109,6 +109,10 @@ class ProcessGroup(ABC):
     @abstractmethod
     def broadcast_(self, octets: Tensor) -> None:
         """Overwrite a flat, non-empty uint8 tensor on the CPU with rank 0's."""
+
+    def send_(self, octets: Tensor, receivers: Collection[int]) -> None:
+        """As `broadcast_`, to these ranks; the others make no call. For groups of ranks that come and go."""
+        raise NotImplementedError(f"{self.name} broadcasts to all ranks")
 
     @abstractmethod
     def allgather_(self, parts: Tensor, own: Tensor) -> None:

@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -137,8 +137,11 @@ class TcpGroup(ProcessGroup):
         return dict.fromkeys(self._blocking.links, tensor)
 
     def broadcast_(self, octets: Tensor) -> None:
+        self.send_(octets, self._blocking.links)
+
+    def send_(self, octets: Tensor, receivers: Collection[int]) -> None:
         if self.rank == 0:
-            self._blocking.finish(self._others(octets), {})
+            self._blocking.finish(dict.fromkeys(receivers, octets), {})
         else:
             self._blocking.finish({}, {0: octets})
 

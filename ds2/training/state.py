@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,10 +129,19 @@ class TrainState:
 
 
 def broadcast_state(
-    state: TrainState, parts: Parts, progress: Progress, average_decay: float, comm: Communicator
+    state: TrainState,
+    parts: Parts,
+    progress: Progress,
+    average_decay: float,
+    comm: Communicator,
+    holders: Collection[int] = (0,),
 ) -> None:
-    """Load into `state` on all ranks what rank 0 holds in `parts` and `progress`; those of other ranks are ignored."""
-    parts = {name: comm.broadcast_tensors(parts.get(name, {})) for name in PARTS}
+    """Load into `state` on all ranks what rank 0 holds in `parts` and `progress`; those of other ranks are ignored.
+
+    `holders` are the ranks whose `parts` have rank 0's bits, rank 0 among them: they load their own as it does, so that
+    what follows from a load is the same on all ranks.
+    """
+    parts = {name: comm.broadcast_tensors(parts.get(name, {}), holders) for name in PARTS}
     progress = Progress(**comm.broadcast(asdict(progress)))
     comm.status.step = progress.step
     state.load(parts, progress, average_decay)

@@ -98,6 +98,32 @@ class Committed:
         return replace(self.progress)
 
 
+def ranks_with_state(commits: Sequence[int]) -> list[int]:
+    """Return the ranks whose state has the bits of rank 0's, rank 0 among them.
+
+    They are those whose last commit has its number, for that is the same commit of the same view:
+
+    - All ranks that have a commit come from one view, of which each was a rank: a process that was left behind has none
+      (`JOINER`), and neither has one that joins.
+    - The first commit of a view is one above the highest that any of its ranks brought, since that is rank 0's. So a
+      commit of that view has another number than any of an earlier view that one of its ranks may still have.
+
+    And a commit of a view is one state. The first one is what rank 0 sent, or what ranks with the same commit had. From
+    there each step computes the same on all ranks: weights, momenta, their counts and the average of weights are
+    functions of those before and of sums over ranks, which have one order. What differs between ranks is no state:
+    batches, masks and dropout are functions of seed, epoch, utterance and rank, and no generator is drawn from.
+
+    A step or an evaluation that broke has left nothing. Buffers (running statistics) and counts of batch norm are
+    restored from the commit, and so is the progress with its best scores, which rank 0 sends to all besides. Weights,
+    momenta and the average change after the last sum of a step, and no call between that and the commit can break,
+    but for a step that is not finite, which changes none of them.
+
+    Args:
+        commits: the number of the last commit of each rank; where rank 0 has none, it has read a file.
+    """
+    return [rank for rank, number in enumerate(commits) if rank == 0 or number == commits[0] != JOINER]
+
+
 class TrainingError(UserError):
     """Training cannot go on; the message says why and what to set."""
 
@@ -275,12 +301,13 @@ class Trainer:
             self.files.take_over()  # before the state is read: a lost rank that wakes up would replace it
             if self.comm.rank == 0 and state_file(self.run_dir).is_file():
                 parts, progress = read_state(self.run_dir, config, state)
-        commits, logged = self.comm.broadcast((self._commits, self.logged))
-        broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
+        of_ranks = self.comm.allgather((self._commits, self.logged))
+        holders = ranks_with_state([commits for commits, _ in of_ranks])
+        broadcast_state(state, parts, progress, config.train.average_decay, self.comm, holders)
         self._compare_dev_set()
         # From here to the record there is no call that a lost rank could end: weights and progress belong together.
         adopt_measurements(self.progress)
-        self._commits, self.logged = commits, logged
+        self._commits, self.logged = of_ranks[0]
         self._record()
 
     def _compare_dev_set(self) -> None:

@@ -131,7 +131,7 @@ def test_a_state_is_read_once_no_rank_that_was_lost_can_replace_it(
 ) -> None:
     """A rank is stopped while it writes the state, the others read the one before, and it wakes up."""
     (tmp_path / "trainer.safetensors").touch()
-    comm = Mock(rank=0, broadcast=lambda value: value)
+    comm = Mock(rank=0, allgather=lambda value: [value])
     rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=JOINER, _committed=NEVER)
     for name in ("broadcast_state", "adopt_measurements"):
         monkeypatch.setattr(trainer, name, Mock())
@@ -147,13 +147,29 @@ def test_a_state_that_has_arrived_is_recorded_before_another_rank_can_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next meeting goes back to the progress of its own step with the weights of the step that arrived."""
-    comm = Mock(rank=1, broadcast=lambda value: value)
+    comm = Mock(rank=1, allgather=lambda value: [value, value])
     rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=1, _committed=NEVER)
     lost = Mock(side_effect=LostRankError("rank 0 ended"))
     monkeypatch.setattr(trainer, "adopt_measurements", Mock())
-    monkeypatch.setattr(trainer, "broadcast_state", lambda *_: setattr(comm, "broadcast", lost))
+    monkeypatch.setattr(trainer, "broadcast_state", lambda *_: comm.configure_mock(broadcast=lost, allgather=lost))
     trainer.Trainer._take_state(rank, View(1, [], fresh=False))
     assert rank._record.called
+
+
+def test_the_state_is_sent_to_the_ranks_without_the_commit_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has ended the same step, rank 2 lacks its last sum, rank 3 is new."""
+    monkeypatch.setattr(trainer, "adopt_measurements", Mock())
+    for commits, rank_0, fresh, holders in (
+        ((7, 7, 6, JOINER), 7, False, [0, 1]),
+        ((JOINER, JOINER), JOINER, True, [0]),  # what each has read or drawn at its start need not be that of rank 0
+    ):
+        comm = Mock(rank=0, allgather=lambda value, of=commits: [(number, value[1]) for number in of])
+        rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=rank_0, _committed=NEVER)
+        monkeypatch.setattr(trainer, "broadcast_state", Mock())
+        trainer.Trainer._take_state(rank, View(1, [], fresh=fresh))
+        assert trainer.broadcast_state.call_args.args[-1] == holders
 
 
 def test_steps_are_prepared_anew_for_another_number_of_ranks(

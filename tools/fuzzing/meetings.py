@@ -1005,6 +1005,10 @@ def _in_place(path: Path, original: Any = file_system.atomic_file) -> Any:
     return nullcontext(path) if path.suffix == ".safetensors" else original(path)
 
 
+def _all_but_joiners(commits: Sequence[int]) -> list[int]:
+    return [rank for rank, number in enumerate(commits) if rank == 0 or number != JOINER]
+
+
 def _begin_again(progress: Any, plan: Sequence[Any], utterances: Sequence[Any]) -> None:
     progress.batch, progress.batches = 0, len(plan)
 
@@ -1063,6 +1067,7 @@ FAULTS = planted(
     ("a woken rank 0 replaces the state that the next one has read", RunFiles, "take_over", _nothing),
     ("a run that resumes begins its epoch again", training, "resolve_position", _begin_again),
     ("a process that was left behind counts its commits", _TRAINER, "__setattr__", _never_set("_commits", JOINER)),
+    ("a rank that lacks the state is taken for one that has it", trainers, "ranks_with_state", _all_but_joiners),
     ("no state is written before the first step", training, "state_file", lambda _: _STARTED),
     ("a state is written in place", file_system, "atomic_file", _in_place),
     ("a file is named before its content is flushed", file_system, "_sync_file", _nothing),

@@ -64,6 +64,23 @@ def test_calls_carry_the_values_of_all_ranks_in_order(world: int, length: int) -
         assert torch.equal(total, expected)
 
 
+def test_tensors_are_sent_to_ranks_that_lack_them_alone() -> None:
+    comms = [OrderedCommunicator(group, torch.device("cpu"), WAIT_S) for group in connected(4)]
+    own = [{"weight": torch.full((3, 5), float(rank)), "steps": torch.tensor(float(rank))} for rank in range(4)]
+
+    def work(group: TcpGroup) -> dict[str, torch.Tensor]:
+        return comms[group.rank].broadcast_tensors(own[group.rank], holders=(0, 2))
+
+    first, second, holder, fourth = on_all([comm.group for comm in comms if isinstance(comm.group, TcpGroup)], work)
+    for sent in (first, second, fourth):
+        assert torch.equal(sent["weight"], torch.zeros(3, 5)) and sent["steps"] == 0
+    assert holder is own[2] and torch.equal(holder["weight"], torch.full((3, 5), 2.0))  # its own, not what came
+    for comm in reversed(comms):  # as files of signals were opened
+        comm.watchdog.drop()
+        comm._progress.stop()
+        comm.group.close()
+
+
 def test_a_rank_that_closes_ends_the_waits_of_the_others_and_is_named() -> None:
     groups = connected(3)
 
