@@ -1,4 +1,4 @@
-"""The watchdog: finds a rank that hangs, names it and ends the job. Ranks report their status once a second.
+"""The watchdog: finds a rank that hangs, names it and ends the job. Ranks report their status once a second or oftener.
 
 `find_hang` distinguishes a rank that stays in one phase, a process that sends no reports (it is stopped, or stuck
 outside Python), and ranks that all wait in collectives that never end (a broken network).
@@ -25,6 +25,8 @@ from ds2.system.plain import FieldError, from_plain
 _STOP = 255  # a byte that is no signal number
 _SIGNAL_DELAY_S = 0.2
 _SLOW_FACTOR = 10.0
+_LATE = 4  # times as long as planned: where more passes between two looks at the reports, this process did not run
+_REPORT_S, _REPORT_TO_LEAVE_S = 1.0, 0.25  # from one report to the next; the latter where ranks come and go
 SILENT_S = 8.0  # where ranks come and go: a process that shows no life for so long is stopped, or its host is cut off
 
 
@@ -156,7 +158,12 @@ class Watchdog(threading.Thread):
     """Sends the status of this rank to rank 0 and rank 0's to all, and ends the job when `find_hang` finds a reason.
 
     Where ranks come and go it does not end the job, and itself only. There a silent rank is named after `SILENT_S`: a
-    mistake costs it a new start from the state of the others. Elsewhere a mistake would end the job.
+    mistake costs it a new start from the state of the others. Elsewhere a mistake would end the job. Reports are four
+    times as frequent there, so that a rank is named at most half a second after that limit, and a rank that runs but
+    slowly has four times as many chances to be heard within it.
+
+    Its clock stands still while this process does not run. On a host that is too busy, or is suspended with all of its
+    ranks, this process does not see what others send either, and so cannot say that they were silent.
 
     Args:
         channel: between the ranks.
@@ -179,9 +186,11 @@ class Watchdog(threading.Thread):
         self._silent_s = math.inf if on_hang is None else SILENT_S
         self.listeners = list(range(1, len(hosts))) if channel.rank == 0 else [0]
         self.world, now_s = len(hosts), time.monotonic()
+        self._now_s = self._looked_s = now_s
+        self._slept_s = 0.0
         known = {channel.rank, *self.listeners}
         self.ranks = {rank: ReportedStatus(hosts[rank], RankStatus(), now_s, now_s) for rank in sorted(known)}
-        self.tick_s = min(1.0, timeout_s / 10)
+        self.tick_s = min(_REPORT_S if on_hang is None else _REPORT_TO_LEAVE_S, timeout_s / 10)
         self._finished: set[int] = set()
         self._dropped = self._stopped = False
         # A signal wakes this thread even while the training thread is inside MPI, where Python runs no handlers.
@@ -198,7 +207,7 @@ class Watchdog(threading.Thread):
                 self.channel.send(replace(self.own), rank)
             self._receive()
             running = {rank: known for rank, known in self.ranks.items() if rank not in self._finished}
-            reason = find_hang(running, self.world, time.monotonic(), self.timeout_s, self._silent_s)
+            reason = find_hang(running, self.world, self._now_s, self.timeout_s, self._silent_s)
             if reason:
                 self._end(reason)
                 return
@@ -227,7 +236,9 @@ class Watchdog(threading.Thread):
             print(f"ds2: {own} got {name} while it waited; last reports: {reports}", file=sys.stderr, flush=True)
 
     def _receive(self) -> None:
-        now_s = time.monotonic()
+        looked_s, self._looked_s = self._looked_s, time.monotonic()
+        self._slept_s += max(0.0, self._looked_s - looked_s - _LATE * self.tick_s)
+        now_s = self._now_s = self._looked_s - self._slept_s
         self.ranks[self.channel.rank].update(replace(self.own), now_s)
         while (message := self.channel.receive()) is not None:
             rank, status = message

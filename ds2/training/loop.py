@@ -18,7 +18,7 @@ from ds2.distributed.process_group import LostRankError
 from ds2.system.garbage import short_collections
 from ds2.system.machine import git_commit
 from ds2.system.signals import Stopped, kill_workers
-from ds2.training.metrics import LogWindow, RunLog, progress_bar
+from ds2.training.metrics import LogWindow, RunLog, load_tensorboard, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.run_folder import make_folder, sole_use
 from ds2.training.state import Progress, resolve_position, state_file
@@ -65,6 +65,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     with trainer.files:
         if comm.elastic:
             with interrupts.at_once():
+                load_tensorboard()  # before the ranks wait for this one, which may be rank 0 some day
                 view = trainer.regroup(interrupts)
             _check_number(trainer, view)
             if comm.rank == 0 and not state_file(run_dir).is_file():
@@ -106,7 +107,7 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
     Raises:
         TrainingError: they are fewer than `comm.min_ranks`; the state is saved.
     """
-    logged = trainer.logged if previous.writes else None
+    logged, began_s = trainer.logged if previous.writes else None, time.monotonic()
     view, comm = trainer.regroup(interrupts), trainer.comm
     step = trainer.progress.step
     previous.close()
@@ -115,8 +116,9 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
         _log_again(trainer, board)
     board.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
     log.info(
-        "step %d: %d ranks go on, this is rank %d; %d joined%s",
-        *(step, comm.world, comm.rank, view.joined, "".join(f"; {text}" for text in view.left)),
+        "step %d: %d ranks go on after %.1f s, this is rank %d; %d joined%s",
+        *(step, comm.world, time.monotonic() - began_s, comm.rank, view.joined),
+        "".join(f"; {text}" for text in view.left),
     )
     if interrupts.agreed:
         trainer.files.save()

@@ -96,6 +96,11 @@ def _tag(group: str, name: str) -> str:
     return f"score/{group}_{name}" if group == "dev" else f"{group}/{name}"
 
 
+def load_tensorboard() -> None:
+    """Import what a `RunLog` that writes needs, which takes a moment: the others would wait for a new rank 0."""
+    import torch.utils.tensorboard  # noqa: F401
+
+
 class RunLog:
     """Writes a run's scalars, texts and spectrograms under its folder; only rank 0 makes one that writes.
 

@@ -303,6 +303,8 @@ class Trainer:
                 parts, progress = read_state(self.run_dir, config, state)
         of_ranks = self.comm.allgather((self._commits, self.logged))
         holders = ranks_with_state([commits for commits, _ in of_ranks])
+        if self.comm.rank == 0 and len(holders) < len(of_ranks):
+            log.info("the state is sent to %d of %d ranks, which lack it", len(of_ranks) - len(holders), len(of_ranks))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm, holders)
         self._compare_dev_set()
         # From here to the record there is no call that a lost rank could end: weights and progress belong together.

@@ -22,6 +22,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.launch import TIMEOUT_S, tool
+from support.paths import ROOT
 from support.run_log import events
 
 from ds2.cli import main
@@ -111,6 +112,17 @@ def test_before_the_first_step_there_is_a_state_to_go_on_from(
 
     monkeypatch.setattr(loop, "_run", look)
     assert main(["train", *tiny_overrides, "comm.max_ranks=2", f"run_dir={tmp_path / 'run'}"]) == 0
+
+
+def test_what_rank_0_needs_is_imported_before_the_ranks_meet(tiny_overrides: list[str], tmp_path: Path) -> None:
+    """They would wait for the next rank 0 otherwise."""
+    code = (
+        "import sys, os\nfrom ds2.cli import main\nfrom ds2.training.trainer import Trainer\n"
+        "Trainer.regroup = lambda *_: os._exit(10 + ('torch.utils.tensorboard' in sys.modules))\nmain(sys.argv[1:])"
+    )
+    settings = ["train", *tiny_overrides, "comm.max_ranks=2", f"run_dir={tmp_path / 'run'}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "ops")))}
+    assert subprocess.run([sys.executable, "-c", code, *settings], env=environment, check=False).returncode == 11
 
 
 def test_a_process_that_was_left_behind_forgets_the_step_that_it_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,15 @@ stopped and one joins; what else happens is drawn. Its log says how many ranks t
 those of trainings with a fixed number of ranks over Gloo, each of which resumes where the one before was stopped. Every
 loss and every tensor of the last state must have the same bits, every step must be there once, and no file may remain
 half written. The exit status is 1 if a run differs. Ranks are forked: libraries load once.
+
+How long no step ended counts from the last loss of a series: a rank that is stopped while the others meet after the end
+of another one is a loss of its own, which they wait for anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import math
@@ -62,6 +66,17 @@ DRAWN: list[tuple[str, int | None]] = [("kill", None)] * 5 + [("stop", None), ("
 
 
 @dataclass
+class Strike:
+    """A process that was killed, stopped or asked to leave: when, and when it went on; seconds since the epoch."""
+
+    kind: str
+    process: int
+    at_s: float
+    of_rank: bool = True
+    until_s: float = math.inf
+
+
+@dataclass
 class RunCounts:
     """What was done to the runs, and how they ended."""
 
@@ -90,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base = Path(name)
         settings = (*training_settings(corpus(base / "corpus")), f"data.work_dir={base / 'work'}", *STEPS)
         settings += (*(ON_GPU if options.device == "cuda" else ()), *options.settings)
+        gc.freeze()  # a rank that looked through all modules would copy their memory, for a second or more
         if options.device == "cuda":  # its kernels are compiled once, before times are taken
             (base / "compiled").mkdir()
             expected(base / "compiled", settings, {step: step for step in range(1, options.ranks + 1)})
@@ -116,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for how in sorted({how for how, _ in count.paused_s}):
         pauses = [pause_s for by, pause_s in count.paused_s if by == how]
         print(
-            f"{len(pauses)} losses of ranks that were {how}; from the last step before to the first one after: median "
+            f"{len(pauses)} series of losses of ranks that were {how}; from the last loss to the next step: median "
             f"{statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s"
         )
     print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
@@ -153,12 +169,12 @@ def disturbed(
 ) -> None:
     """Train to the end while processes are killed, stopped, asked to leave and started."""
     run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")
-    output, began, killed = folder / "output.txt", time.monotonic(), dict[int, float]()
+    output, began, strikes = folder / "output.txt", time.monotonic(), list[Strike]()
     slow = folder / "slow"  # while this file is there
     environment = {"SLOW_WHILE": str(slow)} if options.device == "cuda" else {}
     slow.touch()
     running = [start(run, output, environment) for _ in range(draw.randint(1, options.ranks))]
-    stopped: dict[int, float] = {}  # processes, and when they go on
+    stopped: dict[int, tuple[float, Strike]] = {}  # processes, and when they go on
     events, once = draw.randint(EVENTS[0], max(options.events, EVENTS[0])), list(ONCE)
     done = False
     while not done or running or stopped:
@@ -168,9 +184,9 @@ def disturbed(
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
             raise Fault(f"not done after {LIMIT_S:.0f} s: {last_output(output.parent)}")
-        for process in [process for process, until in stopped.items() if until < time.monotonic()]:
+        for process in [process for process, (until, _) in stopped.items() if until < time.monotonic()]:
             os.kill(process, signal.SIGCONT)
-            del stopped[process]
+            stopped.pop(process)[1].until_s = time.time()
             running.append(process)
         ended = {process: _status(process, output) for process in running}
         done |= 0 in ended.values()
@@ -190,18 +206,18 @@ def disturbed(
             process = ranks[0] if rank == 0 else draw.choice(ranks if draw.random() < 0.9 else running)
             count.of_ranks += process in ranks
             os.kill(process, number)
+            strikes.append(Strike(kind, process, time.time(), process in ranks))
             if number == signal.SIGSTOP:
-                stopped[process] = time.monotonic() + draw.uniform(0.1, 2 * SILENT_S)
+                stopped[process] = time.monotonic() + draw.uniform(0.1, 2 * SILENT_S), strikes[-1]
                 running.remove(process)
-            if number == signal.SIGKILL:
-                killed[process] = time.time()
         else:
             continue
         events -= 1
         count.events[kind] += 1
         if not events:
             slow.unlink()
-    count.paused_s += pauses_s(folder / "broken")
+    count.paused_s += pauses_s(folder / "broken", strikes)
+    killed = {strike.process: strike.at_s for strike in strikes if strike.kind == "kill"}
     count.recovered_s += recovered_s(folder / "broken", killed)
 
 
@@ -227,22 +243,34 @@ def next_event(
     return event
 
 
-def pauses_s(folder: Path) -> list[tuple[str, float]]:
-    """How the ranks of each loss were lost, and how long no step ended."""
+def pauses_s(folder: Path, strikes: Sequence[Strike]) -> list[tuple[str, float]]:
+    """How the ranks of each series of losses were lost, and how long after the last loss no step ended."""
     pauses: list[tuple[str, float]] = []
-    last, last_s, how = 0, 0.0, ""
+    last, last_s, left = 0, math.inf, ""
     for line in lines_of(folder):
         if line["event"] == "ranks":
             last = line["step"]  # steps after it are repeated
-            if line["left"]:
-                how = "stopped" if how == "stopped" or "silent" in str(line["left"]) else "killed, or left"
+            left += "; ".join(line["left"])
         elif line["event"] in ("start", "resume"):
-            last, how = line["step"], ""  # no rank was left
+            last, left = line["step"], ""  # no rank was left
         elif line["event"] == "train" and line["step"] > last:  # not one that who takes over writes again
-            if how:
-                pauses.append((how, line["time"] - last_s))
-            last, last_s, how = line["step"], line["time"], ""
+            if left and last_s < math.inf:
+                how = "stopped" if "silent" in left else "killed, or left"
+                pauses.append((how, line["time"] - last_loss_s(strikes, last_s, line["time"], left)))
+            last, last_s, left = line["step"], line["time"], ""
     return pauses
+
+
+def last_loss_s(strikes: Sequence[Strike], began_s: float, ended_s: float, left: str) -> float:
+    """When the last rank was lost between two steps, of which `left` says who was left.
+
+    Who was stopped and went on before the others noticed was lost until then: they have waited for it.
+    """
+    times = [began_s]
+    for strike in (strike for strike in strikes if strike.of_rank):
+        noticed = f"(process {strike.process}) " in left or strike.until_s > ended_s
+        times.append(strike.at_s if noticed else strike.until_s)
+    return max(time_s for time_s in times if time_s <= ended_s)
 
 
 def _ranks(folder: Path) -> list[int]:

@@ -130,6 +130,27 @@ def test_a_hanging_rank_ends_the_job_and_says_so(
     dogs[0].stop()
 
 
+def test_ranks_are_not_silent_while_this_process_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is suspended with all of its ranks, and this one goes on before their reports arrive."""
+    now_s, reasons = 0.0, list[str]()
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
+    monkeypatch.setattr(sys.modules[Watchdog.__module__], "time", clock)
+    channel = SimpleNamespace(rank=1, send=lambda status, to: None, receive=lambda: None)
+    watchdog = Watchdog(channel, ["a", "b"], RankStatus(), 600, reasons.append)
+    ticks = iter([1.0, 60.0, *(60 + 0.25 * number for number in range(1, 100))])
+
+    def tick(*_: object) -> tuple[list[int], list[int], list[int]]:
+        nonlocal now_s
+        now_s = next(ticks)
+        return [], [], []
+
+    monkeypatch.setattr(sys.modules[Watchdog.__module__], "select", SimpleNamespace(select=tick))
+    watchdog.start()
+    watchdog.join(WAIT_S)
+    watchdog.drop()
+    assert now_s == 66.25 and "rank 0 on a has been silent for 8 s" in reasons[0]  # 2 s are those before it slept
+
+
 def test_a_signal_tells_what_is_known_of_ranks_while_this_one_waits(capfd: pytest.CaptureFixture[str]) -> None:
     former = signal.signal(signal.SIGUSR2, lambda *_: None)
     wires, dogs = two_ranks(timeout_s=60)
