@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -22,18 +23,31 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ds2.config.check import check
-from ds2.config.convert import FREE_FORM, Inheritance, config_from_dict, explain, inherit, to_config
+from ds2.config.convert import (
+    FREE_FORM,
+    Inheritance,
+    config_from_dict,
+    explain,
+    inherit,
+    read_yaml,
+    text_keys,
+    to_config,
+)
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
 from ds2.text.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
 _WORDS = re.compile(r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
+_NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
 _WORDS_OF_MAPPING = re.compile(r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
 
 
 class ConfigFolder(ConfigSource):
-    """A folder of --config-dir: Hydra's `file://`, but a recipe needs no `# @package _global_` at its top."""
+    """A folder of --config-dir: Hydra's `file://`, but a recipe needs no `# @package _global_` at its top.
+
+    Files that are no YAML, or hold no mapping, are ConfigErrors.
+    """
 
     @staticmethod
     def scheme() -> str:
@@ -41,11 +55,18 @@ class ConfigFolder(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = self._file(config_path)
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8")
+            values = read_yaml(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
+            raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(values, dict | None):
+            raise ConfigError(f"{file} holds a {type(values).__name__}: expected lines `KEY: VALUE`")
         header = self._get_header_dict(text)
         if file.parent.name == "recipe" and header["package"] is None:
             header["package"] = "_global_"
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=OmegaConf.load(file), header=header)
+        config = OmegaConf.create(values or {})
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
 
     def is_group(self, config_path: str) -> bool:
         return Path(self.path, config_path).is_dir()
@@ -125,6 +146,8 @@ def read_config(
     config = to_config(composed)
     if run_dir is not None:
         config.run_dir = str(run_dir)
+    if not config.run_dir:
+        raise ConfigError("run_dir is empty: name the folder of the run, such as run_dir=runs/mine")
     if config.alphabet.pieces_file and not config.alphabet.pieces:
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
     if not config.checkpoint.init_from:
@@ -199,12 +222,21 @@ def parse_override(override: str) -> Override:
 
 
 def _spelled(override: str) -> str:
-    """Quote the words of a value that have non-ASCII letters, as in paths, which Hydra's grammar does not allow."""
+    """Quote the words of a value that Hydra's grammar does not allow, or would not take as they are.
+
+    It allows no non-ASCII letters, as in paths; and reads run_dir=2024_01 as a number, 202401.
+    """
     key, _, value = override.partition("=")
-    if value.isascii() or any(mark in value for mark in ("'", '"', "\\", "${")):
+    if not value or any(mark in value for mark in ("'", '"', "\\", "${")):
         return override
+    is_text = key in text_keys()
     words = _WORDS_OF_MAPPING if "{" in value else _WORDS
-    return f"{key}={words.sub(lambda word: word[0] if word[0].isascii() else repr(word[0]), value)}"
+
+    def spelled(word: re.Match[str]) -> str:
+        plain = word[0].isascii() and not (is_text and _NUMBER_OR_BOOL.fullmatch(word[0]))
+        return word[0] if plain else repr(word[0])
+
+    return f"{key}={words.sub(spelled, value)}"
 
 
 def _missing(error: MissingConfigException) -> NoReturn:

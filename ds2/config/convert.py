@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import io
+import re
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
@@ -18,7 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast, get_type_hints
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader  # public ways to read YAML do not say how words are read
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ds2.config import schema
@@ -34,6 +37,39 @@ _SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs"
 _SECTIONS = ("model", "features", "alphabet")
 _OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
 _LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
+
+
+_RESOLVED = {  # as in YAML 1.2; 1.1 takes no for false, 007 for 7, 2024_01 for 202401 and 12:30 for 750
+    "tag:yaml.org,2002:bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"),
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"),
+}
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML as OmegaConf does, but with words that stay words: `graphs: off`, `locale: no`, `run_dir: 2024_01`.
+
+    Raises:
+        YAMLError, ValueError, RecursionError: it is no YAML; also for a key twice in a mapping.
+    """
+    return yaml.load(text, Loader=_yaml_loader())
+
+
+@functools.cache
+def _yaml_loader() -> type[yaml.SafeLoader]:
+    loader: type[yaml.SafeLoader] = get_yaml_loader()
+    loader.yaml_implicit_resolvers = {
+        first: [(tag, _RESOLVED.get(tag, pattern)) for tag, pattern in resolvers]
+        for first, resolvers in loader.yaml_implicit_resolvers.items()
+    }
+    return loader
+
+
+@functools.cache
+def text_keys() -> frozenset[str]:
+    """Return the settings that are texts or lists of texts, by dotted key."""
+    sections = [("", Config), *((f"{field.name}.", kind) for field, kind in _fields(Config) if is_dataclass(kind))]
+    kinds = {f"{prefix}{field.name}": kind for prefix, owner in sections for field, kind in _fields(owner)}
+    return frozenset(key for key, kind in kinds.items() if kind in (str, list[str]))
 
 
 def to_config(composed: DictConfig) -> Config:

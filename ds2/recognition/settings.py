@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.config.convert import nearest_key, shape_hint, to_config
+from ds2.config.convert import nearest_key, shape_hint, text_keys, to_config
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.system.files import write_text
 
-_TEXTS = tuple(f"decode.{entry.name}" for entry in fields(DecodeConfig) if entry.type == "str")
 _MAX_BYTES = 1 << 20  # of a file of tuned settings
 
 
@@ -44,11 +42,12 @@ def decode_settings(
         base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
         if tuned and file.is_file():
             base = OmegaConf.merge(base, {"decode": _located(file, _read(file))})
-        texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
-        others = [change for change in changes if change.partition("=")[0] not in _TEXTS]
+        texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in text_keys()}
+        others = [change for change in changes if change.partition("=")[0] not in text_keys()]
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
-        for key, value in texts.items():  # not parsed: YAML would read some paths as lists
-            OmegaConf.update(merged, key, value)
+        for key, value in texts.items():  # not parsed: YAML would read some paths as lists, and words as numbers
+            listed = isinstance(OmegaConf.select(merged, key), ListConfig)
+            OmegaConf.update(merged, key, _words(key, value) if listed else value)
     except OverflowError as error:  # a number of 400 digits
         place = ", ".join([str(file)] * file.is_file() + list(changes))
         raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from error
@@ -62,6 +61,17 @@ def decode_settings(
         reason = next(filter(None, map(shape_hint, blamed)), str(error).splitlines()[0])
         raise ConfigError(f"{place}: {key}{reason}{hint}") from error
     return to_config(cast(DictConfig, merged)).decode
+
+
+def _words(key: str, value: str) -> list[str]:
+    """Read a list of words, each as it is written: [yes, 007]."""
+    try:
+        words = yaml.load(value, Loader=yaml.BaseLoader)  # texts, lists and mappings only
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{key}={value} is no list: {' '.join(str(error).split())}") from error
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"{key}={value}: {shape_hint(key)}")
+    return words
 
 
 def _read(file: Path) -> DictConfig:

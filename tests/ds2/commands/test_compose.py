@@ -82,6 +82,57 @@ def test_a_users_group_is_read_without_a_header(tmp_path: Path) -> None:
     assert compose_config(with_search_path(command)).model.depth == 6
 
 
+WORDS = """\
+run_dir: 2024_01
+alphabet:
+  locale: no
+  replace: {on: an, yes: ja}
+train:
+  graphs: off
+model:
+  batch_norm: no
+  bidirectional: false
+decode:
+  hot_words: [yes, no, 007, 12:30]
+"""
+
+
+def test_words_of_a_users_recipe_stay_words(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(WORDS)
+    config = compose_config(with_search_path(["--config-dir", str(tmp_path), "recipe=mine"]))
+    assert (config.run_dir, config.alphabet.locale, config.train.graphs) == ("2024_01", "no", "off")
+    assert config.alphabet.replace == {"on": "an", "yes": "ja"} and config.model.batch_norm is False
+    assert config.decode.hot_words == ["yes", "no", "007", "12:30"]
+
+
+@pytest.mark.parametrize("word", ["2024_01", "1e3", "007", "true", "2024-01-15", "nan"])
+def test_words_of_the_command_line_stay_words(word: str) -> None:
+    config = compose_config([f"run_dir={word}", f"data.train=[{word},a/{word}]", "model.depth=6"])
+    assert (config.run_dir, config.data.train, config.model.depth) == (word, [word, f"a/{word}"], 6)
+
+
+def test_a_run_folder_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="run_dir is empty: name the folder"):
+        compose_config(["run_dir="])
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"train:\n  epochs: 3\n  epochs: 4\n", "is no YAML: .*found duplicate key epochs"),
+        (b"train:\n\tepochs: 3\n", "is no YAML: .*cannot start any token"),
+        (b"\xff\xfe", "is no YAML: .*can't decode byte 0xff"),
+        (b"- a\n", "holds a list: expected lines"),
+    ],
+)
+def test_a_users_recipe_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"recipe/mine\.yaml {reason}"):
+        compose_config(with_search_path(["--config-dir", str(tmp_path), "recipe=mine"]))
+
+
 def test_a_recipe_that_extends_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("defaults:\n  - /recipe: an4_demo\n")

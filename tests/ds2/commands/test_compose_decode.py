@@ -39,6 +39,13 @@ def test_a_value_that_is_no_list_gets_the_form_of_lists(value: str, others: list
         resolve_options(arguments, tmp_path / "best.safetensors", Config(run_dir="run"))
 
 
+@pytest.mark.parametrize("others", [[], ["decode=beam"], ["decode.beam=9"]])
+def test_hot_words_stay_as_they_are_written(others: list[str], tmp_path: Path) -> None:
+    arguments = [*others, "decode.hot_words=[yes,no, true ,007]"]
+    options = resolve_options(arguments, tmp_path / "best.safetensors", Config(run_dir="run"))
+    assert options.hot_words == ["yes", "no", "true", "007"]
+
+
 def test_the_nearest_key_is_named(tmp_path: Path) -> None:
     model, config = tmp_path / "best.safetensors", Config(run_dir="run")
     with pytest.raises(ConfigError, match=r"did you mean 'decode\.alpha'"):
