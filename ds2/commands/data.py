@@ -34,7 +34,7 @@ from ds2.data.manifest import (
     write_manifest,
 )
 from ds2.data.shards import MANIFEST, write_shards
-from ds2.data.splits import ensure_manifests
+from ds2.data.splits import ensure_manifests, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, write_text
 from ds2.system.signals import default_signals
@@ -150,6 +150,7 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
         model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
     named = {"train": config.data.train, "dev": config.data.dev, "test": config.data.test}
     splits = {split: read_manifests([Path(p) for p in paths]) for split, paths in named.items() if paths}
+    warn_of_other_corpus(config.data, splits["train"])
 
     def output_frames(samples: int) -> int:
         return int(model.output_frames(int(features.frames(samples))))

@@ -116,6 +116,7 @@ class Probe:
     rms: float = 0.0
     clipped: float = 0.0  # fraction of samples in runs at full scale
     digest: str = ""  # of the samples at 16 bits
+    averaged: bool = False  # over several channels
 
 
 def check(
@@ -229,7 +230,8 @@ def _probe(utterance: Utterance, sample_rate_hz: int, channel: int) -> Probe:
         return Probe(str(error), "unreadable")
     rms = math.sqrt(squares / max(count, 1))
     fraction = clipped / max(count, 1)
-    return Probe("", "", info.sample_rate_hz, info.duration_s, peak, rms, fraction, digest.hexdigest())
+    averaged = info.channels > 1 and not channel
+    return Probe("", "", info.sample_rate_hz, info.duration_s, peak, rms, fraction, digest.hexdigest(), averaged)
 
 
 def _clipped_samples(block: NDArray[np.float32]) -> int:
@@ -269,7 +271,9 @@ def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, is_whole_fi
         return [("error", measured.kind, measured.error)]
     problems = []
     if measured.peak < SILENT_PEAK:
-        problems.append(("error", "silent", f"its peak is {_decibel(measured.peak)} of full scale"))
+        peak = f"its peak is {_decibel(measured.peak)} of full scale" if measured.peak else "all its samples are zero"
+        cancelled = "; its channels may cancel each other: try data.channel=1" if measured.averaged else ""
+        problems.append(("error", "silent", peak + cancelled))
     elif measured.peak < QUIET_PEAK:
         problems.append(("warning", "quiet", f"its peak is {_decibel(measured.peak)} of full scale: amplify it"))
     if measured.clipped > CLIPPED_FRACTION:
@@ -292,7 +296,7 @@ def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, is_whole_fi
 
 
 def _decibel(level: float) -> str:
-    return f"{20 * math.log10(level):.0f} dB" if level > 0 else "zero"
+    return f"{20 * math.log10(level):.0f} dB"
 
 
 def _duplicates(listed: Sequence[tuple[str, Utterance]], probes: Sequence[Probe]) -> list[Finding]:

@@ -61,6 +61,18 @@ def ensure_manifests(data: DataConfig) -> None:
         )
 
 
+def warn_of_other_corpus(data: DataConfig, utterances: Sequence[Utterance]) -> None:
+    """Warn where the training utterances were prepared from another folder than `data.corpus` now names."""
+    manifest, corpus = Path(data.train[0]), Path(data.corpus).resolve()
+    prepared = bool(data.prepare and data.corpus) and manifest.parent.resolve() == Path(data.work_dir).resolve()
+    if prepared and corpus.is_dir() and not utterances[0].audio_filepath.is_relative_to(corpus):
+        log.warning(
+            "%s was prepared before and lists audio outside data.corpus=%s, such as %s. That audio is used; "
+            "`ds2 data prepare` with the same settings writes the manifest anew",
+            manifest, data.corpus, utterances[0].audio_filepath,
+        )  # fmt: skip
+
+
 def training_utterances(
     data: DataConfig, augment: AugmentConfig, alphabet: Alphabet, output_frames: Callable[[int], int]
 ) -> list[Utterance]:
@@ -70,6 +82,7 @@ def training_utterances(
         CorpusError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
     """
     utterances = read_manifests([Path(p) for p in data.train])
+    warn_of_other_corpus(data, utterances)
     checked = [
         (u, transcript_problems(u, data, alphabet, output_frames, speeds=speed_range(augment))) for u in utterances
     ]

@@ -150,6 +150,7 @@ def _log_start(trainer: Trainer, board: RunLog) -> None:
     log.info("%s; run folder %s", trainer.describe(), run_dir)
     _warn_of_short_warm_up(config, len(trainer.plan()))
     _warn_of_early_delay_penalty(config)
+    _warn_of_lone_settings(config)
     if trainer.dev_data is not None and (warning := trainer.dev_data.warning()):
         log.warning("%s", warning)
     if not trainer.dev.utterances:
@@ -334,6 +335,21 @@ def finished(config: Config, progress: Progress) -> str:
     return ""
 
 
+def _warn_of_lone_settings(config: Config) -> None:
+    """Warn of settings that have no effect without another one."""
+    augment, limits, noise = config.augment, config.train, config.augment.noise_probability
+    for key, value, other, needed in (
+        ("augment.noise", augment.noise, "augment.noise_probability above 0", noise),
+        ("augment.babble_share", augment.babble_share, "augment.noise_probability above 0", noise),
+        ("train.early_stop_epochs", limits.early_stop_epochs, "a dev set (data.dev)", config.data.dev),
+        ("train.dropout_rise_epochs", limits.dropout_rise_epochs, "model.dropout above 0", config.model.dropout),
+        ("train.delay_penalty_after_epochs", limits.delay_penalty_after_epochs, "train.delay_penalty above 0",
+         limits.delay_penalty),
+    ):  # fmt: skip
+        if value and not needed:
+            log.warning("%s=%s has no effect: it needs %s", key, value, other)
+
+
 def _warn_of_short_warm_up(config: Config, batches: int) -> None:
     """Warn where the planned steps, in epochs of so many batches, are too few for `optim.warmup_steps`."""
     steps = config.train.epochs * -(-batches // config.train.accumulate)
@@ -341,9 +357,8 @@ def _warn_of_short_warm_up(config: Config, batches: int) -> None:
     divisor = round(warm_up_part(config, Progress(), 1.0))
     if config.optim.warmup_steps > max(1, steps // divisor):
         log.warning(
-            "optim.warmup_steps=%d is much for a training of %d steps: the learning rate reaches its value after %d, "
-            "1/%d of them",
-            *(config.optim.warmup_steps, steps, max(1, steps // divisor), divisor),
+            "this training has %d steps, so the warm-up ends after %d of them (1/%d), not after optim.warmup_steps=%d",
+            *(steps, max(1, steps // divisor), divisor, config.optim.warmup_steps),
         )
 
 

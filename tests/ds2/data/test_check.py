@@ -92,6 +92,12 @@ AUDIO_FAULTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 }
 
 
+def test_channels_that_cancel_each_other_are_named(folder: Path) -> None:
+    voice = noise(50)
+    (finding,) = checked(folder, Utterance(write(folder / "x.wav", np.stack([voice, -voice], 1)), 2.0, TEXT)).findings
+    assert finding.kind == "silent" and finding.message.endswith("channels may cancel each other: try data.channel=1")
+
+
 @pytest.mark.parametrize("fault", AUDIO_FAULTS)
 def test_an_audio_fault_is_named_by_kind_file_and_line(folder: Path, fault: str) -> None:
     make, severity, kind = AUDIO_FAULTS[fault]

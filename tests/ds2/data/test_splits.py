@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from ds2.config.schema import DataConfig
 from ds2.data.manifest import Utterance
-from ds2.data.splits import ScoredData
+from ds2.data.splits import ScoredData, warn_of_other_corpus
 
 
 def utterance(name: str, speaker: str, *, folder: str = "/corpus", text: str = "yes") -> Utterance:
@@ -27,3 +30,16 @@ def test_utterances_and_speakers_of_the_training_data_are_counted() -> None:
     assert "other speech;" in data.warning()
     assert "other speakers;" in ScoredData.of(["dev.jsonl"], dev[2:], training).warning()
     assert ScoredData.of(["dev.jsonl"], dev[3:], training).warning() == ""
+
+
+def test_manifests_of_another_corpus_are_not_taken_for_this_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    work, old, new = (tmp_path / name for name in ("work", "old", "new"))
+    new.mkdir()
+    data = DataConfig(train=[f"{work}/train.jsonl"], work_dir=str(work), corpus=str(new), prepare="an4")
+    warn_of_other_corpus(data, [utterance("a", "ann", folder=str(new / "wav"))])
+    warn_of_other_corpus(DataConfig(train=["mine.jsonl"]), [utterance("a", "ann")])
+    assert not caplog.text
+    warn_of_other_corpus(data, [utterance("a", "ann", folder=str(old / "wav"))])
+    assert f"lists audio outside data.corpus={new}, such as {old}/wav/a.wav" in caplog.text
