@@ -224,7 +224,7 @@ def parse_override(override: str) -> Override:
 def _spelled(override: str) -> str:
     """Quote the words of a value that Hydra's grammar does not allow, or would not take as they are.
 
-    It allows no non-ASCII letters, as in paths; and reads run_dir=2024_01 as a number, 202401.
+    It allows no non-ASCII letters and no second =, as in the folders of a sweep; and reads run_dir=2024_01 as 202401.
     """
     key, _, value = override.partition("=")
     if not value or any(mark in value for mark in ("'", '"', "\\", "${")):
@@ -233,7 +233,7 @@ def _spelled(override: str) -> str:
     words = _WORDS_OF_MAPPING if "{" in value else _WORDS
 
     def spelled(word: re.Match[str]) -> str:
-        plain = word[0].isascii() and not (is_text and _NUMBER_OR_BOOL.fullmatch(word[0]))
+        plain = word[0].isascii() and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
         return word[0] if plain else repr(word[0])
 
     return f"{key}={words.sub(spelled, value)}"

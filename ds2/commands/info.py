@@ -35,7 +35,7 @@ def make_parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """`ds2 info MODEL` or `ds2 info [OVERRIDE...]`."""
     words = make_parser().parse_args(with_search_path(arguments)).what
-    named = [argument for argument in words if "=" not in argument]
+    named = [argument for argument in words if "=" not in argument or Path(argument).exists()]  # of a sweep: a=1
     if named:
         if len(words) > 1:
             raise ConfigError(

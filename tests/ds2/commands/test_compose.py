@@ -106,7 +106,7 @@ def test_words_of_a_users_recipe_stay_words(tmp_path: Path) -> None:
     assert config.decode.hot_words == ["yes", "no", "007", "12:30"]
 
 
-@pytest.mark.parametrize("word", ["2024_01", "1e3", "007", "true", "2024-01-15", "nan"])
+@pytest.mark.parametrize("word", ["2024_01", "1e3", "007", "true", "2024-01-15", "nan", "sweep/lr=0.1"])
 def test_words_of_the_command_line_stay_words(word: str) -> None:
     config = compose_config([f"run_dir={word}", f"data.train=[{word},a/{word}]", "model.depth=6"])
     assert (config.run_dir, config.data.train, config.model.depth) == (word, [word, f"a/{word}"], 6)
