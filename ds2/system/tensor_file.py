@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ds2.system import UserError
-from ds2.system.files import atomic_file
+from ds2.system.files import atomic_file, describe_full_disk
 from ds2.system.machine import usable_cores
 from ds2.system.plain import parse_json
 
@@ -65,7 +64,6 @@ def save(
         CheckpointError: where the file is written: the folder is not writable or the disk is full; an older file at
             `path` is unchanged.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     fetch = _copy({} if copies is None else copies, tensors)
 
     def write() -> None:
@@ -74,12 +72,12 @@ def save(
             with atomic_file(path) as partial:
                 check()
                 write_tensors(copies, partial, make_header({"format": FORMAT_VERSION, **metadata}, copies))
-        except (OSError, SafetensorError) as error:
-            free = shutil.disk_usage(path.parent).free
+        except OSError as error:
+            size_mib = sum(copy.nbytes for copy in copies.values()) / 2**20
+            way_out = describe_full_disk(error) or "; when its folder can be written, start the same command again"
             raise CheckpointError(
-                f"{path} could not be written ({error}); {free / 2**20:.1f} MiB are free there and about "
-                f"{sum(t.nbytes for t in copies.values()) / 2**20:.1f} are needed. The previous file is untouched; "
-                "free some space and start the same command again, it resumes"
+                f"{path} could not be written ({error}). It has {size_mib:.1f} MiB, the previous file is untouched"
+                f"{way_out}, it resumes"
             ) from error
 
     run(write)

@@ -864,7 +864,7 @@ def simulated(world: World) -> Iterator[None]:
     board = SimpleNamespace(add_custom_scalars=_nothing, add_scalar=_nothing, close=_nothing)
     changed: list[tuple[Any, str, Any]] = [
         *[(module, "os", world.disk) for module in (elastic, file_system, run_folder, audio_cache)],
-        *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, tensor_file, audio_cache)],
+        *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, audio_cache)],
         *[(module, "fcntl", lock) for module in (elastic, file_system)],
         *[(module, "host_id", lambda: "host") for module in (file_system, run_folder)],
         *[(tensor_file, name, getattr(world.disk, name)) for name in ("write_tensors", "safe_open")],

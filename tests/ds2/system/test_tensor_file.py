@@ -77,10 +77,25 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tensor_file, "write_tensors", fails)
-    with pytest.raises(CheckpointError, match=r"No space left.*previous file is untouched"):
+    free = r"\d+\.\d MiB are free there: free some space"
+    with pytest.raises(CheckpointError, match=rf"No space left.*previous file is untouched; {free} and start"):
         save(path, {"w": torch.zeros(2)}, {})
     assert torch.equal(load(path)[0]["w"], torch.ones(2))
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_folder_that_went_away_is_named_and_not_taken_for_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is no longer there: its folder can neither be found nor made."""
+
+    def fails(folder: Path, **_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(folder))
+
+    monkeypatch.setattr(Path, "mkdir", fails)
+    says = r"run/a could not be written .*Read-only file system.*; when its folder can be written, start"
+    with pytest.raises(CheckpointError, match=says):
+        save(tmp_path / "run" / "a", {"w": torch.zeros(2)}, {})
 
 
 @pytest.mark.parametrize(
