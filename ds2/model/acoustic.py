@@ -190,6 +190,8 @@ class AcousticModel(nn.Module):
         lengths = self._checked_lengths(features, lengths)
         if features.shape[2] == 0:  # all of it shorter than one window
             return [features.new_zeros(0, len(lengths), self.labels)]
+        if features.device.type == "cpu":  # as many frames come out, and a convolution's frames pair up
+            features = functional.pad(features, (0, -features.shape[2] % self.time_stride))
         ragged = Ragged.of(lengths, features.shape[2], features.device, keys, share)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:

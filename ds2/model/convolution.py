@@ -1,5 +1,7 @@
 """Convolutions over whole utterances: the front end's, and along time alone."""
 
+from typing import Any
+
 import torch
 from ds2_ops import lookahead
 from ds2_ops.convolution import convolve, why_not
@@ -8,7 +10,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.model.folded import ConvWeights, TimeWindow
-from ds2.model.norm import Ragged, SequenceBatchNorm, fold_norm_after
+from ds2.model.norm import Ragged, SequenceBatchNorm, fold_norm_after, values_in_layout
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.structure import frames_after
 
@@ -27,7 +29,8 @@ class MaskedConv(nn.Module):
 
     def __init__(self, channels_in: int, conv: ConvConfig, config: ModelConfig) -> None:
         super().__init__()
-        self.kernel, self.stride, self.clip = tuple(conv.kernel), tuple(conv.stride), config.clip
+        self.kernel, self.clip = tuple(conv.kernel), config.clip
+        self.stride = conv.stride[0], conv.stride[1]
         self.weight = nn.Parameter(torch.empty(conv.channels, channels_in, *self.kernel))
         nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
         self.norm = SequenceBatchNorm(conv.channels, config.batch_norm_momentum, axis=1) if config.batch_norm else None
@@ -53,16 +56,16 @@ class MaskedConv(nn.Module):
         after = Ragged.of(lengths, z.shape[3], z.device, ragged.keys, ragged.share)
         if self.norm is not None and self.norm.fused(z):
             return self.norm.clipped(z, after.lengths, after.count.times(z.shape[2]), self.clip, context), after
-        valid = after.valid[:, None, None, :].to(z.dtype)
+        valid = values_in_layout(after.valid[:, None, None, :].to(z.dtype), z)
         if self.norm is not None:  # a convolution's edge spills past the end: out of the statistics with it
-            z = self.norm(z.mul_(valid), after.count.times(z.shape[2]), context)
+            z = self.norm(z * valid, after.count.times(z.shape[2]), context)
         return functional.hardtanh(z, 0.0, self.clip).mul_(valid), after
 
     def folded(self, bins: int, delay_in: int) -> ConvWeights:
         """Describe the layer in evaluation for so many bins, whose input is late by so many frames."""
         weight, bias = fold_norm_after(self.weight, self.bias, self.norm)
         window = TimeWindow(self.kernel[1], (self.kernel[1] - 1) // 2, self.stride[1], delay_in)
-        return ConvWeights(weight, bias, (self.stride[0], self.stride[1]), self.clip, bins, window)
+        return ConvWeights(weight, bias, self.stride, self.clip, bins, window)
 
     def _convolve(self, x: Tensor, context: PassContext) -> Tensor:
         weight = context.weight(self.weight)
@@ -72,7 +75,120 @@ class MaskedConv(nn.Module):
         if x.is_cuda:  # else cuDNN picks a gradient kernel that takes 28 ms at B 4 on an H200; so all of it takes 3
             x = x.contiguous(memory_format=torch.channels_last)
             weight = weight.contiguous(memory_format=torch.channels_last)
+        elif bias is None and few_channels(x, weight):
+            return convolve_few_channels(x, weight, self.stride)
         return functional.conv2d(x, weight, bias, self.stride, (self.kernel[0] // 2, self.kernel[1] // 2))
+
+
+_FEW = 8  # channels that fill half a vector register of 16 float32
+
+
+def few_channels(x: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution of x (B, C, F, T) by weight (C', C, K, J) runs faster with pairs of frames as channels."""
+    narrow = len(weight) <= _FEW or 1 < weight.shape[1] <= _FEW
+    return narrow and x.device.type == "cpu" and x.dtype == weight.dtype and not torch.is_autocast_enabled("cpu")
+
+
+def convolve_few_channels(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Return `functional.conv2d` of x and weight but for rounding, channels last; where `few_channels` says so."""
+    z: Tensor = _FewChannels.apply(x, weight, stride)  # type: ignore[no-untyped-call]
+    return z
+
+
+class _FewChannels(torch.autograd.Function):
+    """Convolution on a CPU whose kernels would leave half of each vector register empty: they compute 16 channels.
+
+    With channels last in memory, C channels of two neighbouring frames are 2 C channels of one: the same numbers, seen
+    with another shape. Where there are at most 8 channels, the kernels compute both frames at once. Results differ from
+    those of `functional.conv2d` by rounding alone; what they save: docs/log/2026-11-27/demo.md.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
+        x, ctx.stride = _channels_last(x), stride
+        ctx.save_for_backward(x, weight)
+        if not _pairs_out(x, weight, stride):
+            return functional.conv2d(x, _channels_last(weight), None, stride, _padding(weight))
+        both = _weight_of_two_outputs(weight, stride)
+        z = functional.conv2d(x, both, None, (stride[0], 2 * stride[1]), _padding(weight))
+        return _split_pairs(_channels_last(z))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad, stride, padding = _channels_last(grad), ctx.stride, _padding(weight)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _grad_x(grad, x, weight, stride)
+        if ctx.needs_input_grad[1] and _pairs_out(x, weight, stride):
+            both = _weight_of_two_outputs(weight, stride)
+            options = ((stride[0], 2 * stride[1]), padding)
+            first, second = _backward(_join_pairs(grad), x, both, *options, of_weight=True).chunk(2)
+            grad_weight = first[..., : weight.shape[3]] + second[..., stride[1] :]
+        elif ctx.needs_input_grad[1]:
+            grad_weight = _backward(grad, x, _channels_last(weight), stride, padding, of_weight=True)
+        return grad_x, grad_weight, None
+
+
+def _grad_x(grad: Tensor, x: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Return the gradient of x (B, C, F, T); pairs of its frames are channels where C is small and T even."""
+    frames = x.shape[3]
+    if not 1 < x.shape[1] <= _FEW or frames % 2 or stride[1] % 2:
+        return _backward(grad, x, _channels_last(weight), stride, _padding(weight), of_weight=False)
+    bins, reach = _padding(weight)
+    # Frame u = 2 b + r meets the output frame t at tap k = u - stride t + reach. With k + shift = 2 j + r, the tap j of
+    # the pairs is b - stride / 2 t + before, and their kernel is `weight` read in pairs.
+    before, after = (reach + 1) // 2, reach // 2
+    shift, taps = 2 * before - reach, before + after + 1
+    filled = functional.pad(weight, (shift, 2 * taps - weight.shape[3] - shift))
+    pairs = filled.view(*filled.shape[:3], taps, 2).permute(0, 4, 1, 2, 3).flatten(1, 2)
+    outputs = (frames // 2 + 2 * before - taps) // (stride[1] // 2) + 1  # padding is equal on both sides
+    grad = functional.pad(grad, (0, outputs - grad.shape[3]))
+    options = ((stride[0], stride[1] // 2), (bins, before))
+    return _split_pairs(_backward(grad, _join_pairs(x), _channels_last(pairs), *options, of_weight=False))
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], *, of_weight: bool
+) -> Tensor:
+    """Return the gradient of a convolution's weight, or of its input x, channels last."""
+    mask = [not of_weight, of_weight, False]
+    grads = torch.ops.aten.convolution_backward(grad, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1, mask)
+    return grads[1] if of_weight else _channels_last(grads[0])
+
+
+def _pairs_out(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> bool:
+    """Whether pairs of output frames are computed as channels of one."""
+    return len(weight) <= _FEW and frames_after(x.shape[3], stride[1]) % 2 == 0
+
+
+def _weight_of_two_outputs(weight: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Return the weight (2 C', C, K, J + stride) that computes an output frame, then the next one."""
+    first, second = functional.pad(weight, (0, stride[1])), functional.pad(weight, (stride[1], 0))
+    return _channels_last(torch.cat([first, second]))
+
+
+def _padding(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[2] // 2, weight.shape[3] // 2
+
+
+def _join_pairs(x: Tensor) -> Tensor:
+    """See (B, C, F, 2 P), channels last, as (B, 2 C, F, P)."""
+    batch, channels, bins, frames = x.shape
+    return x.permute(0, 2, 3, 1).view(batch, bins, frames // 2, 2 * channels).permute(0, 3, 1, 2)
+
+
+def _split_pairs(x: Tensor) -> Tensor:
+    """See (B, 2 C, F, P), channels last, as (B, C, F, 2 P)."""
+    batch, channels, bins, pairs = x.shape
+    return x.permute(0, 2, 3, 1).view(batch, bins, 2 * pairs, channels // 2).permute(0, 3, 1, 2)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Return (B, C, F, T) with the channels last in memory, also of a single one, which torch sees in either layout."""
+    if x.shape[1] == 1:
+        return x.squeeze(1).contiguous()[..., None].permute(0, 3, 1, 2)
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 class RowConvolution(nn.Module):

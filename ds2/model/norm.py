@@ -318,13 +318,29 @@ class _Normalise(torch.autograd.Function):
             scale = weight * inverse
             slope = -scale * inverse.square() * total_x / count
             shift = -scale * total / count - slope * mean
-            shape = (1, -1) + (1,) * (x.dim() - 2)
-            grad_x = torch.addcmul(shift.view(shape), x, slope.view(shape)).addcmul_(grad_y, scale.view(shape))
+            shift, slope, scale = (
+                values_in_layout(v.view(1, -1, *[1] * (x.dim() - 2)), x) for v in (shift, slope, scale)
+            )
+            grad_x = torch.addcmul(shift, x, slope).addcmul_(grad_y, scale)
         return grad_x.to(ctx.saved_tensors[0].dtype), grad_weight, grad_bias, None, None, None
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     return torch.batch_norm(_wide_on_cpu(x), weight, bias, mean, var, False, 0.0, eps, False).to(x.dtype)
+
+
+def values_in_layout(values: Tensor, x: Tensor) -> Tensor:
+    """Repeat values over frames and channels where the channels are last in memory of x (B, C, F, T), on a CPU.
+
+    Else torch goes through x channel by channel, which are few, instead of row by row.
+
+    Args:
+        values: (1, C, 1, 1) or (B, 1, 1, T); those of another x are returned as they are.
+        x: what they will be multiplied with.
+    """
+    if x.is_cuda or x.dim() != 4 or x.stride(1) != 1:
+        return values
+    return values.expand(-1, x.shape[1], -1, x.shape[3]).contiguous(memory_format=torch.channels_last)
 
 
 def _wide_on_cpu(x: Tensor) -> Tensor:

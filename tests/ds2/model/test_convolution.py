@@ -3,9 +3,10 @@
 import pytest
 import torch
 from support.layer_cases import config, padded, ragged
+from torch.nn import functional
 
 from ds2.config.schema import ConvConfig
-from ds2.model.convolution import MaskedConv, RowConvolution
+from ds2.model.convolution import MaskedConv, RowConvolution, convolve_few_channels, few_channels
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(11, 2), (11, 1), (1, 1), (5, 4)])
@@ -16,6 +17,28 @@ def test_convolution_lengths(kernel: int, stride: int) -> None:
         whole, after = conv(x, ragged(frames, [frames]))
         assert whole.shape == (1, 5, conv.output_bins(7), after.frames)
         assert after.lengths.tolist() == [-(-frames // stride)]
+
+
+@pytest.mark.parametrize("frames", [4, 37, 38, 40])
+@pytest.mark.parametrize("stride", [(2, 2), (2, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("kernel", [(5, 11), (3, 5), (3, 1)])
+@pytest.mark.parametrize("channels", [(1, 8), (8, 16), (3, 4)])
+def test_few_channels(channels: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], frames: int) -> None:
+    x = torch.randn(2, channels[0], 9, frames, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(channels[1], channels[0], *kernel, dtype=torch.float64, requires_grad=True)
+    assert few_channels(x, weight)
+    paired = convolve_few_channels(x, weight, stride)
+    plain = functional.conv2d(x, weight, None, stride, (kernel[0] // 2, kernel[1] // 2))
+    torch.testing.assert_close(paired, plain)
+    grad = torch.randn_like(plain)
+    for ours, theirs in zip(*(torch.autograd.grad(z, (x, weight), grad) for z in (paired, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("channels", [(1, 32), (16, 16)])
+def test_many_channels_have_kernels_of_their_own(channels: tuple[int, int]) -> None:
+    x = torch.randn(2, channels[0], 9, 8)
+    assert not few_channels(x, torch.randn(channels[1], channels[0], 3, 3))
 
 
 def test_row_convolution_starts_as_the_identity() -> None:
