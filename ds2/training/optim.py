@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Nesterov SGD (Persistent RNN paper, section 5.3) or AdamW; weight decay only on matrices and kernels.
 
-    On a GPU each parameter is read and written once a step (torch's fused implementation), and the learning rate is a
-    tensor there, which a CUDA graph of the step reads at each replay; on a CPU, foreach.
+    Each parameter is read and written once a step (torch's fused implementation). On a GPU the learning rate is a
+    tensor there, which a CUDA graph of the step reads at each replay.
     Weights whose names start with a key of `layer_rates` (the longest one counts) learn at that factor of the rate.
 
     Raises:
@@ -52,10 +52,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
             group["lr"] = torch.tensor(rate, device=group["params"][0].device)
     momentum, betas = config.momentum, (config.betas[0], config.betas[1])
     if config.name == "sgd":
-        return torch.optim.SGD(
-            groups, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=on_gpu, foreach=not on_gpu
-        )
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=on_gpu, foreach=not on_gpu, capturable=on_gpu)
+        return torch.optim.SGD(groups, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=True)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True, capturable=on_gpu)
 
 
 def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float, warmed_up: float = 0.0) -> float:
