@@ -347,7 +347,8 @@ class Features(nn.Module):
             windows = waveforms.float().unfold(1, self.window_samples, self.step_samples)
             if self.style is not None:
                 windows = preemphasise(windows, self.style)
-            power = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square().sum(-1)
+            squares = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square()
+            power = squares[..., 0] + squares[..., 1]  # torch's sum over two neighbours takes six times as long
             if self.mel_weights is not None:
                 power = power @ self.mel_weights
             if self.style is not None:

@@ -193,13 +193,15 @@ def warp(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: 
     """
     if factors is None:
         return features
-    _, bins, frames = features.shape
+    batch, bins, _ = features.shape
     source_hz = warped_hz(centres_hz, factors / MILLION, rate_hz)
     below = (torch.searchsorted(centres_hz, source_hz, right=True) - 1).clamp(0, bins - 2)
     low, high = centres_hz[below], centres_hz[below + 1]
     share = ((source_hz - low) / (high - low)).clamp(0.0, 1.0)[:, :, None]
-    rows = below[:, :, None].expand(-1, -1, frames)
-    return torch.lerp(features.gather(1, rows), features.gather(1, rows + 1), share)
+    flat = features.flatten(0, 1)
+    rows = (below + bins * torch.arange(batch, device=features.device)[:, None]).flatten()
+    lower, upper = (flat.index_select(0, index).view_as(features) for index in (rows, rows + 1))
+    return torch.lerp(lower, upper, share)
 
 
 def _mask_draws(config: AugmentConfig, seed: int, epoch: int, index: int, view: int) -> NDArray[np.float64]:
