@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ds2.audio.stream import Pcm16
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.recogniser import Recogniser
+from ds2.system.signals import handle_signals
 
 RATE_HZ = 16000
 WAIT_S = 600  # a last resort: what is waited for comes by itself, on a busy machine late
@@ -62,6 +64,13 @@ class Running:
 
     def client(self, key: str = "none") -> Any:
         return openai.OpenAI(base_url=f"{self.web}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+
+def start_server(*options: str) -> subprocess.Popen[str]:
+    """Start `ds2 serve`; a hang-up ends it, also where the tests themselves ignore hang-ups, as under nohup."""
+    command = [sys.executable, "-m", "ds2.cli", "serve", *options, "--device", "cpu", "--port", "0"]
+    with handle_signals([signal.SIGHUP], signal.SIG_DFL):
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def printed_port(server: subprocess.Popen[str]) -> int:

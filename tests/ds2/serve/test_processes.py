@@ -6,8 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from support.serving import (
     connect,
     printed_port,
     speech,
+    start_server,
     text_alone,
     texts_though_killed,
     until,
@@ -172,8 +171,7 @@ def test_a_signal_ends_a_server_after_all_last_results(
     make_model: Callable[..., Path], workers: str, number: int
 ) -> None:
     model = str(make_model())
-    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", workers, "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = start_server(model, "--workers", workers)
     try:
         port = printed_port(server)
         data, recogniser = speech(3, 1.0), Recogniser.load(model, device="cpu", decode=DecodeConfig())
@@ -202,9 +200,7 @@ def test_a_signal_ends_a_server_after_all_last_results(
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_signal_while_phrases_are_read_ends_a_server_in_order(make_model: Callable[..., Path], workers: str) -> None:
     model = str(make_model())
-    command = [sys.executable, "-m", "ds2.cli", "serve", model, "decode=beam", "--device", "cpu", "--workers", workers,
-               "--port", "0"]  # fmt: skip
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = start_server(model, "decode=beam", "--workers", workers)
     phrases = [f"{'abc'[n % 3]} {'cab'[n // 3 % 3]} {'abc' * (1 + n % 6)}" for n in range(1000)]
     try:
         url = f"ws://127.0.0.1:{printed_port(server)}/"

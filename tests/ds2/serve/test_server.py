@@ -9,8 +9,6 @@ import json
 import logging
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from support.serving import (
     printed_port,
     samples_of,
     speech,
+    start_server,
     text_alone,
     until,
     vosk,
@@ -319,8 +318,7 @@ def test_a_model_that_cannot_stream_is_refused(
 )
 def test_a_signal_right_after_the_start_ends_a_server_in_order(make_model: Callable[..., Path], number: int) -> None:
     """As soon as it says so, before its loop runs."""
-    command = [sys.executable, "-m", "ds2.cli", "serve", str(make_model()), "--device", "cpu", "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = start_server(str(make_model()))
     printed_port(server)
     server.send_signal(number)
     errors = server.communicate(timeout=WAIT_S)[1]
