@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import select
@@ -60,6 +61,7 @@ WORKER_SESSIONS = 250  # real-time sessions that a worker can handle, with a wid
 RECOGNISER_SESSIONS = 1000  # real-time sessions that a recogniser process can handle
 END_S = 60  # time in which processes finish their open sessions
 _READ_BYTES = 1 << 20
+_TICK_S = 1.0  # longest wait for messages of other processes, or for their end
 _STUCK_S = 10.0  # a worker that reads nothing for so long is terminated
 _LENGTH = struct.Struct("<Q")
 
@@ -480,6 +482,7 @@ class _Parent:
     """This process and others that serve clients until a signal comes."""
 
     ending = False
+    _end_by_s = math.inf
 
     def processes(self) -> list[BaseProcess]:
         """The other processes that run now."""
@@ -500,9 +503,16 @@ class _Parent:
 
     def end(self) -> None:
         """Let the processes finish what is open, and end."""
-        self.ending = True
+        if not self.ending:
+            self.ending, self._end_by_s = True, time.monotonic() + END_S
         for process in self.processes():
             process.terminate()
+
+    def _kill_late(self) -> None:
+        """Kill processes that have not ended in time; one that is stopped (SIGSTOP) takes no other signal."""
+        if time.monotonic() > self._end_by_s:
+            for process in self.processes():
+                process.kill()
 
     def _join(self) -> None:
         for process in self.processes():
@@ -563,7 +573,8 @@ class Workers(_Parent):
     def _receive_from_workers(self, block: bool) -> list[Chunk | None]:
         """Return the chunks that arrived, for `Engine.run`; None is among them once no worker is left."""
         chunks: list[Chunk | None] = []
-        for key, _ in self._selector.select(None if block else 0):
+        self._kill_late()
+        for key, _ in self._selector.select(_TICK_S if block else 0):
             link: WorkerLink = key.data
             arrived = link.receive()
             if arrived is not None:
@@ -625,7 +636,8 @@ class Recognisers(_Parent):
 
     def _serve(self) -> None:
         while self._processes:
-            ended = wait([process.sentinel for process in self._processes])
+            self._kill_late()
+            ended = wait([process.sentinel for process in self._processes], _TICK_S)
             for process in [process for process in self._processes if process.sentinel in ended]:
                 self._replace(process)
 

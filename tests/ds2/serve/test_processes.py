@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import threading
@@ -156,6 +157,26 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     until(lambda: first not in workers.processes() and len(workers.processes()) == 2)
     until(lambda: server.metric("ds2_sessions") == 0)
     assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
+
+
+def test_a_stopped_worker_does_not_keep_its_server(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.serve.processes.END_S", 2.0)
+    bound = bind("127.0.0.1", 0)
+    server = Workers(Recogniser.load(make_model(), device="cpu", decode=DecodeConfig()), Limits(), share(bound), 1)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    (worker,) = server.processes()
+    assert worker.pid is not None
+    try:
+        os.kill(worker.pid, signal.SIGSTOP)
+        server.end()
+        thread.join(WAIT_S)
+        assert (thread.is_alive(), worker.exitcode) == (False, -signal.SIGKILL)
+    finally:
+        worker.kill()
+        bound.close()
 
 
 @pytest.mark.parametrize(
