@@ -881,6 +881,7 @@ def simulated(world: World) -> Iterator[None]:
         (SimulatedCommunicator, "world_of", world),
         (file_system, "_is_dead", lambda _, writer: world.processes[int(writer["process"]) - 1].dead),
         (os, "getpid", lambda: world.process.number if world.running else 0),
+        (tensor_file, "describe_full_disk", lambda _: ""),  # its path is one of the system's disk
         (tensor_file, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map))),
         (states, "config_to_dict", lambda _: SETTINGS),
         (training, "not_default", lambda _: {}),
