@@ -159,7 +159,7 @@ def unread_numbers(text: str, language: str) -> list[str]:
 def number_words(language: str) -> list[str]:
     """Return texts with the words of numbers in a language; empty if unicode-rbnf is missing or does not know it."""
     whole = (*range(101), *range(200, 1000, 100), 1000, 2000, 10**6, 2 * 10**6, 10**9, 2 * 10**9, 1995, -5)
-    ordinals = ("3rd", "3º", "3e", "am 3.")
+    ordinals = {"en": ["3rd"], "es": ["3º"], "fr": ["3e"], "de": ["am 3."]}.get(re.split("[_-]", language)[0], [])
     forms = ("0.1", "1,2", "50%", "$3.50", "3,50 €", "£3.50", "10:30", "1/2", "20 °C", "5–6")
     try:
         spelled = [spell_numbers(str(number), language) for number in (*whole, *ordinals, *forms)]

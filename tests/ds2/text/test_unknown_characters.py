@@ -71,6 +71,13 @@ def test_the_proposed_number_words_are_of_the_language_of_the_texts(language: st
     assert not count_unknown([text], proposal(shown))
 
 
+@pytest.mark.parametrize(("text", "letters"), [("on the 3", "abcdefghijklmnopqrstuvwxyz"), ("три кота, 3", "")])
+def test_number_words_bring_no_letters_of_other_languages(text: str, letters: str) -> None:
+    bare = Alphabet.from_config(AlphabetConfig(symbols=f" {letters}" if letters else " тр"))
+    symbols = proposal(propose_alphabet(count_unknown([text], bare), bare, [text])).symbols
+    assert {s for s in symbols if s.strip() and not "а" <= s <= "я"} == set(letters)
+
+
 def test_digits_in_chinese_texts_stay_digits() -> None:
     plain = Alphabet.from_config(AlphabetConfig())
     shown = propose_alphabet(count_unknown(["我有３只猫。", "2只"], plain), plain)
