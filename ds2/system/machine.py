@@ -35,15 +35,18 @@ def memory_bytes() -> int:
 @functools.cache
 def git_commit() -> str:
     """Return the commit of the source tree, with `-dirty` if it has changes, or 'unknown' outside a git repository."""
-    folder = Path(__file__).resolve().parent
+    return commit_of(Path(__file__).resolve().parent)
+
+
+def commit_of(folder: Path) -> str:
+    """Return `git_commit` of any folder. Only reads: `git describe --dirty` would lock the index, and rewrite it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("describe", "--always", "--abbrev=40") + "-dirty" * bool(changes)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit.stdout.strip()

@@ -1,0 +1,24 @@
+"""The commit that runs and models name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from ds2.system.machine import commit_of
+
+
+def test_the_commit_is_named_without_a_write_to_the_repository(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) == "unknown"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("a")
+    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    index = tmp_path / ".git" / "index"
+    os.utime(tmp_path / "file", (1e9, 1e9))  # git would note the new time
+    before = index.read_bytes()
+    commit = commit_of(tmp_path)
+    assert len(commit) == 40 and index.read_bytes() == before
+    (tmp_path / "file").write_text("b")
+    assert commit_of(tmp_path) == f"{commit}-dirty" and index.read_bytes() == before
