@@ -14,7 +14,17 @@ from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, f
 from ds2.data.manifest import Utterance
 from ds2.system.files import write_text
 
-_DECODERS = ("cat", "ffmpeg", "flac", "sph2pipe")
+# Programs that decode a file, with their options that take one channel or a part of it.
+_DECODERS = {
+    "cat": "",
+    "ffmpeg": r"-(ss|sseof|t|to|map|map_channel|af|filter\S*)",
+    "flac": r"--(skip|until)(=.*)?",
+    "sph2pipe": r"-[cst]\S*",
+}
+_ONE_CHANNEL = (
+    "ds2 reads whole files, and one channel of all (data.channel). Write each channel or part to a file of its own "
+    "and list these in wav.scp; where the files have one channel, leave it out"
+)
 _LEVELS_UP = 3
 
 
@@ -23,7 +33,8 @@ def import_kaldi(folder: str | Path, *, skip_bad: bool = False) -> list[Utteranc
 
     Relative paths in wav.scp are looked up from the folder, from the three above it and from the working directory. Of
     commands (`flac -c -d -s x.flac |`) only cat, ffmpeg, flac and sph2pipe with one audio file are understood, by
-    reading that file; nothing is executed. A speaker equal to the utterance id means that there is none, as in Kaldi.
+    reading that file; nothing is executed, and options for a channel or a part of the file are refused, as channels in
+    segments are. A speaker equal to the utterance id means that there is none, as in Kaldi.
 
     Raises:
         ImporterError: a file is missing or malformed, or `text` and audio disagree or audio is unusable (unless
@@ -104,10 +115,12 @@ def _optional(path: Path) -> Iterable[tuple[str, str, str]]:
 
 def _segment(source: str, value: str) -> tuple[str, float, float | None]:
     try:
-        recording, start, end = value.split()[:3]
+        recording, start, end, *channel = value.split()
         offset_s, end_s = float(start), float(end)
     except ValueError:
         raise ImporterError(f"{source}: {value!r} is not 'RECORDING START END' in seconds") from None
+    if channel not in ([], ["-1"]):
+        raise ImporterError(f"{source}: the segment is of channel {' '.join(channel)}: {_ONE_CHANNEL}")
     if end_s == -1:
         return recording, offset_s, None  # Kaldi: to the end of the recording
     if not (0 <= offset_s < end_s < math.inf):
@@ -136,6 +149,9 @@ def _piped_file(source: str, command: str) -> str:
             f"{source}: the command {command!r} is not understood; allowed are {', '.join(_DECODERS)} with one audio "
             "file. Or run it yourself and list its output in wav.scp"
         )
+    part = next((word for word in words[1:] if re.fullmatch(_DECODERS[Path(words[0]).name], word)), "")
+    if part:
+        raise ImporterError(f"{source}: {part} in {command!r} takes a channel or a part of the file: {_ONE_CHANNEL}")
     return files[0]
 
 

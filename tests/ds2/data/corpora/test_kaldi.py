@@ -34,6 +34,25 @@ def test_kaldi_executes_nothing(tmp_path: Path) -> None:
             import_kaldi(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "audio, segment, reason",
+    [
+        ("sph2pipe -f wav -p -c 2 a.sph |", "", r"wav\.scp:1: -c in .* takes a channel or a part of the file"),
+        ("ffmpeg -ss 3 -i a.wav -f wav - |", "", r"wav\.scp:1: -ss in .* takes a channel"),
+        ("flac -c -d -s --skip=100 a.flac |", "", r"wav\.scp:1: --skip=100 in .* takes a channel"),
+        ("a.wav", "a a 0 1 B", r"segments:1: the segment is of channel B: ds2 reads whole files"),
+    ],
+)
+def test_kaldi_channels_and_parts_of_files_are_refused(tmp_path: Path, audio: str, segment: str, reason: str) -> None:
+    write_audio(tmp_path / "a.wav")
+    write_text(tmp_path / "wav.scp", f"a {audio}")
+    write_text(tmp_path / "text", "a ONE")
+    if segment:
+        write_text(tmp_path / "segments", segment)
+    with pytest.raises(ImporterError, match=reason):
+        import_kaldi(tmp_path)
+
+
 def test_kaldi_folders_that_disagree_are_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_audio(tmp_path / "a.wav")
     write_text(tmp_path / "wav.scp", "a a.wav", "c a.wav")
