@@ -48,8 +48,11 @@ def upper(text: str, locale: str = "") -> str:
     return text.upper()
 
 
+_SOFT_HYPHEN = "\u00ad"  # where a line may break, within a word
+
+
 def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
-    """Replace all characters but letters, marks and digits by spaces; delete apostrophes inside words.
+    """Replace all characters but letters, marks and digits by spaces; delete soft hyphens, and apostrophes in words.
 
     Args:
         text: any text.
@@ -61,7 +64,7 @@ def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
             parts.append(character)
         elif character in _APOSTROPHES and text[index - 1 : index].isalpha() and text[index + 1 : index + 2].isalpha():
             parts.append("'" if "'" in keep else "")
-        else:
+        elif character != _SOFT_HYPHEN:
             parts.append(" ")
     return "".join(parts)
 

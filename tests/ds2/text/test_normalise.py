@@ -34,6 +34,7 @@ def test_upper_case_in_turkish_keeps_both_letters_apart() -> None:
 
 def test_punctuation_becomes_spaces_and_apostrophes_in_words_are_deleted_or_kept() -> None:
     assert drop_punctuation("well-known, U.S.").split() == ["well", "known", "U", "S"]
+    assert drop_punctuation("Donau\u00addampf").split() == ["Donaudampf"]  # a soft hyphen
     assert drop_punctuation("don’t ‘go’") == "dont  go "
     assert drop_punctuation("don’t ‘go’", keep="'") == "don't  go "
     assert drop_punctuation("a-b c.", keep="-") == "a-b c "
