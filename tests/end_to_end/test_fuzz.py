@@ -87,8 +87,8 @@ def test_a_pause_counts_from_the_last_loss_that_ranks_waited_for(tmp_path: Path)
     strikes = [
         Strike("stop", 11, 10.5, until_s=25.0),  # went on when the others had left it
         Strike("stop", 12, 19.5),
-        Strike("stop", 13, 30.0, until_s=35.0),  # went on before anybody noticed
-        Strike("kill", 14, 29.0),
+        Strike("kill", 13, 29.0),
+        Strike("stop", 14, 30.0, until_s=35.0),  # went on before anybody noticed, and ended
         Strike("kill", 15, 40.0),
     ]
     assert pauses_s(tmp_path, strikes) == [("stopped", 8.5), ("killed, or left", 1.5)]

@@ -268,7 +268,8 @@ def last_loss_s(strikes: Sequence[Strike], began_s: float, ended_s: float, left:
     """
     times = [began_s]
     for strike in (strike for strike in strikes if strike.of_rank):
-        noticed = f"(process {strike.process}) " in left or strike.until_s > ended_s
+        silent = f"(process {strike.process}) has been silent" in left
+        noticed = strike.kind != "stop" or silent or strike.until_s > ended_s
         times.append(strike.at_s if noticed else strike.until_s)
     return max(time_s for time_s in times if time_s <= ended_s)
 
