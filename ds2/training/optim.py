@@ -25,22 +25,23 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 
     Each parameter is read and written once a step (torch's fused implementation). On a GPU the learning rate is a
     tensor there, which a CUDA graph of the step reads at each replay.
-    Weights whose names start with a key of `layer_rates` (the longest one counts) learn at that factor of the rate.
+    Weights whose names start or end with a key of `layer_rates` (the longest one counts) learn at that factor of the
+    rate.
 
     Raises:
-        ConfigError: a key that no weight's name starts with.
+        ConfigError: a key that no weight's name starts or ends with.
     """
-    unused = [p for p in config.layer_rates if not any(has_prefix(name, p) for name, _ in model.named_parameters())]
+    unused = [key for key in config.layer_rates if not any(selects(key, name) for name, _ in model.named_parameters())]
     if unused:
         raise ConfigError(f"optim.layer_rates has {unused}: {no_such_weights(model)}")
     groups: list[dict[str, Any]] = []
-    for prefix in (None, *config.layer_rates):
+    for key in (None, *config.layer_rates):
         part = [
             parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and longest_prefix(name, config.layer_rates) == prefix
+            if parameter.requires_grad and longest_key(name, config.layer_rates) == key
         ]
-        factor = 1.0 if prefix is None else config.layer_rates[prefix]
+        factor = 1.0 if key is None else config.layer_rates[key]
         matrices, vectors = [p for p in part if p.ndim >= 2], [p for p in part if p.ndim < 2]
         for params, decay in ((matrices, config.weight_decay), (vectors, 0.0)):
             groups.append({"params": params, "weight_decay": decay, "rate_factor": factor})
@@ -89,21 +90,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate * group["rate_factor"]
 
 
-def has_prefix(name: str, prefix: str) -> bool:
-    """Return whether a weight's dotted name is `prefix`, or starts with it and a dot."""
-    return name == prefix or name.startswith(prefix + ".")
+def selects(key: str, name: str) -> bool:
+    """Return whether a weight's dotted name starts or ends with the parts of `key`, which has dots between them too."""
+    return f".{name}.".startswith(f".{key}.") or f".{name}.".endswith(f".{key}.")
 
 
-def longest_prefix(name: str, prefixes: Iterable[str]) -> str | None:
-    """The longest of the prefixes that a weight's name starts with, or None."""
-    return max((prefix for prefix in prefixes if has_prefix(name, prefix)), key=len, default=None)
+def longest_key(name: str, keys: Iterable[str]) -> str | None:
+    """The longest of the keys that select a weight, or None."""
+    return max((key for key in keys if selects(key, name)), key=len, default=None)
 
 
 def no_such_weights(model: nn.Module) -> str:
-    """Return the error for a name that no weight has, with the first parts of all weights' names."""
+    """Return the error for a key that selects no weight, with the first parts of all weights' names."""
     parts = {name: len(list(child.children())) for name, child in model.named_children() if list(child.parameters())}
     named = [f"{name}.0 to {name}.{count - 1}" if count > 1 else name for name, count in parts.items()]
-    return f"no weight's name starts so; this model has {', '.join(dict.fromkeys([*parts, *named]))}"
+    return f"no weight's name starts or ends so; this model has {', '.join(dict.fromkeys([*parts, *named]))}"
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:

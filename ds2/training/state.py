@@ -38,7 +38,7 @@ from ds2.system.tensor_file import (
     without_prefix,
 )
 from ds2.text.alphabet import Alphabet
-from ds2.training.optim import WeightAverage, has_prefix, longest_prefix, no_such_weights
+from ds2.training.optim import WeightAverage, longest_key, no_such_weights, selects
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
@@ -366,20 +366,20 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         )  # fmt: skip
 
 
-def freeze(model: AcousticModel, prefixes: Sequence[str]) -> None:
-    """Freeze the weights whose names start with one of `prefixes`; running statistics still change.
+def freeze(model: AcousticModel, keys: Sequence[str]) -> None:
+    """Freeze the weights whose names start or end with one of `keys`; running statistics still change.
 
     Raises:
-        ConfigError: a prefix that no weight has, or nothing left to train.
+        ConfigError: a key that selects no weight, or nothing left to train.
     """
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(longest_prefix(name, prefixes) is None)
-    unused = [p for p in prefixes if not any(has_prefix(name, p) for name, _ in model.named_parameters())]
+        parameter.requires_grad_(longest_key(name, keys) is None)
+    unused = [key for key in keys if not any(selects(key, name) for name, _ in model.named_parameters())]
     if unused:
         raise ConfigError(f"train.freeze={unused}: {no_such_weights(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"train.freeze={list(prefixes)} leaves nothing to train: freeze fewer parts")
-    if prefixes:
+        raise ConfigError(f"train.freeze={list(keys)} leaves nothing to train: freeze fewer parts")
+    if keys:
         frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
         log.info("train.freeze: %s of %s parameters stay as they are", f"{frozen:,}", f"{model.parameter_count:,}")
 
