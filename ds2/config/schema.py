@@ -164,7 +164,7 @@ class OptimConfig:
     anneal: float = number(1.2, 0, 1e6, above=True)  # divisor of optim.schedule=anneal
     warmup_steps: int = number(0, 0, COUNT)  # steps in which the rate rises from zero
     clip_norm: float = number(400.0, 0, UNLIMITED)  # greatest norm of the gradient; 0: no clipping
-    layer_rates: dict[str, float] = numbers_by_name(  # factors of the rate, by start or end of weights' names: {weight_hh: 0.3}
+    layer_rates: dict[str, float] = numbers_by_name(  # factors of the rate, by start or end of names: {weight_hh: 0.3}
         0, 1e6, above=True, way_out="train.freeze=[NAME] keeps weights unchanged"
     )
 
@@ -199,7 +199,7 @@ class TrainConfig:
     evaluate_from_epoch: int = removed(1, "evaluations start with the first epoch")
     log_every_steps: int = number(10, 1, COUNT)  # steps from one line of log.jsonl to the next
     metric: str = choice("wer", "cer")  # the dev score that selects the best model
-    freeze: list[str] = field(default_factory=list)  # weights to keep unchanged, by start or end of their names: [convs]
+    freeze: list[str] = field(default_factory=list)  # weights to keep unchanged, by start or end of names: [convs]
     seed: int = number(1, 0, SEED)  # of weights, batches and augmentation
 
 

@@ -140,7 +140,8 @@ def test_each_group_keeps_its_own_rate(device: str) -> None:
 def test_layer_rates_select_weights_by_start_or_end_of_their_names() -> None:
     layers = nn.ModuleList([nn.RNN(2, 2), nn.RNN(2, 2)])
     model = nn.ModuleDict({"layers": layers, "weight": nn.Linear(2, 2)})
-    optimizer = make_optimizer(model, OptimConfig(layer_rates={"weight_hh_l0": 0.5, "layers.1": 0.25, "weight.bias": 2}))
+    rates = {"weight_hh_l0": 0.5, "layers.1": 0.25, "weight.bias": 2.0}
+    optimizer = make_optimizer(model, OptimConfig(layer_rates=rates))
     factors = {id(p): group["rate_factor"] for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: factors[id(parameter)] for name, parameter in model.named_parameters()}
     assert by_name["layers.0.weight_hh_l0"] == 0.5 and by_name["layers.0.weight_ih_l0"] == 1
