@@ -86,7 +86,7 @@ def test_a_warm_up_fits_the_planned_training(
         return [1000 * event["learning_rate"] for event in events(tmp_path / name, "train")]
 
     fresh = rates("fresh", "train.epochs=3")  # of 3 steps
-    assert fresh == pytest.approx([0.001, 1 / 6, 1 / 3, *[0.5] * 6]) and "of 9 steps" in caplog.text
+    assert fresh == pytest.approx([0.001, 1 / 6, 1 / 3, *[0.5] * 6]) and "has 9 steps" in caplog.text
     assert "never reached" not in caplog.text
     tuned = rates("tuned", "train.max_steps=6", f"checkpoint.init_from={tmp_path / 'fresh'}")
     assert tuned == pytest.approx([0.001, *[0.5] * 5]) and "1/10" in caplog.text
