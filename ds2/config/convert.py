@@ -17,11 +17,10 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, cast, get_type_hints
+from typing import Any, ClassVar, NoReturn, cast, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader  # public ways to read YAML do not say how words are read
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ds2.config import schema
@@ -39,29 +38,41 @@ _OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
 _LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
 
 
-_RESOLVED = {  # as in YAML 1.2; 1.1 takes no for false, 007 for 7, 2024_01 for 202401 and 12:30 for 750
-    "tag:yaml.org,2002:bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"),
-    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"),
-}
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Takes words, numbers and truth values as YAML 1.2 does; a key that is there twice is an error.
+
+    By YAML 1.1 no is false, 007 is 7, 2024_01 is 202401 and 12:30 is 750.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} is there twice", node.start_mark)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+for _kind, _pattern, _first in (
+    ("null", "|~|null|Null|NULL", ["", "~", "n", "N"]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+    ("merge", "<<", ["<"]),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern})$"), _first)
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML as OmegaConf does, but with words that stay words: `graphs: off`, `locale: no`, `run_dir: 2024_01`.
+    """Read YAML in which words stay words: `graphs: off`, `locale: no`, `run_dir: 2024_01`.
 
     Raises:
         YAMLError, ValueError, RecursionError: it is no YAML; also for a key twice in a mapping.
     """
-    return yaml.load(text, Loader=_yaml_loader())
-
-
-@functools.cache
-def _yaml_loader() -> type[yaml.SafeLoader]:
-    loader: type[yaml.SafeLoader] = get_yaml_loader()
-    loader.yaml_implicit_resolvers = {
-        first: [(tag, _RESOLVED.get(tag, pattern)) for tag, pattern in resolvers]
-        for first, resolvers in loader.yaml_implicit_resolvers.items()
-    }
-    return loader
+    return yaml.load(text, Loader=_Loader)
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def test_a_run_folder_without_a_name_is_refused() -> None:
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (b"train:\n  epochs: 3\n  epochs: 4\n", "is no YAML: .*found duplicate key epochs"),
+        (b"train:\n  epochs: 3\n  epochs: 4\n", "is no YAML: .*key .epochs. is there twice"),
         (b"train:\n\tepochs: 3\n", "is no YAML: .*cannot start any token"),
         (b"\xff\xfe", "is no YAML: .*can't decode byte 0xff"),
         (b"- a\n", "holds a list: expected lines"),
