@@ -1,4 +1,4 @@
-"""The watchdog: finds a rank that hangs, names it and ends the job. Ranks report their status once a second or oftener.
+"""The watchdog: finds a rank that hangs, names it and ends the job. Ranks report their status once a second or more often.
 
 `find_hang` distinguishes a rank that stays in one phase, a process that sends no reports (it is stopped, or stuck
 outside Python), and ranks that all wait in collectives that never end (a broken network).
@@ -26,7 +26,7 @@ _STOP = 255  # a byte that is no signal number
 _SIGNAL_DELAY_S = 0.2
 _SLOW_FACTOR = 10.0
 _LATE = 4  # times as long as planned: where more passes between two looks at the reports, this process did not run
-_REPORT_S, _REPORT_TO_LEAVE_S = 1.0, 0.25  # from one report to the next; the latter where ranks come and go
+_REPORT_S, _ELASTIC_REPORT_S = 1.0, 0.25  # from one report to the next; the latter where ranks come and go
 SILENT_S = 8.0  # where ranks come and go: a process that shows no life for so long is stopped, or its host is cut off
 
 
@@ -190,7 +190,7 @@ class Watchdog(threading.Thread):
         self._slept_s = 0.0
         known = {channel.rank, *self.listeners}
         self.ranks = {rank: ReportedStatus(hosts[rank], RankStatus(), now_s, now_s) for rank in sorted(known)}
-        self.tick_s = min(_REPORT_S if on_hang is None else _REPORT_TO_LEAVE_S, timeout_s / 10)
+        self.tick_s = min(_REPORT_S if on_hang is None else _ELASTIC_REPORT_S, timeout_s / 10)
         self._finished: set[int] = set()
         self._dropped = self._stopped = False
         # A signal wakes this thread even while the training thread is inside MPI, where Python runs no handlers.
