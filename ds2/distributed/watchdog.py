@@ -1,4 +1,4 @@
-"""The watchdog: finds a rank that hangs, names it and ends the job. Ranks report their status once a second or more often.
+"""The watchdog: finds a rank that hangs, names it and ends the job. Ranks report their status at least once a second.
 
 `find_hang` distinguishes a rank that stays in one phase, a process that sends no reports (it is stopped, or stuck
 outside Python), and ranks that all wait in collectives that never end (a broken network).

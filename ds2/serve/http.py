@@ -40,7 +40,7 @@ from ds2.serve.protocols.openai_rest import Transcriptions
 from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 from ds2.serve.protocols.vosk import Vosk
 from ds2.serve.protocols.websocket import Client, ProtocolRoute
-from ds2.system.garbage import short_collections
+from ds2.system.machine import short_collections
 
 log = logging.getLogger(__name__)
 PROTOCOLS: dict[str, type[Client]] = {  # WebSockets by their path

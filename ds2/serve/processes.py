@@ -51,7 +51,7 @@ from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
 from ds2.system.files import temporary_folder
-from ds2.system.garbage import short_collections
+from ds2.system.machine import short_collections
 from ds2.system.messages import decode, encode
 from ds2.system.signals import handle_signals, server_stop_signals
 from ds2.text.alphabet import Alphabet

@@ -3,7 +3,7 @@
 UserError: the base class of errors that a user can fix. files: atomic writes, temporary folders, the cache folder,
 lines of text files. tensor_file: checkpoint files. machine: cores, memory, version and git commit. plain: JSON values
 to dataclasses, with checks. messages: values between processes as data that runs no code. signals: stop signals and
-worker processes. terminal: safe terminal output, progress. garbage: short garbage collections.
+worker processes. terminal: safe terminal output, progress.
 """
 
 

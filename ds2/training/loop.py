@@ -15,8 +15,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
 from ds2.distributed.process_group import LostRankError
-from ds2.system.garbage import short_collections
-from ds2.system.machine import git_commit
+from ds2.system.machine import git_commit, short_collections
 from ds2.system.signals import Stopped, kill_workers
 from ds2.training.metrics import LogWindow, RunLog, load_tensorboard, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate

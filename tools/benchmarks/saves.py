@@ -25,7 +25,7 @@ from dispatch import new_parser, parse
 
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
-from ds2.system.garbage import short_collections
+from ds2.system.machine import short_collections
 from ds2.training.loop import train
 from ds2.training.state import state_file
 from ds2.training.trainer import Trainer

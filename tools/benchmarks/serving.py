@@ -31,7 +31,7 @@ from ds2.audio.read import read_audio
 from ds2.config.device import resolve_device
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, decode_sessions, results
-from ds2.system.garbage import short_collections
+from ds2.system.machine import short_collections
 
 _LATE_S = 5.0  # a measurement ends when the recogniser is this far behind
 

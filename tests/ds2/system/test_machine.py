@@ -1,12 +1,13 @@
-"""The commit that runs and models name."""
+"""The commit that runs and models name, and garbage collections that do not pause a server or a training."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from pathlib import Path
 
-from ds2.system.machine import commit_of
+from ds2.system.machine import commit_of, short_collections
 
 
 def test_the_commit_is_named_without_a_write_to_the_repository(tmp_path: Path) -> None:
@@ -22,3 +23,10 @@ def test_the_commit_is_named_without_a_write_to_the_repository(tmp_path: Path) -
     assert len(commit) == 40 and index.read_bytes() == before
     (tmp_path / "file").write_text("b")
     assert commit_of(tmp_path) == f"{commit}-dirty" and index.read_bytes() == before
+
+
+def test_collections_leave_out_what_was_there_before() -> None:
+    gc.unfreeze()
+    with short_collections():
+        assert gc.get_freeze_count() > len(gc.get_objects())
+    assert gc.get_freeze_count() == 0
