@@ -261,6 +261,17 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, [a for a in arguments if a not in overrides]
 
 
+def refuse_search_settings(overrides: Sequence[str]) -> None:
+    """Refuse decoder settings beside --phrases, whose search is another one: they would have no effect.
+
+    Raises:
+        ConfigError: one other than `decode.times`, which captions ask for.
+    """
+    unused = [override for override in overrides if not override.startswith("decode.times=")]
+    if unused:
+        raise ConfigError(f"--phrases has a search of its own, without {', '.join(unused)}: leave out one of the two")
+
+
 def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, *, tuned: bool = True) -> DecodeConfig:
     """Return the decoder settings of a command line.
 

@@ -25,7 +25,7 @@ from ds2.commands.common import (
     add_where,
     chosen_model,
 )
-from ds2.commands.compose import resolve_options, split_overrides
+from ds2.commands.compose import refuse_search_settings, resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import Word, span_record, word_record
@@ -62,6 +62,8 @@ def run(arguments: Sequence[str]) -> int:
         alarms = FALSE_ALARMS if options.false_alarms is None else options.false_alarms
         recogniser = recogniser.only_keywords(options.keywords, alarms)
     elif only := [*options.phrases, *options.keywords]:
+        if options.phrases:
+            refuse_search_settings(overrides)
         recogniser = recogniser.only_phrases([*only, OTHERS], options.allowance)
     hot_words = dict.fromkeys(options.hot)
     printer, stop = _Printer(options.format == "json", bool(options.keywords)), StopHandler()

@@ -21,7 +21,7 @@ from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_phrases, add_where, chosen_model, whole
-from ds2.commands.compose import resolve_options, split_overrides
+from ds2.commands.compose import refuse_search_settings, resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, span_record, word_record
@@ -125,6 +125,8 @@ def run(arguments: Sequence[str]) -> int:
     outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
     if args.out is not None or (args.format in _CAPTIONS and len(files) > 1):
         outputs = output_files(files, _SUFFIXES[args.format], args.out, overwrite=args.overwrite)
+    elif args.overwrite:
+        raise ConfigError("--overwrite replaces files, but this command prints: name a folder with --out FOLDER")
     file = find_model(chosen_model(args.model))
     loaded = load_model(file, device)
     options = resolve_options(decode, file, loaded.config)
@@ -132,6 +134,7 @@ def run(arguments: Sequence[str]) -> int:
         raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
     recogniser = Recogniser.of(loaded, options, device, args.precision)
     if args.phrases:
+        refuse_search_settings(decode)
         recogniser = recogniser.only_phrases([*args.phrases, OTHERS], args.allowance)
     failed, alone = 0, len(files) == 1
     with _progress(files, shown=not args.stream) as progress:

@@ -143,6 +143,8 @@ def test_keywords_are_printed_once_and_nothing_else_is(
     with pytest.raises(SystemExit):
         main([*command, "--allowance", "3"])
     assert "--allowance needs --phrases" in capsys.readouterr().err
+    assert main([*command, "--phrases", word, "decode.beam=4"]) == 2
+    assert "--phrases has a search of its own, without decode.beam=4" in capsys.readouterr().err
 
 
 def test_keywords_for_a_number_of_false_alarms_are_those_of_the_search(

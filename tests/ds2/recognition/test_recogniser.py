@@ -170,6 +170,8 @@ def test_captions_of_one_file_are_printed_and_of_several_written_next_to_them(
     assert printed.startswith({"srt": "1\n00:00:0", "vtt": "WEBVTT\n\n00:00:0"}[form])
     shown = " ".join(line for line in printed.splitlines()[1:] if "-->" not in line and not line.isdigit())
     assert shown.split() == whole(load_model(model), recording).text.split()
+    assert main(["transcribe", model, str(recording), "--format", form, "--device", "cpu", "--overwrite"]) == 2
+    assert "but this command prints: name a folder with --out" in capsys.readouterr().err
     another = recording.with_name("another.wav")
     another.write_bytes(recording.read_bytes())
     assert main(["transcribe", model, str(recording), str(another), "--format", form, "--device", "cpu"]) == 0
@@ -334,6 +336,8 @@ def test_the_command_writes_listed_phrases_only(
     assert capsys.readouterr().out.split() == ["[unk]"]
     assert main([*command, "--phrases", "(a"]) == 2
     assert "is not closed by ')'" in capsys.readouterr().err
+    assert main([*command, "--phrases", "a", "decode=greedy", "decode.times=true"]) == 2
+    assert "--phrases has a search of its own, without decode=greedy: leave" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*command, "--allowance", "1"])
     assert "--allowance needs --phrases" in capsys.readouterr().err

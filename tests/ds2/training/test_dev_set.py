@@ -86,4 +86,5 @@ def test_a_run_that_never_begins_to_align_is_told(
     assert "begun to align" not in caplog.text
     trainer.progress.step = 2000
     trainer.evaluate(log)
-    assert "after 2000 steps: this run has not begun to align" in caplog.text and "optim.warmup_steps" in caplog.text
+    assert "after 2000 steps: this run has not begun to align" in caplog.text
+    assert "optim.layer_rates={weight_hh:0.3}" in caplog.text
