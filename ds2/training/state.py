@@ -308,9 +308,10 @@ def initial_state(
         ConfigError: the state is of another model, or no weight of `checkpoint.init_from` fits.
         AudioError: audio cannot be read.
     """
+    is_used = any(run_dir.glob("*.safetensors"))  # asked first: another rank may be writing the first state
     if config.checkpoint.resume and state_file(run_dir).is_file():
         return read_state(run_dir, config, state)
-    if any(run_dir.glob("*.safetensors")):
+    if is_used:
         raise CheckpointError(
             f"{run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "
             "give another run_dir, or move the folder away"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +23,15 @@ from ds2.model.acoustic import AcousticModel
 from ds2.system.tensor_file import CheckpointError, load, make_header, save
 from ds2.training.loop import train
 from ds2.training.optim import make_optimizer
-from ds2.training.state import Progress, TrainState, plan_fingerprint, read_state, resolve_position, save_state
+from ds2.training.state import (
+    Progress,
+    TrainState,
+    initial_state,
+    plan_fingerprint,
+    read_state,
+    resolve_position,
+    save_state,
+)
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
@@ -119,6 +128,30 @@ def test_a_run_does_not_go_on_with_audio_of_another_rate(tiny_config: MakeConfig
     save_state(tmp_path, trainer.state, trainer.config)
     with pytest.raises(ConfigError, match=r"trained with data\.sample_rate_hz=16000, not 8000: resume"):
         Trainer(tiny_config(*mel, "data.sample_rate_hz=8000"), tmp_path)
+
+
+def test_the_first_state_of_another_rank_is_not_another_run(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("train.epochs=1")
+    train(config, tmp_path / "run")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+
+    class SharedFolder(type(Path())):  # type: ignore[misc]
+        """Another rank writes its state as soon as this process has looked for one."""
+
+        def is_file(self) -> bool:
+            return bool(self.look(super().is_file()))
+
+        def glob(self, pattern: str) -> Iterator[Path]:
+            return iter(self.look(list(super().glob(pattern))))
+
+        def look(self, answer: Any) -> Any:
+            shutil.copy(tmp_path / "run" / "trainer.safetensors", shared)
+            return answer
+
+    trainer = Trainer(config, tmp_path / "new")
+    _, progress = initial_state(trainer.state, trainer.loader, trainer.alphabet, config, SharedFolder(shared))
+    assert progress.step > 0
 
 
 def test_the_best_score_is_of_the_dev_set_of_now(
