@@ -179,18 +179,17 @@ def disturbed(
     done = False
     while not done or running or stopped:
         time.sleep(draw.uniform(*PAUSE_S))
-        if time.monotonic() - began > LIMIT_S:
-            for process in [*running, *stopped]:
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
-            raise Fault(f"not done after {LIMIT_S:.0f} s: {last_output(output.parent)}")
         for process in [process for process, (until, _) in stopped.items() if until < time.monotonic()]:
             os.kill(process, signal.SIGCONT)
             stopped.pop(process)[1].until_s = time.time()
             running.append(process)
-        ended = {process: _status(process, output) for process in running}
+        ended = {process: _status(process) for process in running}
         done |= 0 in ended.values()
         running = [process for process, status in ended.items() if status is None]
+        failed = [status for status in ended.values() if status not in (None, *_EXPECTED)]
+        if failed or time.monotonic() - began > LIMIT_S:
+            why = f"a rank ended with status {failed[0]}" if failed else f"not done after {LIMIT_S:.0f} s"
+            raise _ended(Fault(f"{why}: {last_output(folder)}"), [*running, *stopped])
         if not (done or running or stopped):  # one has to finish
             running.append(start(run, output, environment))
         ranks = [process for process in _ranks(folder / "broken") if process in running]
@@ -282,13 +281,18 @@ def _ranks(folder: Path) -> list[int]:
     return []
 
 
-def _status(process: int, output: Path) -> int | None:
+def _status(process: int) -> int | None:
     """The status of a process, None while it runs."""
     ended, code = os.waitpid(process, os.WNOHANG)
-    status = os.waitstatus_to_exitcode(code)
-    if ended and status not in _EXPECTED:
-        raise Fault(f"a rank ended with status {status}: {last_output(output.parent)}")
-    return status if ended else None
+    return os.waitstatus_to_exitcode(code) if ended else None
+
+
+def _ended(fault: Fault, processes: Sequence[int]) -> Fault:
+    """Kill the processes of a run that failed, which write into its folder."""
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    return fault
 
 
 def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> None:
