@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.config.convert import nearest_key, shape_hint, text_keys, to_config
+from ds2.config.convert import nearest_key, read_yaml, shape_hint, text_keys, to_config
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.system.files import write_text
 
@@ -85,13 +85,13 @@ def _read(file: Path) -> DictConfig:
             isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)
         ):  # aliases: a few lines can expand to gigabytes
             raise ConfigError(f"{file}: holds an alias (*NAME); write the value out, or run `ds2 lm tune` again")
-        read = OmegaConf.create(text)
+        values = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, numbers of 5000 digits
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file}: no YAML ({reason}); delete it or run `ds2 lm tune` again") from error
-    if not isinstance(read, DictConfig):
+    if not isinstance(values, dict | None):
         raise ConfigError(f"{file}: expected lines `KEY: VALUE`; delete it or run `ds2 lm tune` again")
-    return read
+    return OmegaConf.create(values or {})
 
 
 def _located(file: Path, values: DictConfig) -> DictConfig:

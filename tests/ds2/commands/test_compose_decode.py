@@ -55,6 +55,12 @@ def test_the_nearest_key_is_named(tmp_path: Path) -> None:
         resolve_options([], model, config)
 
 
+def test_words_of_a_tuned_file_stay_words(tmp_path: Path) -> None:
+    model = tmp_path / "best.safetensors"
+    tuned_file(model).write_text("hot_words: [no, 007]\n")
+    assert resolve_options([], model, Config(run_dir="x")).hot_words == ["no", "007"]
+
+
 @pytest.mark.parametrize("content", [b"beam: 1" + b"0" * 5000, b"beam: \xff", b"beam: [", b"- 1", b"[" * 300])
 def test_a_damaged_tuned_file_is_named(content: bytes, tmp_path: Path) -> None:
     model = tmp_path / "best.safetensors"
