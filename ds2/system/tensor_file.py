@@ -99,7 +99,7 @@ def _copy(copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[
         if torch.cuda.mem_get_info(device)[0] < 2 * size:
             on_gpu = {}
     with torch.no_grad():
-        joined = [(values, _flatten(list(values.values()))) for values in on_gpu.values()]
+        joined = [(values, torch.cat([value.reshape(-1) for value in values.values()])) for values in on_gpu.values()]
         copied = torch.cuda.current_stream(device).record_event() if on_gpu else None
         for name in tensors.keys() - {name for values in on_gpu.values() for name in values}:
             _memory(copies, name, tensors[name]).copy_(tensors[name])
@@ -117,12 +117,6 @@ def _copy(copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[
         return {name: copies[name] for name in tensors}
 
     return fetch
-
-
-def _flatten(values: list[Tensor]) -> Tensor:
-    """Copy tensors of one type end to end: (N,). One call takes half a millisecond less for 600 than a view of each."""
-    flat: Tensor = torch._utils._flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
-    return flat.clone() if len(values) == 1 else flat  # a single one is not copied
 
 
 def _memory(copies: dict[str, Tensor], name: str, value: Tensor) -> Tensor:
