@@ -51,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
         parser.error("--allowance needs --phrases or --keywords")
     if options.false_alarms is not None and (not options.keywords or options.phrases or options.allowance is not None):
         parser.error("--false-alarms needs --keywords, and goes with neither --phrases nor --allowance")
+    if options.phrases:
+        refuse_search_settings(overrides)
     sounddevice = _import_sounddevice()
     device = resolve_device(options.device)
     file = find_model(chosen_model(options.model))
@@ -62,8 +64,6 @@ def run(arguments: Sequence[str]) -> int:
         alarms = FALSE_ALARMS if options.false_alarms is None else options.false_alarms
         recogniser = recogniser.only_keywords(options.keywords, alarms)
     elif only := [*options.phrases, *options.keywords]:
-        if options.phrases:
-            refuse_search_settings(overrides)
         recogniser = recogniser.only_phrases([*only, OTHERS], options.allowance)
     hot_words = dict.fromkeys(options.hot)
     printer, stop = _Printer(options.format == "json", bool(options.keywords)), StopHandler()

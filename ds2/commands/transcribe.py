@@ -120,6 +120,8 @@ def run(arguments: Sequence[str]) -> int:
     """`ds2 transcribe [MODEL] FILE...`: transcribe all files; return 1 if any of them failed."""
     decode, arguments = split_overrides(arguments)
     args = _parse(arguments)
+    if args.phrases:
+        refuse_search_settings(decode)
     device = resolve_device(args.device)
     files = list(audio_files(args.files))
     outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
@@ -134,7 +136,6 @@ def run(arguments: Sequence[str]) -> int:
         raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
     recogniser = Recogniser.of(loaded, options, device, args.precision)
     if args.phrases:
-        refuse_search_settings(decode)
         recogniser = recogniser.only_phrases([*args.phrases, OTHERS], args.allowance)
     failed, alone = 0, len(files) == 1
     with _progress(files, shown=not args.stream) as progress:
