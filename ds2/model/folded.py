@@ -1,8 +1,8 @@
 """The network as inference needs it: norms folded into weights, and where each layer is on a stream's time axis.
 
 Each training module makes its own description by a method `folded`; blocks of streams (`ds2.inference.network`) and
-exported models (`ds2.export.model`) are made of descriptions alone. A layer that these can express, such as a factor
-for each unit, needs no field here and no lines there.
+exported models (`ds2.export.model`) are made of descriptions alone. A new layer that existing fields can describe needs
+no change here or there: a factor for each unit is a row convolution of one tap.
 
 A stream comes in blocks. Every layer gives as many frames as come in (divided by its stride) and is late by its
 lookahead; the end of its input is cached for the next block. `TimeWindow` has this arithmetic.
@@ -93,7 +93,7 @@ class ModuleWeights:
     """Recurrent layers, then row convolutions, and the skip around all of them."""
 
     layers: list[RecurrentWeights]
-    row_convs: list[Tensor]  # (tau + 1, H) each; one of a single tap is a factor for each unit
+    row_convs: list[Tensor]  # (tau + 1, H) each
     residual: bool
     projection: Tensor | None  # (H, D) of the skip
     delay_in: int

@@ -108,12 +108,12 @@ def test_a_session_gives_a_word_of_the_settings_another_bonus() -> None:
         for words in ([], ["bab"])
     )
     log_probs, lengths = speechlike(40, 4, 4).log_softmax(2), torch.full((4,), 40)
-    found = []
+    hypotheses = []
     for decoder in (plain, configured):
         session = decoder.start(4, {"bab": 1.5})
         session.step(log_probs, lengths)
-        found.append([[(h.text, h.score) for h in row] for row in session.finish()])
-    assert found[0] == found[1]
+        hypotheses.append([[(h.text, h.score) for h in row] for row in session.finish()])
+    assert hypotheses[0] == hypotheses[1]
 
 
 @pytest.mark.parametrize("lexicon", [False, True])
