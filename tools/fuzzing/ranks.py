@@ -31,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -186,10 +186,9 @@ def disturbed(
         ended = {process: _status(process) for process in running}
         done |= 0 in ended.values()
         running = [process for process, status in ended.items() if status is None]
-        failed = [status for status in ended.values() if status not in (None, *_EXPECTED)]
-        if failed or time.monotonic() - began > LIMIT_S:
-            why = f"a rank ended with status {failed[0]}" if failed else f"not done after {LIMIT_S:.0f} s"
-            raise _ended(Fault(f"{why}: {last_output(folder)}"), [*running, *stopped])
+        if why := _failure(ended.values(), time.monotonic() - began):
+            _kill([*running, *stopped])
+            raise Fault(f"{why}: {last_output(folder)}")
         if not (done or running or stopped):  # one has to finish
             running.append(start(run, output, environment))
         ranks = [process for process in _ranks(folder / "broken") if process in running]
@@ -287,12 +286,19 @@ def _status(process: int) -> int | None:
     return os.waitstatus_to_exitcode(code) if ended else None
 
 
-def _ended(fault: Fault, processes: Sequence[int]) -> Fault:
-    """Kill the processes of a run that failed, which write into its folder."""
+def _failure(statuses: Iterable[int | None], run_s: float) -> str:
+    """Why a run has failed, by the statuses of its processes and its time so far, or ''."""
+    failed = [status for status in statuses if status not in (None, *_EXPECTED)]
+    if failed:
+        return f"a rank ended with status {failed[0]}"
+    return f"not done after {LIMIT_S:.0f} s" if run_s > LIMIT_S else ""
+
+
+def _kill(processes: Sequence[int]) -> None:
+    """Kill the processes of a run and wait until they have ended."""
     for process in processes:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-    return fault
 
 
 def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> None:
