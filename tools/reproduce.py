@@ -129,7 +129,6 @@ def report(
     """The table in Markdown without its empty columns, and a list of the rows that have no result.
 
     Args:
-        table: whose rows are reported.
         results: content of the files results/ROW.json, by row.
         unfinished: how far rows are that have started and have no result, by row.
         failures: reasons of the rows that failed in this run, by row.
@@ -178,9 +177,7 @@ class Reproduction:
     """The runs of a table in a folder.
 
     Args:
-        table: what to run.
         folder: of run folders (`runs`), `results` and the report.
-        options: of the command line.
     """
 
     def __init__(self, table: PaperTable, folder: Path, options: argparse.Namespace) -> None:

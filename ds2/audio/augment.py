@@ -49,7 +49,6 @@ def change_tempo(waveform: Waveform, factor: float, sample_rate_hz: int) -> Wave
     Args:
         waveform: (N,) float32; shorter than two frames, it is returned unchanged.
         factor: positive; 1 changes nothing.
-        sample_rate_hz: of the waveform.
     Returns:
         (round(N / factor),) float32.
     """
@@ -86,8 +85,6 @@ def room_response(rng: np.random.Generator, sample_rate_hz: int, rt60_s: tuple[f
     later; their energy is 0 to 15 dB below the direct sound's.
 
     Args:
-        rng: the utterance's generator.
-        sample_rate_hz: of the response.
         rt60_s: range of the reverberation time, drawn uniformly.
 
     Returns:
@@ -135,7 +132,6 @@ def babble(voices: Sequence[Waveform], rng: np.random.Generator, samples: int, c
 
     Args:
         voices, rng, samples: as the arguments of `random_segment`.
-        count: number of voices.
     """
     mixed = np.zeros(samples, np.float32)
     for _ in range(count):
@@ -218,8 +214,6 @@ def augment_waveform(
 
     Args:
         waveform: (N,) float32 in [-1, 1]; not written to.
-        config: kinds and their ranges.
-        sample_rate_hz: of the waveform.
         rng_of: the utterance's generators, by effect. Speed, noise and gain share "waveform": its four decisions are
             drawn whether used or not, so that switching one off does not change the others. Any other effect has its
             own generator, because the noise itself is drawn after the four.
@@ -278,7 +272,6 @@ def random_segment(recordings: Sequence[Waveform], rng: np.random.Generator, sam
 
     Args:
         recordings: at least one, each (N,) float32; one is read per draw.
-        rng: the utterance's generator.
         samples: length.
     """
     recording = recordings[int(rng.integers(len(recordings)))]

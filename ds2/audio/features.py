@@ -166,7 +166,6 @@ class Features(nn.Module):
     the last sample; these are left out.
 
     Args:
-        config: kind, window, step, mel bands.
         sample_rate_hz: rate of all waveforms.
     Raises:
         ConfigError: window or step is not a whole number of samples, or a mel filter would cover no bin.

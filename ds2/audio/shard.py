@@ -55,7 +55,6 @@ def member_of(path: Path) -> tuple[Path, str] | None:
 
 
 def index_file(shard: Path) -> Path:
-    """Return the path of a shard's index."""
     return shard.with_name(shard.name + ".index")
 
 
@@ -91,7 +90,6 @@ class Shard:
         return [ShardMember(names[row].decode(), *values) for row, values in enumerate(self._rows.tolist())]
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """Return the names that are not members."""
         encoded = np.array([name.encode() for name in names])
         nearest = np.minimum(np.searchsorted(self._names, encoded), len(self._names) - 1)
         return [name for name, equal in zip(names, self._names[nearest] == encoded, strict=True) if not equal]

@@ -46,9 +46,7 @@ def spectrogram_masks(
     Args:
         lengths: (B,) int64 on the CPU, frames.
         bins: F, of the features.
-        augment: counts and largest widths.
         features: the step, in seconds.
-        seed, epoch: of the run.
         indices: (B,) position of each utterance in the training set.
         view: index of the view; each view of an utterance has its own masks.
     Returns:
@@ -94,9 +92,7 @@ def time_warps(
 
     Args:
         lengths: (B,) int64 on the CPU, frames.
-        augment: the longest move.
         features: the step, in seconds.
-        seed, epoch: of the run.
         indices: (B,) position of each utterance in the training set.
     Returns:
         (B, 2) int64: the frame, and where it moves to; both 0 for utterances of fewer than 5 frames, which do not move.
@@ -149,7 +145,6 @@ def warp_factors(augment: AugmentConfig, seed: int, epoch: int, indices: Sequenc
 
     Args:
         augment: `vtlp`: least and largest factor; factors are drawn uniformly between them.
-        seed, epoch: of the run.
         indices: (B,) position of each utterance in the training set.
         view: index of the view; each view of an utterance has its own factor.
     """
@@ -170,7 +165,6 @@ def warped_hz(hz: Tensor, factors: Tensor, rate_hz: int) -> Tensor:
     Args:
         hz: (F,) from 0 to half the rate.
         factors: (B,) above 0.
-        rate_hz: of the waveform.
     Returns:
         (B, F) in Hz.
     """
@@ -189,7 +183,6 @@ def warp(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: 
         features: (B, F, T), any device; normalised, so that deviations from the corpus mean move, not the mean itself.
         centres_hz: (F,) frequencies of the bins, rising, on the same device.
         factors: (B,) int64 on the same device, in millionths; None warps nothing.
-        rate_hz: of the waveform.
     """
     if factors is None:
         return features

@@ -124,7 +124,6 @@ class SampleBlocks:
     """Cuts the samples of one stream into blocks of feature frames; each frame is in exactly one block.
 
     Args:
-        features: which samples make a frame.
         block_frames: frames T of every block but the last.
         input_buffer: block number -> buffer (N,) that the samples of this block are written into; None allocates.
     """

@@ -25,7 +25,6 @@ class Cache:
     about: str
 
     def files(self) -> list[Path]:
-        """Return the existing files."""
         return [path for path in self.folder.glob("*") if path.suffix in self.suffixes]
 
 

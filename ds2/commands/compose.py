@@ -131,7 +131,6 @@ def read_config(
     """Convert a composed tree to a checked Config, and read the files that it names: pieces and the initial model.
 
     Args:
-        composed: by Hydra.
         overrides: of the command line; `checkpoint.init_from` does not change what they set.
         run_dir: replaces the config's own.
 

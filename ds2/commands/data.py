@@ -167,7 +167,6 @@ def learn(config: Config, count: int, output: Path) -> None:
 
     Args:
         config: training manifests and alphabet of characters.
-        count: number of pieces.
         output: text file, one piece a line.
 
     Raises:
@@ -191,7 +190,6 @@ def learn(config: Config, count: int, output: Path) -> None:
 
 
 def _add_split(commands: Any) -> None:
-    """Declare `ds2 data split`."""
     parser = commands.add_parser("split", help="split manifests into train, dev and test, no speaker in two of them")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl, dev.jsonl, ...")
@@ -236,7 +234,6 @@ def _split(options: argparse.Namespace) -> int:
 
 
 def _add_stats(commands: Any) -> None:
-    """Declare `ds2 data stats`."""
     parser = commands.add_parser("stats", help="hours, speakers, durations and pace of manifests")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -258,7 +255,6 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _add_filter(commands: Any) -> None:
-    """Declare `ds2 data filter`."""
     parser = commands.add_parser("filter", help="the utterances of a manifest that meet conditions")
     parser.add_argument("manifest", type=Path)
     parser.add_argument("output", type=Path)
@@ -288,7 +284,6 @@ def _filter(options: argparse.Namespace) -> int:
 
 
 def _add_shards(commands: Any) -> None:
-    """Declare `ds2 data shards`."""
     parser = commands.add_parser("shards", help="manifests to tar files with indices, for corpora larger than a cache")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
@@ -323,7 +318,6 @@ def _shards(options: argparse.Namespace) -> int:
 
 
 def _add_alphabet(commands: Any) -> None:
-    """Declare `ds2 data alphabet`."""
     parser = commands.add_parser(
         "alphabet",
         usage="%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]",
@@ -381,7 +375,6 @@ def _alphabet(options: argparse.Namespace) -> int:
 
 
 def _add_normalise(commands: Any) -> None:
-    """Declare `ds2 data normalise`."""
     parser = commands.add_parser(
         "normalise",
         usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
@@ -413,7 +406,6 @@ def _normalise(options: argparse.Namespace) -> int:
 
 
 def _add_lexicon(commands: Any) -> None:
-    """Declare `ds2 data lexicon`."""
     parser = commands.add_parser(
         "lexicon", help="pronunciations of the words of texts and language models, for alphabet.lexicon"
     )

@@ -78,9 +78,6 @@ def recurrence_facts(index: int) -> str:
     """Return which persistent kernels run the recurrence on a GPU, up to which size, and how they are chosen.
 
     Where none can, return why torch's layers run.
-
-    Args:
-        index: number of the CUDA device.
     """
     try:
         facts = calibrate.device_facts(index)

@@ -164,7 +164,6 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
     and workspace are not in it.
 
     Args:
-        model: any.
         value_bytes: 2 under bf16 autocast, 4 in fp32.
     """
     config, frames_per_s, bins = model.config, 1 / model.step_s, model.bins

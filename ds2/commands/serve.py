@@ -101,7 +101,6 @@ def _api_key() -> str:
 
 
 def _certificate(options: argparse.Namespace) -> Certificate | None:
-    """The certificate that the options ask for."""
     from ds2.serve import tls
 
     if options.tls_self_signed:
@@ -164,7 +163,6 @@ def _worker_count(sessions: int, device: str, option: int | None) -> int:
 
 
 def _protocols() -> str:
-    """The protocols and their paths."""
     try:
         from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS
     except ImportError:  # without the extra `serve` the help is shorter

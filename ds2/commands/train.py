@@ -104,7 +104,6 @@ def fit(overrides: Sequence[str]) -> Path:
 
 
 def is_sweep(options: Sequence[str]) -> bool:
-    """Return whether the options ask for a sweep."""
     return not {"-m", "--multirun"}.isdisjoint(options)
 
 
@@ -212,7 +211,6 @@ def ranking(jobs: Sequence[Job], metric: str) -> str:
     """Return the runs as a table, sorted by their best dev WER or CER; runs without one come last.
 
     Args:
-        jobs: of the sweep.
         metric: wer or cer.
     """
     rows = []

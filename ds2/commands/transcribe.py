@@ -66,7 +66,6 @@ def output_files(files: Sequence[tuple[str, Path]], suffix: str, out: Path | Non
 
     Args:
         files: as `audio_files` yields them.
-        suffix: of the outputs.
         out: folder, which need not exist.
         overwrite: existing files may be replaced, but not the audio itself.
 

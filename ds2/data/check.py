@@ -137,9 +137,7 @@ def check(
 
     Args:
         splits: utterances by split; `train` is checked as training data, any other as test data.
-        data: rate, limits of duration.
         augment: its speeds and tempos may make an utterance too short.
-        alphabet: of the transcripts.
         output_frames: samples of audio at `data.sample_rate_hz` -> output frames of the model.
     Raises:
         AudioError: a reading process died; the message names the files it was reading.

@@ -73,7 +73,6 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
         durations_s: (U,) seconds, see `padded_durations_s`.
         config: count or budget, of all ranks together.
         epoch: counted from 1.
-        seed: of the run.
     """
     if epoch < 1:
         raise ValueError(f"epoch {epoch}: epochs count from 1")
@@ -151,7 +150,6 @@ class SpeechLoader:
 
     Args:
         utterances: plans index this list.
-        data: cache, workers, sample rate.
         device: of the training; for CUDA memory is pinned, and -1 workers means one per core.
         alphabet: encodes the transcripts in the constructor; None leaves labels empty.
         augment: augmentation of waveforms; None for none.

@@ -225,10 +225,8 @@ def split(
     least one; a part may differ from its share by about the length of one group.
 
     Args:
-        utterances: to split.
         shares: of the audio, by part; positive numbers, of which only the proportions count.
         by: speaker, recording (file) or utterance: unit that is not divided.
-        seed: of the shuffle.
 
     Raises:
         SplitError: unknown `by`, shares that are not positive, utterances without a speaker or a duration, or fewer
@@ -286,7 +284,6 @@ class Statistics:
     characters_per_s: list[float]  # quantiles
 
     def format(self) -> str:
-        """Return the statistics as a table."""
         known = {name: hours for name, hours in self.speakers.items() if name}
         rows = [
             ("utterances", f"{self.utterances:,}"),

@@ -62,7 +62,6 @@ def write_shards(
 
     Args:
         utterances: in the order of the shards.
-        folder: of the shards.
         sample_rate_hz: of the members.
         shard_bytes: size of the 16-bit samples of a shard; FLAC takes about half.
         channel: of the utterances' files, from 1; 0 averages all.

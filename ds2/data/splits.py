@@ -191,7 +191,6 @@ def describe_changes(path: Path, utterances: Sequence[Utterance]) -> str:
 
     Args:
         path: of the record; it need not exist.
-        utterances: of the run, now.
 
     Returns:
         One line: what changed, that nothing changed, or that there is nothing to compare with.

@@ -99,7 +99,6 @@ def align_on_gpu(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[
     Args:
         log_probs: (T, B, V) float32 on a GPU.
         lengths: (B,) CPU int64.
-        targets: labels of each utterance.
     """
     device, sizes = log_probs.device, [len(target) for target in targets]
     longest = max(sizes)
@@ -179,7 +178,6 @@ def add_word_times(
         rows: hypotheses of each utterance.
         log_probs: (T', B, V) natural log-probs.
         lengths: (B,) CPU int64, valid frames.
-        alphabet: of the labels.
         frame_s: seconds per frame.
     """
     aligned = align_all(log_probs, lengths, [[h.labels for h in row] for row in rows])
@@ -196,7 +194,6 @@ class IncrementalAligner:
     """Aligns the labels of one stream: holds the frames whose alignment may change, and the aligned labels before them.
 
     Args:
-        alphabet: of the labels.
         frame_s: seconds per frame.
         silent_log_prob: a frame is silent if all labels but the blank lie below it.
 

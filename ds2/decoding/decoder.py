@@ -151,7 +151,6 @@ class ChangedDecoder(Decoder):
     """A decoder whose hypotheses are changed, such as by a calibration of confidences.
 
     Args:
-        decoder: of the hypotheses.
         change: maps a hypothesis of the decoder to the one that is returned.
         hot_words: of every stream; streams then take none of their own. None: each stream has its own.
     """
@@ -259,7 +258,6 @@ def decode_long(
     Args:
         decoder: of whole utterances.
         log_probs: (T, V) natural log-probs, T above 0.
-        alphabet, frame_s: of the decoder.
         piece_s: length of the longest piece, seconds.
     """
     longest, cuts = max(4, round(piece_s / frame_s)), [0]

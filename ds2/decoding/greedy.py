@@ -132,7 +132,6 @@ def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: 
     Args:
         logits: (T', B, V), as :func:`best_path`.
         lengths: (B,) integers on the CPU, valid frames.
-        alphabet: symbols of the V labels.
         frame_s: seconds per output frame.
 
     Raises:

@@ -72,7 +72,6 @@ def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tupl
 
     Args:
         runs: the labels with their frames, in order.
-        alphabet: symbols of the labels.
         frame_s: seconds per output frame.
     """
     spelled: list[list[Run]] = [[]]

@@ -77,7 +77,6 @@ class Spelling:
         return cls(torch.tensor(starts), characters, (characters > 0).sum(1), spaces[0] if spaces else -1, codes)
 
     def to(self, device: torch.device) -> Spelling:
-        """Return the spelling with its tensors on `device`."""
         return replace(
             self,
             starts_word=self.starts_word.to(device),
@@ -119,7 +118,6 @@ def build_trie(
 
     Args:
         words: known words and their positions.
-        spelling: of the labels.
         unigrams: (W,) natural log-probs of the known words by position.
         spare: rows to add for hot words.
     """
@@ -197,13 +195,11 @@ class SessionTrie:
 
     Args:
         trie: of known words, on the CPU.
-        spelling: of the labels.
         hot_bonus: of hot words that have none of their own.
         alpha: factor of the log-prob of the most probable word through a node, the look-ahead; None: no look-ahead,
             and words outside the trie are allowed.
         unknown: log-prob of an unknown word, with look-ahead. A prefix of an unknown hot word is charged the share of
             it that is written, as its bonus is paid: the whole would prune the word before the bonus outweighs it.
-        device: of the searches.
     """
 
     def __init__(

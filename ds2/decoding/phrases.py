@@ -60,7 +60,6 @@ def compile_phrases(phrases: Iterable[str], alphabet: Alphabet) -> PhraseGraph:
 
     Args:
         phrases: as the head of this module describes them; `[unk]` among them lets the search answer "none of these".
-        alphabet: of the network.
 
     Raises:
         PhraseError: no phrases, too many or too long ones, other syntax, or words that the network cannot write.
@@ -95,7 +94,6 @@ class _Compiler:
         self._labels = 0
 
     def add(self, phrase: str) -> None:
-        """Add a phrase from the root to the end."""
         self._phrase, self._tokens, self._at = phrase, _TOKEN.findall(phrase), 0
         if not self._tokens:
             raise PhraseError(f"the phrase {phrase!r} is empty: leave it out")

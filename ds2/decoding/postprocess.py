@@ -93,7 +93,6 @@ _RIDGE = 1e-3
 
 
 def calibrated(hypothesis: Hypothesis, calibration: Sequence[float]) -> Hypothesis:
-    """Return the hypothesis with calibrated word confidences."""
     if not hypothesis.words or tuple(calibration) == IDENTITY:
         return hypothesis
     values = calibrate(np.array([word.confidence for word in hypothesis.words]), calibration).tolist()

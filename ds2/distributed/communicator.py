@@ -138,7 +138,6 @@ class Communicator:
         """Return rank 0's tensors by name, on other ranks as new tensors on the CPU; their own are ignored.
 
         Args:
-            tensors: by name.
             holders: ranks whose own tensors have rank 0's bits, rank 0 among them: they return these, and nothing is
                 sent to them. More than one where ranks come and go alone.
         """
@@ -158,7 +157,6 @@ class Communicator:
         """Check that all ranks have the same facts as rank 0.
 
         Args:
-            facts: by name.
             remedy: what the user can do about a difference.
 
         Raises:
@@ -198,7 +196,6 @@ class GroupCommunicator(Communicator):
     """Ranks of a process group, which carries everything but `start_sum`: subclasses define that.
 
     Args:
-        group: the ranks.
         device: of the tensors of this rank.
         timeout_s: of the watchdog, see `ds2.distributed.watchdog.find_hang`.
     """
@@ -380,7 +377,6 @@ class _Progress(threading.Thread):
         self._incoming: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
 
     def submit(self, work: _Sum) -> None:
-        """Add a sum."""
         self._incoming.put(work)
 
     def stop(self) -> None:

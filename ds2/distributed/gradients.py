@@ -339,7 +339,6 @@ class BucketSink:
     """Adds to the gradient of one parameter, or to rows of it, in the bucket: a `GradientSink` of ds2_ops.
 
     Args:
-        bucket: of the parameter.
         part: (R, ...) where the bucket holds its gradient.
         rows: of these.
     """

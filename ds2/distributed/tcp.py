@@ -106,7 +106,6 @@ class TcpGroup(ProcessGroup):
     """Ranks with a connection of their own for each pair and each sequence of calls.
 
     Args:
-        rank: of this process.
         hosts: the machine names of all ranks.
         links: `STREAMS` times the connections to the other ranks, by rank.
 
@@ -237,5 +236,4 @@ class TcpChannel:
 
 
 def alone(host: str) -> TcpGroup:
-    """Return the group of this process alone."""
     return TcpGroup(0, [host], [{} for _ in range(STREAMS)])

@@ -79,7 +79,6 @@ class ReportedStatus:
     changed_s: float = 0.0  # time of the last report with other `changes`
 
     def update(self, status: RankStatus, now_s: float) -> None:
-        """Store a report."""
         if status.changes != self.status.changes:
             self.changed_s = now_s
         self.status, self.reported_s = status, now_s
@@ -93,7 +92,6 @@ def find_hang(
     Args:
         ranks: what one rank knows: itself and the ranks that report to it. All ranks report to rank 0.
         world: the number of ranks; only a rank that knows all of them can see that all wait.
-        now_s: the time.
         timeout_s: the longest time without reports, of waiting by all ranks, or of a phase of a step; other phases may
             take `limit_factor` times as long.
         silent_s: a shorter limit of the time without reports.
@@ -166,7 +164,6 @@ class Watchdog(threading.Thread):
     ranks, this process does not see what others send either, and so cannot say that they were silent.
 
     Args:
-        channel: between the ranks.
         hosts: of all ranks, in order.
         own: the status of this rank, which others change.
         timeout_s: see `find_hang`; a hang ends the job a few seconds after it.

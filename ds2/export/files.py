@@ -95,7 +95,6 @@ def export_onnx(
 
     Args:
         loaded: on the CPU.
-        path: of the file.
         for_sherpa: the input is filter banks, as sherpa-onnx computes them; else samples.
         chunk_s: of a stream, seconds.
         int8: matrices in 8 bits, and their inputs rounded to 8 bits at run time.

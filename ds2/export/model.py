@@ -86,7 +86,6 @@ class StateRow:
     """The states that layers carry from chunk to chunk, side by side in one row per stream.
 
     Args:
-        ops: of the target.
         row: (B, K) float32, 0 at the start of a stream; None: zeros, to find K.
         like: a tensor of the same B.
 
@@ -143,8 +142,6 @@ class Network:
     """A model in the operations of a target.
 
     Args:
-        ops: of the target.
-        weights: of the model.
         memory: recurrent states of streams; None: whole utterances.
         tails: ends of the layers' inputs; None: whole utterances.
     """
@@ -303,10 +300,7 @@ class Network:
         """Put the cached frames before a chunk; around a whole utterance, zeros.
 
         Args:
-            x: the chunk.
-            axis: of time.
             sizes: of the axes but batch and time.
-            window: of the layer.
             before: (B, 1) frames before this chunk; needed with `mirrored`.
             mirrored: frames before the first one, `window.past` of them; None: zeros.
         """
@@ -420,7 +414,6 @@ class TorchModel(nn.Module):
     """An exported model in torch, to trace or to run.
 
     Args:
-        exported: the model.
         dtype: of its weights; signals must have it too.
 
     Attributes:

@@ -195,7 +195,6 @@ class OnnxOperations:
         return out, last
 
     def input(self, name: str) -> OnnxValue:
-        """An input of the graph."""
         return OnnxValue(self, name)
 
     def model(

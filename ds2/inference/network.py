@@ -257,8 +257,6 @@ class LibraryConv:
     give a small convolution to few multiprocessors, and one of a single channel to none of their matrix units.
 
     Args:
-        layer: weights.
-        dtype: of the weights.
         dense_frames: output frames of all streams together up to which it is one product.
     """
 
@@ -302,9 +300,7 @@ class KernelConv:
     """A convolution by a kernel whose bits depend neither on the batch nor on the block.
 
     Args:
-        layer: weights.
         channels: of its input: 32, of which the layer's own come first, or the one of features.
-        dtype: of the weights.
     """
 
     def __init__(self, layer: ConvWeights, channels: int, dtype: torch.dtype) -> None:
@@ -422,7 +418,6 @@ class ModuleRun:
     """A module on its way through a block, piece by piece.
 
     Args:
-        module: the module.
         carries: states of its layers; after the last piece, those after the block.
         rows: (R, N, H) what streams carry besides these; updated.
         slots: (B,) int64 of the batch.
@@ -446,8 +441,6 @@ class ModuleRun:
 
         Args:
             number: of the layer in the module.
-            piece: its number.
-            x: the piece.
             projection_stream: as of `BlockRecurrence`.
 
         Returns:

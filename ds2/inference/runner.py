@@ -61,7 +61,6 @@ class _BlockBatch:
         torch.add(self._mapped[:kinds], 0, out=self.numbers[:kinds])
 
     def launch(self, edges: bool) -> Tensor:
-        """Run the batch."""
         logits = self.run[edges]()
         if self.done is not None:
             self.done.record()

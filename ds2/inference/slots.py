@@ -99,7 +99,6 @@ class SlotTable:
     Args:
         new_state: makes the state of so many slots.
         samples: of a block.
-        device: of the state.
         capacity: slots at first; doubled when all are taken.
     """
 

@@ -349,7 +349,6 @@ def arpa_file(lm: NGram, source: str) -> Iterator[Path]:
     """Yield the path of an ARPA file of the model that KenLM can read.
 
     Args:
-        lm: the model.
         source: the file that the model was read from. It is yielded if KenLM can read it. Otherwise a file is written
             to the cache folder, unless it has one of an equal model. If that fails, it is logged and a temporary file
             is written.

@@ -51,7 +51,6 @@ class RecurrentLM(nn.Module):
 
     Args:
         alphabet: its labels are the tokens; label 0 is `BOUNDARY`.
-        shape: sizes of the network.
     """
 
     def __init__(self, alphabet: Alphabet, shape: RecurrentShape) -> None:
@@ -96,7 +95,6 @@ class RecurrentLM(nn.Module):
         """Return the natural-log probability of each text and its end; on a GPU in bfloat16 except the classifier.
 
         Args:
-            texts: any number of texts.
             normalised: whether the texts are normalised by the alphabet already.
 
         Raises:

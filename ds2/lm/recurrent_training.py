@@ -137,7 +137,6 @@ def train(
     Args:
         model: trained in place on its device; in evaluation mode afterwards.
         text: in the model's alphabet.
-        settings: of the training.
         report: called with the progress at intervals.
         report_every_s: seconds from one report to the next.
         stop: called before each step; the training ends if it returns True.
@@ -263,7 +262,6 @@ class StateFile:
     """A file of weights, optimizer and position, next to the model file, while the training is not finished.
 
     Args:
-        path: of the file.
         made_of: everything that must be equal for a training to continue, by name for messages; JSON-serialisable.
         every_s: seconds from one save to the next; 0: save only when the training is stopped.
     """

@@ -30,7 +30,6 @@ def tokenise(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
 
 
 def _transcript(line: str, where: str) -> str:
-    """Return the transcript of a line of a manifest."""
     try:
         record = parse_json(line) if line.strip() else {"text": ""}
     except ValueError as error:
@@ -48,7 +47,6 @@ class SentenceReader:
     Of manifests (.jsonl) the transcripts are read. Files may be compressed (.gz, .xz).
 
     Args:
-        paths: text files.
         unit: "word" splits at white space; "character" writes a space as <space>; "piece" splits words into the pieces
             of the alphabet, or at white space if the alphabet has no pieces.
         alphabet: normalises the lines; None: unchanged lines.

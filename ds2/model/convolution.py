@@ -24,7 +24,6 @@ class MaskedConv(nn.Module):
     Args:
         channels_in: C of the input.
         conv: kernel and stride as [frequency, time], output channels.
-        config: clip and batch norm.
     """
 
     def __init__(self, channels_in: int, conv: ConvConfig, config: ModelConfig) -> None:
@@ -46,7 +45,6 @@ class MaskedConv(nn.Module):
         Args:
             x: (B, C, F, T), 0 past each length.
             ragged: lengths of ``x``.
-            context: of the pass.
 
         Returns:
             (B, C', F', T') and its lengths; 0 past each of them.
@@ -198,7 +196,6 @@ class RowConvolution(nn.Module):
     taps have a gradient from the first step on, since each feature has its own.
 
     Args:
-        hidden: H.
         context: tau, future frames seen.
     """
 

@@ -92,5 +92,4 @@ def _hash(numbers: Tensor) -> Tensor:
 
 
 def _low_32_bits(numbers: Tensor) -> Tensor:
-    """The low 32 bits of int64, as int32."""
     return ((numbers & 0xFFFFFFFF) - 2**31).to(torch.int32)

@@ -86,7 +86,6 @@ class SequenceBatchNorm(nn.Module):
     so the initial values leave no bias.
 
     Args:
-        channels: number of channels.
         momentum: weight of a batch in the running averages.
         axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
@@ -126,7 +125,6 @@ class SequenceBatchNorm(nn.Module):
         Args:
             x: any float dtype, channels on ``axis``, 0 at padding.
             count: valid positions of the N; unused in evaluation.
-            context: of the pass.
 
         Returns:
             The shape and dtype of ``x``.
@@ -162,8 +160,6 @@ class SequenceBatchNorm(nn.Module):
             x: (B, C, F, T), whatever lies past each length.
             lengths: (B,) int32, on the device.
             count: valid positions.
-            clip: of clipped ReLU.
-            context: of the pass.
 
         Returns:
             (B, C, F, T), 0 past each length, its memory in the order (B, F, T, C).

@@ -65,7 +65,6 @@ def linear(
         x: (..., D).
         weights: (H, D) each, parameters; W has the rows of one after the other.
         bias: as many numbers as W has rows, or None; not a parameter, but what the context has for it.
-        context: of the pass.
         biases: parameters of one weight's bias, which is their sum; their gradients go to their sinks too.
 
     Returns:

@@ -64,7 +64,6 @@ class RecurrentLayer(nn.Module):
         Args:
             x: (T, B, D), 0 past each length.
             ragged: lengths of ``x``, keys of its dropout.
-            context: of the pass.
 
         Returns:
             (T, B, H), 0 past each length.
@@ -103,7 +102,6 @@ class RecurrentLayer(nn.Module):
             z: (T, B, H) pre-activations.
             carry: the state (B, H) before frame 0; empty: zeros.
             lengths: (B,) int32 on the device, valid frames.
-            context: of the pass.
             max_sms: multiprocessors to use at most; None: all.
 
         Returns:
@@ -274,9 +272,6 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
 
     Args:
         cell: as ds2_ops names it.
-        hidden: H.
-        dtype: of its products.
-        device: where it runs.
     """
     if cell == "gru_before":
         return None
@@ -294,10 +289,6 @@ class RecurrentModule(nn.Module):
     """A few recurrent layers, then row convolutions, all of it bypassed by one residual skip (paper, Figure 7).
 
     Args:
-        width_in: width of the input.
-        layers: recurrent layers.
-        row_convs: row convolutions after them.
-        config: everything else.
         residual: whether the skip exists.
     """
 

@@ -68,7 +68,6 @@ def folder_of(path: Path) -> Path:
 
 
 def is_shipped(file: Path) -> bool:
-    """Whether a file is part of a shipped model."""
     return FOLDER.resolve() in file.resolve().parents
 
 

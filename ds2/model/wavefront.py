@@ -132,7 +132,6 @@ class Wavefront:
         lookahead: frames of all row convolutions together.
         step_us: times of a frame of a layer, forward and backward, for a batch: on `LAYER_SMS`, and on the whole GPU.
         streams: of the layers that run at the same time, while a CUDA graph is recorded; none: all on the current one.
-        max_sms: multiprocessors of a layer.
         fixed: pieces of every batch, for tests; 0: the estimate decides.
     """
 
@@ -189,13 +188,7 @@ class Wavefront:
 
 
 def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:  # noqa: PLR0911
-    """Say why the layers of a model cannot run piece by piece in training; None if they can.
-
-    Args:
-        config: of the model.
-        dtype: of its products.
-        device: where it is.
-    """
+    """Say why the layers of a model cannot run piece by piece in training; None if they can."""
     cell = operator_cell(config)
     if config.bidirectional:
         return "model.bidirectional=true: its backward layers begin at the last frame"
@@ -221,11 +214,8 @@ def run_modules(
     """Run modules on a batch in pieces.
 
     Args:
-        modules: one after the other.
         x: (T, B, D), 0 past each length.
         ragged: of `x`.
-        context: of the pass.
-        plan: how.
         count: pieces, at least 2.
 
     Returns:
@@ -277,12 +267,8 @@ class ModulePieces:
     """A module on its way through a batch, piece by piece.
 
     Args:
-        module: the module.
         starts: first frames of the pieces of its input.
         lengths: (P, B) int32 valid frames of the pieces of its layers' inputs, then of each row convolution's.
-        ragged: of the batch.
-        context: of the pass.
-        max_sms: multiprocessors of a layer.
         alive: receives tensors that several streams use.
     """
 
@@ -347,7 +333,6 @@ class PieceContext:
     """The context of a pass for layers that run piece by piece.
 
     Args:
-        context: of the pass.
         pieces: in which each layer runs.
     """
 

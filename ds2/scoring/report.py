@@ -101,7 +101,6 @@ def write_report(
     """Write report.txt, report.json, errors.txt and errors.html, each atomically.
 
     Args:
-        report: of a corpus.
         folder: created if it does not exist.
         title: heading of the HTML page.
         facts: further entries of report.json, such as model and manifest.
@@ -182,8 +181,6 @@ def html_page(report: Report, title: str, summary: str, recordings: Mapping[int,
     The page inserts texts of its JSON data as text nodes only, so that a transcript cannot act as markup.
 
     Args:
-        report: aligned utterances.
-        title: heading.
         summary: lines shown below it.
         recordings: MP3 files by the index of their utterance, which the page then plays.
     """

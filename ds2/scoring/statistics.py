@@ -61,8 +61,6 @@ def bootstrap_interval(
         lengths: (U,) reference words of each utterance.
         groups: the group of each utterance, which is resampled as a whole. None: utterances are resampled.
         confidence: coverage, between 0 and 1.
-        replicates: number of resampled corpora.
-        seed: of the random numbers.
 
     Returns:
         The interval; NaN at both ends if no reference has a word.

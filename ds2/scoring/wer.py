@@ -177,12 +177,10 @@ def _columns(
 
 
 def count_edits(edits: str) -> ErrorCounts:
-    """Count the edits of an alignment."""
     return ErrorCounts(edits.count(CORRECT), edits.count(SUBSTITUTION), edits.count(DELETION), edits.count(INSERTION))
 
 
 def word_errors(reference: str, hypothesis: str) -> ErrorCounts:
-    """Count the word errors between two texts."""
     return count_edits(align(reference.split(), hypothesis.split()))
 
 
@@ -204,12 +202,10 @@ class AlignedUtterance:
 
     @property
     def reference(self) -> list[str]:
-        """The words of the reference."""
         return self.reference_text.split()
 
     @property
     def hypothesis(self) -> list[str]:
-        """The words of the hypothesis."""
         return self.hypothesis_text.split()
 
     def pairs(self) -> list[tuple[str, str, str]]:

@@ -55,7 +55,6 @@ def decode(data: bytes | bytearray | memoryview, classes: Iterable[type] = ()) -
     """Return the value of a message; tensors are on the CPU, arrays own their memory.
 
     Args:
-        data: one message.
         classes: the dataclasses that it may hold.
 
     Raises:

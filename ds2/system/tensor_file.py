@@ -53,8 +53,6 @@ def save(
     """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, atomically.
 
     Args:
-        path: of the file.
-        tensors, metadata: its content.
         run: receives the function that writes, once the tensors are copied; it may call it later, in any thread.
         copies: the tensors that an earlier call copied into, whose memory is used again: it is several times as fast as
             new memory. Changed in place. No function of an earlier call may still run.

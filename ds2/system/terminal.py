@@ -38,7 +38,6 @@ class VisibleFormatter(logging.Formatter):
     """A log formatter that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record."""
         return visible(super().format(record))
 
 

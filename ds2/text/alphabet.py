@@ -55,7 +55,6 @@ def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
     """Replace all characters but letters, marks and digits by spaces; delete soft hyphens, and apostrophes in words.
 
     Args:
-        text: any text.
         keep: characters to keep. If it has the plain apostrophe, typographic ones inside words become plain.
     """
     parts = []

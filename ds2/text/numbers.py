@@ -139,7 +139,6 @@ def spell_numbers(text: str, language: str) -> str:
     words become spaces.
 
     Args:
-        text: any text.
         language: a language code: en, de, tr, pt_PT.
 
     Raises:
@@ -197,7 +196,6 @@ def _padded(read: _Reader) -> Callable[[re.Match[str]], str]:
 
 
 def _before(match: re.Match[str], characters: int) -> str:
-    """Return what stands right before a match."""
     return match.string[max(0, match.start() - characters) : match.start()]
 
 

@@ -62,7 +62,6 @@ def propose_alphabet(unknown: Mapping[str, int], alphabet: Alphabet, texts: Iter
 
 
 def _alphabet_block(unknown: Mapping[str, int], alphabet: Alphabet, texts: Iterable[str]) -> str:
-    """Return a YAML block of alphabet settings that have the unknown characters."""
     rules = alphabet.rules()
     own = set() if alphabet.has_pieces else set(alphabet.symbols[1:])
     turkish = alphabet.locale == "" and bool(_DOTTED_I & unknown.keys())

@@ -35,7 +35,6 @@ class DevMonitor:
     Args:
         loader: of the dev utterances.
         alphabet: characters outside it count in error rates, not in the loss.
-        features: of the model.
     """
 
     def __init__(self, loader: SpeechLoader, alphabet: Alphabet, features: Features) -> None:
@@ -73,8 +72,6 @@ class DevMonitor:
         """Log the shown utterances, end the evaluation, and return the mean loss of an utterance in nats.
 
         Args:
-            board: of the run.
-            step: of the training.
             texts: what was recognised, in the order of the utterances.
             comm: the ranks that shared the evaluation.
         """
@@ -98,8 +95,6 @@ class DevEvaluator:
     Args:
         data: names the manifests.
         features: of the model, by the time of `evaluate` on `device`.
-        alphabet: of the model.
-        device, precision: of the evaluation.
 
     Attributes:
         utterances: in the order of the manifests.
@@ -123,8 +118,6 @@ class DevEvaluator:
 
         Args:
             model: left in evaluation mode.
-            board: of the run.
-            step: of the training.
             comm: the ranks, who share the work and all get the result.
 
         Returns:

@@ -85,7 +85,6 @@ def largest_budget(
     Args:
         durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
         batching: whose buckets and order count.
-        seed: of the run.
         world: ranks that share a batch.
         measure: see `Measure`.
         available_bytes: bytes that passes may need.
@@ -163,7 +162,6 @@ def _proposal(measured: Sequence[tuple[float, float]], available_bytes: float) -
 
 
 def _round_down(value: float) -> float:
-    """Round down to three digits."""
     unit = 10.0 ** (np.floor(np.log10(value)) - 2)
     return float(np.floor(value / unit) * unit)
 
@@ -191,8 +189,6 @@ def choose_batching(
     All ranks call this together. The budget is noted in `progress`, so that a resumed run keeps it.
 
     Args:
-        config: of the run.
-        progress: of the run.
         comm: the ranks; the one with the least memory decides.
         durations_s: (U,) as long as the utterances can get.
         make_probe: makes a `MemoryProbe`; called only if a budget has to be found.
@@ -250,8 +246,6 @@ class MemoryProbe:
     """Measures the memory of both passes of training, on made-up audio and a second model with fresh weights.
 
     Args:
-        config: of the run.
-        utterances: of the run.
         alphabet, features: of the run, the latter on the device.
         autocast: to bfloat16.
         padded: as steps as CUDA graphs need it.
@@ -350,7 +344,6 @@ def choose_factors(progress: Progress, comm: Communicator) -> None:
 
     Args:
         progress: of the run; the times are written there.
-        comm: all ranks.
     """
     if comm.rank == 0 and not progress.factors and not progress.step and comm.device.type == "cuda":
         progress.factors = measured_factors(comm.device.index or 0)
@@ -374,9 +367,7 @@ def choose_tiles(
 
     Args:
         progress: of the run; the tiles are written there.
-        config: of the run.
         precision: "bf16" or "fp32".
-        comm: all ranks.
         plan: an epoch's batches.
     """
     try:

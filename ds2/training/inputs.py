@@ -143,8 +143,6 @@ class InputMaker:
 
     Args:
         features, model: which give the numbers of frames and output frames.
-        config: of the run.
-        device: of the passes.
         padded: pad waveforms to 28, 60, 92, ... frames, and labels to the frames that come out, so that
             the shape depends on the number of utterances and of these frames alone.
         label_log_probs: (U,) float64 of the transcript of each utterance, for CTC-CRF.
@@ -262,7 +260,6 @@ class EpochBatches:
     Args:
         loader: of the training utterances.
         plan: the batches of an epoch, by its number.
-        last_epoch: number of the last epoch.
         comm: the ranks that share each batch.
     """
 

@@ -61,7 +61,6 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float, w
     """The rate of one step.
 
     Args:
-        config: schedule and its settings.
         step: optimizer steps already taken.
         epoch: 1-based.
         progress: completed fraction of the planned training, 0..1.

@@ -35,7 +35,6 @@ class Passes:
 
     Args:
         model, features: on one device.
-        gradients: of the model.
         train: the weights of further terms of the loss.
         autocast: whether to compute in bfloat16.
         crf: of `train.objective=ctc_crf`.
@@ -64,10 +63,6 @@ class Passes:
 
     def losses(self, inputs: Inputs, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Tensor]:
         """Compute the losses of a batch.
-
-        Args:
-            inputs: on the device.
-            context: the weights to compute with.
 
         Returns:
             The losses (B,) of CTC, with its delay penalty, or CTC-CRF in nats, means over views, 0 where no alignment
@@ -111,7 +106,6 @@ class Passes:
         """Run the forward pass.
 
         Args:
-            inputs: on the device.
             utterances: of the whole step, over all ranks and batches; a step minimises their mean objective.
             last: whether it is the last pass of its step.
             idle: whether this batch has weight 0: it repeats another rank's utterance.
@@ -135,8 +129,6 @@ def use_graphs(config: Config, comm: Communicator, why_no_loss: str | None, why_
     """Whether steps run as CUDA graphs (`train.graphs`).
 
     Args:
-        config: of the run.
-        comm: the ranks, with their device.
         why_no_loss: why the CTC loss cannot be recorded there; None if it can.
         why_torch: why recurrent layers run on torch's kernels; None if they do not.
 

@@ -221,27 +221,22 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
         return self.comm.device
 
     @property
     def model(self) -> AcousticModel:
-        """The model that is trained."""
         return self.state.model
 
     @property
     def features(self) -> Features:
-        """The features of the model."""
         return self.state.features
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the model."""
         return self.state.optimizer
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run."""
         return self.state.progress
 
     def commit(self) -> None:
@@ -556,7 +551,6 @@ def build_state(
 
 
 def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *, autocast: bool) -> GradientReducer:
-    """Make the buckets of a model's gradients."""
     return GradientReducer(
         model.parameters(),
         comm,

@@ -184,7 +184,6 @@ class Table:
         print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
     def print_row(self, row: Mapping[str, Any]) -> None:
-        """Print one row."""
         print(f"| {' | '.join(_cell(column, row) for column in self.columns.values())} |", flush=True)
 
 

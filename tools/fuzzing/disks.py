@@ -217,7 +217,6 @@ class Disk:
         self._pause()
 
     def make_link(self, source: DiskPath, target: DiskPath) -> None:
-        """See `link`."""
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         target.parent.names()[target.name] = source.stat()

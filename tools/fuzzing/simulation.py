@@ -96,7 +96,6 @@ class SimulatedRunner:
     """Stands for `ds2.inference.runner.BlockRunner`.
 
     Args:
-        features: of the input.
         block_frames: feature frames of a block.
         forgets: whether a stream starts with an empty state; else with that of a stream that ended.
         finishes: whether the last frames come out at the end of a stream.
@@ -280,7 +279,6 @@ class Received:
 
     @property
     def text(self) -> str:
-        """All final texts."""
         return " ".join(filter(None, self.texts))
 
 
@@ -324,7 +322,6 @@ class SimulatedClient:
             self.outcome.texts.append(answer.get("text", ""))
 
     async def play(self) -> None:
-        """Play the script."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -338,7 +335,6 @@ class SimulatedClient:
             raise BrokenPromiseError(f"{self.outcome}: closed with another code than {sorted(allowed)}")
 
     def check_text(self, audio: Audio) -> None:
-        """Check the text of a client that speaks well."""
         outcome = self.outcome
         if outcome.code in (1011, 1013):  # refused, with the reason
             return

@@ -99,12 +99,7 @@ class _Clock(selectors.BaseSelector):
 
 
 class PeerSocket:
-    """The blocking end of a socket pair, as `ds2.serve.processes.WorkerLink` uses it: `recv`, `send`, `close`.
-
-    Args:
-        loop: both ends live in it.
-        readable: called when something has arrived.
-    """
+    """The blocking end of a socket pair, as `ds2.serve.processes.WorkerLink` uses it: `recv`, `send`, `close`."""
 
     def __init__(self, loop: VirtualLoop, readable: Callable[[], None]) -> None:
         self.loop, self.readable = loop, readable
@@ -198,12 +193,7 @@ class LoopSocket(asyncio.Transport):
 
 
 class Connection:
-    """A WebSocket between a simulated client and an ASGI application.
-
-    Args:
-        loop: of both.
-        path: of the protocol.
-    """
+    """A WebSocket between a simulated client and an ASGI application."""
 
     def __init__(self, loop: VirtualLoop, path: str) -> None:
         self.loop, self.path = loop, path

@@ -197,7 +197,6 @@ def corpus_folder(folder: str | Path, source: str = "") -> Path:
     """Return the folder as an absolute path.
 
     Args:
-        folder: of the corpus.
         source: where the corpus can be had, for the message.
 
     Raises:

@@ -138,8 +138,6 @@ def speak(words: Sequence[str], voice: Voice, rng: np.random.Generator) -> NDArr
     """Return words spoken by a voice as a waveform (N,) float32 in [-1, 1] at 16 kHz.
 
     Args:
-        words: of WORDS.
-        voice: who speaks.
         rng: draws pauses, durations, intonation and noise.
     """
     phones = [_silence(rng, 0.1, 0.25)]

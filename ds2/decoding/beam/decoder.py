@@ -118,7 +118,6 @@ class BatchedBeamSearch:
         return replace(beams, run=run.cleared())
 
     def beams(self, state: SearchState) -> Beams:
-        """Return the beams of a state."""
         if isinstance(state, Beams):
             return state
         assert self.streams is not None

@@ -297,7 +297,6 @@ class PronouncedWords:
         self.spelling = replace(Spelling.of(self.alphabet), sounds=self.sounds)
 
     def _spell(self, phones: Phones) -> str:
-        """Spell the next word of these phones."""
         rank = self._uses[phones] = self._uses.get(phones, -1) + 1
         first, ranks = chain((True,), repeat(False)), chain(repeat(0, len(phones) - 1), (rank,))
         copies = list(zip(phones, first, ranks, strict=False))  # `first` has no end
@@ -308,7 +307,6 @@ class PronouncedWords:
         return log_probs.index_select(2, self.sounds.to(log_probs.device))
 
     def text(self, spelled: Iterable[str]) -> str:
-        """The text of spelled words."""
         return " ".join(self._vocabulary[self.ids[word]] for word in spelled)
 
     def in_words(self, hypothesis: Hypothesis) -> Hypothesis:

@@ -141,7 +141,6 @@ def search(fusion: Fusion, beams: Beams, packed: Tensor, counts: Tensor, prune: 
     """Extend the beams by packed frames.
 
     Args:
-        fusion: the scores of words.
         beams: after the previous frames.
         packed: (T, B, V) float32 of `ds2.decoding.frames`.
         counts: (B,) int64 frames of each utterance.
