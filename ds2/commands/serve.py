@@ -6,7 +6,7 @@ import argparse
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,14 @@ from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, 
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
-from ds2.config.schema import ConfigError
+from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import describe_delays
 from ds2.system.machine import allow_files, usable_cores
 from ds2.system.signals import handle_signals, server_stop_signals
+from ds2.system.tensor_file import identity
 
 if TYPE_CHECKING:
     from ds2.serve.tls import Certificate
@@ -51,7 +52,9 @@ def run(arguments: Sequence[str]) -> int:
     bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
     device = resolve_device(options.device)
     file = find_model(chosen_model(options.model))
-    delays = describe_delays(load_model(file).config)
+    read = {file: identity(file)}
+    config = load_model(file).config
+    delays, decode = describe_delays(config), resolve_options(overrides, file, config)
     limits = Limits(
         sessions=options.sessions,
         batch=options.batch,
@@ -66,7 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         allow_origins=tuple(options.allow_origin),
         tls=_certificate(options),
     )
-    make = functools.partial(_make_recogniser, file, overrides, device, options.precision, options.log_transcripts)
+    read |= {Path(lm): identity(Path(lm)) for lm in (decode.lm, decode.rescore) if lm}
+    make = functools.partial(_make_recogniser, file, decode, read, device, options.precision, options.log_transcripts)
     recognisers = _recogniser_count(options.sessions, device.type, options.recognisers)
     workers = _worker_count(options.sessions, device.type, options.workers)
     port = bound.getsockname()[1]
@@ -131,15 +135,37 @@ def _addresses(options: argparse.Namespace, port: int) -> str:
 
 
 def _make_recogniser(
-    file: Path, overrides: Sequence[str], device: torch.device, precision: str, log_transcripts: bool
+    file: Path,
+    decode: DecodeConfig,
+    read: Mapping[Path, tuple[int, ...]],
+    device: torch.device,
+    precision: str,
+    log_transcripts: bool,
 ) -> Recogniser:
-    """Load the model, in the process that uses it."""
+    """Load the model, in the process that uses it.
+
+    Args:
+        file: of the model.
+        decode: decoder settings.
+        read: all files that are read, with their identities when the server started.
+        device, precision: as `Recogniser.load`.
+        log_transcripts: whether this process logs what is said.
+
+    Raises:
+        ConfigError: a file was replaced since, so that this process would answer otherwise than others of the server.
+    """
     from ds2.serve.engine import transcripts
 
     if log_transcripts:
         transcripts.setLevel(logging.INFO)
-    loaded = load_model(file, device)
-    return Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, precision)
+    recogniser = Recogniser.of(load_model(file, device), decode, device, precision)
+    for path, before in read.items():
+        if identity(path) != before:
+            raise ConfigError(
+                f"{path} was replaced after this server had started, whose clients all hear the same model: start the "
+                "server again"
+            )
+    return recogniser
 
 
 def _recogniser_count(sessions: int, device: str, option: int | None) -> int:

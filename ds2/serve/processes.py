@@ -62,7 +62,7 @@ RECOGNISER_SESSIONS = 1000  # real-time sessions that a recogniser process can h
 END_S = 60  # time in which processes finish their open sessions
 _READ_BYTES = 1 << 20
 _TICK_S = 1.0  # longest wait for messages of other processes, or for their end
-_STUCK_S = 10.0  # a worker that reads nothing for so long is terminated
+_STUCK_S = 10.0  # a worker that reads nothing for so long is terminated, a process that is stopped is killed
 _LENGTH = struct.Struct("<Q")
 
 
@@ -309,7 +309,7 @@ class WorkerLink:
 
     def deliver(self, answers: Answers) -> None:
         partial = PartialResults([], [], [], [])
-        messages: list[PartialResults | Answer | Failure] = [partial]
+        messages: list[PartialResults | Answer | Failure] = []
         for chunk, answer in answers:
             if isinstance(answer, Exception):
                 messages.append(Failure.of(chunk.call, answer))
@@ -320,7 +320,7 @@ class WorkerLink:
                 partial.texts.append(answer.partial)
                 partial.fixed_words.append(answer.fixed_words)
                 partial.starts_s.append(answer.start_s)
-        self._send(messages)
+        self._send([partial, *messages] if partial.calls else messages)
 
     def close(self) -> None:
         """Close all of the worker's sessions."""
@@ -481,8 +481,11 @@ def _run_worker(
 class _Parent:
     """This process and others that serve clients until a signal comes."""
 
-    ending = False
-    _end_by_s = math.inf
+    def __init__(self) -> None:
+        self.ending = False
+        self._end_by_s = math.inf
+        self._next_check_s = 0.0
+        self._stopped_s: dict[int, float] = {}  # when it was noticed, by process id
 
     def processes(self) -> list[BaseProcess]:
         """The other processes that run now."""
@@ -508,16 +511,37 @@ class _Parent:
         for process in self.processes():
             process.terminate()
 
-    def _kill_late(self) -> None:
-        """Kill processes that have not ended in time; one that is stopped (SIGSTOP) takes no other signal."""
-        if time.monotonic() > self._end_by_s:
-            for process in self.processes():
+    def _kill_unresponsive(self) -> None:
+        """Kill processes that have not ended in time, and those that have been stopped (SIGSTOP) for long.
+
+        The system gives a stopped process its share of new connections, and it takes no signal but SIGKILL.
+        """
+        now_s = time.monotonic()
+        if now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + _TICK_S
+        before, self._stopped_s = self._stopped_s, {}
+        for process in self.processes():
+            if process.pid is not None and _is_stopped(process.pid):
+                self._stopped_s[process.pid] = before.get(process.pid, now_s)
+                if now_s - self._stopped_s[process.pid] > _STUCK_S:
+                    log.error("a process has been stopped for %g s and is killed", _STUCK_S)
+                    process.kill()
+            if now_s > self._end_by_s:
                 process.kill()
 
     def _join(self) -> None:
         for process in self.processes():
             process.join(END_S)
             process.kill()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a child process is stopped; its status stays as it is."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has ended
+        return False
 
 
 class Workers(_Parent):
@@ -534,6 +558,7 @@ class Workers(_Parent):
     """
 
     def __init__(self, recogniser: Recogniser, limits: Limits, address: tuple[str, int], count: int) -> None:
+        super().__init__()
         self.address = address
         self.engine = Engine(recogniser, limits)
         hot_characters = recogniser.decoder.hot_characters
@@ -573,7 +598,7 @@ class Workers(_Parent):
     def _receive_from_workers(self, block: bool) -> list[Chunk | None]:
         """Return the chunks that arrived, for `Engine.run`; None is among them once no worker is left."""
         chunks: list[Chunk | None] = []
-        self._kill_late()
+        self._kill_unresponsive()
         for key, _ in self._selector.select(_TICK_S if block else 0):
             link: WorkerLink = key.data
             arrived = link.receive()
@@ -588,6 +613,8 @@ class Workers(_Parent):
     def _replace(self, link: WorkerLink) -> None:
         """Start another worker for one that ended by itself."""
         process = self._processes.pop(link)
+        process.join(_TICK_S)
+        process.kill()  # one that goes on, or is stopped, would keep all other sessions waiting here
         process.join(END_S)
         if self.ending:
             return
@@ -616,6 +643,7 @@ class Recognisers(_Parent):
     def __init__(
         self, make: Callable[[], Recogniser], limits: Limits, address: tuple[str, int], count: int, workers: int
     ) -> None:
+        super().__init__()
         share = replace(limits, sessions=-(-limits.sessions // count), uploads_bytes=limits.uploads_bytes // count)
         self._arguments = make, share, address, workers
         self._open = ExitStack()
@@ -636,7 +664,7 @@ class Recognisers(_Parent):
 
     def _serve(self) -> None:
         while self._processes:
-            self._kill_late()
+            self._kill_unresponsive()
             ended = wait([process.sentinel for process in self._processes], _TICK_S)
             for process in [process for process in self._processes if process.sentinel in ended]:
                 self._replace(process)

@@ -142,15 +142,15 @@ def read_metadata(path: Path) -> dict[str, Any]:
 def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a file; read it again if another process replaced it meanwhile, since safetensors opens it twice."""
     while True:
-        before = _identity(path)
+        before = identity(path)
         try:
             return _read_once(path, device, tensors=tensors)
         except CheckpointError:
-            if _identity(path) == before:
+            if identity(path) == before:
                 raise
 
 
-def _identity(path: Path) -> tuple[int, ...]:
+def identity(path: Path) -> tuple[int, ...]:
     """Return what differs between two files that have the same path one after the other; () without a file."""
     try:
         status = path.stat()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ import pytest
 from ds2.audio.read import AudioError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import LexiconError
-from ds2.recognition.session import NEVER, Endpoints, Segment
-from ds2.serve.engine import StreamResult
+from ds2.recognition.session import NEVER, Endpoints, Live, Segment
+from ds2.serve.engine import Chunk, Engine, StreamResult
 from ds2.serve.limits import BrokenError, FullError
 from ds2.serve.phrases import PhraseReader
 from ds2.serve.processes import (
@@ -29,6 +29,7 @@ from ds2.serve.processes import (
     ReadMetrics,
     RemoteRecogniser,
     Unpacker,
+    WorkerLink,
     WorkerStarted,
     pack,
 )
@@ -80,6 +81,19 @@ def test_errors_of_users_keep_their_class_and_message(kind: type[UserError]) -> 
     error = kind("what is wrong")
     arrived = Failure.of(1, error).error()
     assert type(arrived) is type(error) and str(arrived) == str(error)
+
+
+def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
+    ours, theirs = socket.socketpair()
+    link, live = WorkerLink(cast(Engine, None), ours), cast(Live, None)
+    final, partial = Chunk(live, None, link, 7), Chunk(live, np.zeros(1, np.float32), link, 8)
+    link.deliver([(final, RESULT)])
+    assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Answer(7, RESULT)]
+    link.deliver([(final, RESULT), (partial, StreamResult([], "a b", 1, 0.5))])
+    sent = list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16)))
+    assert sent == [PartialResults([8], ["a b"], [1], [0.5]), Answer(7, RESULT)]
+    link.close()
+    theirs.close()
 
 
 def test_errors_of_the_server_say_nothing_of_it() -> None:

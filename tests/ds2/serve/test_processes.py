@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.serve.http import bind, listen, listen_shared, share
 from ds2.serve.limits import Limits
-from ds2.serve.processes import Workers
+from ds2.serve.processes import END_S, Workers
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,60 @@ def test_a_stopped_worker_does_not_keep_its_server(
         assert (thread.is_alive(), worker.exitcode) == (False, -signal.SIGKILL)
     finally:
         worker.kill()
+        bound.close()
+
+
+def test_a_worker_that_stays_stopped_is_replaced(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get its share of new connections, which nobody answers."""
+    monkeypatch.setattr("ds2.serve.processes._STUCK_S", 1.0)
+    recogniser, bound = Recogniser.load(make_model(), device="cpu", decode=DecodeConfig()), bind("127.0.0.1", 0)
+    server = Workers(recogniser, Limits(), share(bound), 2)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    stopped, other = server.processes()
+    assert stopped.pid is not None and other.pid is not None
+    try:
+        os.kill(other.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        os.kill(other.pid, signal.SIGCONT)  # for a short time it does no harm
+        os.kill(stopped.pid, signal.SIGSTOP)
+        until(lambda: stopped not in server.processes() and len(server.processes()) == 2)
+        until(lambda: all(link.started for link in server._processes))
+        url, data = f"ws://127.0.0.1:{server.address[1]}/", speech(3, 0.5)
+
+        async def all_at_once() -> list[list[tuple[str, float, float]]]:
+            return await asyncio.gather(*(words(url, data) for _ in range(16)))
+
+        texts = {" ".join(word for word, *_ in one) for one in asyncio.run(all_at_once())}
+        assert texts == {text_alone(recogniser, data)}
+        assert (stopped.exitcode, other in server.processes()) == (-signal.SIGKILL, True)
+    finally:
+        stopped.kill()
+        server.end()
+        thread.join(WAIT_S)
+        bound.close()
+    assert not thread.is_alive()
+
+
+def test_a_worker_whose_connection_has_ended_keeps_nobody_waiting(make_model: Callable[..., Path]) -> None:
+    """Not even one that is stopped and does not notice it."""
+    recogniser, bound = Recogniser.load(make_model(), device="cpu", decode=DecodeConfig()), bind("127.0.0.1", 0)
+    server = Workers(recogniser, Limits(), share(bound), 1)
+    (worker,) = server.processes()
+    assert worker.pid is not None
+    try:
+        os.kill(worker.pid, signal.SIGSTOP)
+        (link,) = server._processes
+        link.end.shutdown(socket.SHUT_RDWR)
+        start_s = time.monotonic()
+        server._receive_from_workers(True)
+        assert (time.monotonic() - start_s < END_S / 2, worker.exitcode) == (True, -signal.SIGKILL)
+    finally:
+        worker.kill()
+        server.end()
+        server._join()
         bound.close()
 
 

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.serving import (
+    CONFIG,
     WAIT_S,
     Running,
     alone,
     connect,
     printed_port,
     speech,
+    start_server,
     text_alone,
     texts_though_killed,
     until,
     words,
 )
-from websockets.exceptions import InvalidHandshake
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from ds2.config.schema import DecodeConfig
 from ds2.recognition.recogniser import Recogniser
+from ds2.serve.http import bind, share
+from ds2.serve.limits import Limits
+from ds2.serve.processes import Recognisers
 
 
 def children(pid: int) -> list[int]:
@@ -106,6 +117,61 @@ def one_is_killed(server: Running, process: subprocess.Popen[str]) -> None:
     until(lambda: all(len(children(one)) == 1 for one in children(process.pid)))
     until(lambda: server.metric("ds2_sessions") == 0)
     assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
+
+
+@pytest.mark.slow
+def test_one_that_stays_stopped_is_replaced(make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds2.serve.processes._STUCK_S", 1.0)
+    make = functools.partial(Recogniser.load, make_model(), device="cpu", decode=DecodeConfig())
+    bound = bind("127.0.0.1", 0)
+    server = Recognisers(make, Limits(), share(bound), 2, 1)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    stopped, _ = server.processes()
+    assert stopped.pid is not None
+    try:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        until(lambda: stopped not in server.processes() and len(server.processes()) == 2)
+        assert stopped.exitcode == -signal.SIGKILL
+    finally:
+        stopped.kill()
+        server.end()
+        thread.join(WAIT_S)
+        bound.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_replaced_model_ends_a_server_in_order_before_it_answers_with_two(make_model: Callable[..., Path]) -> None:
+    model, data = make_model(), speech(3, 1.0)
+    server = start_server(str(model), "--recognisers", "2", "--workers", "2", "--sessions", "80", "--idle-s", "600")
+    try:
+        port, recogniser = printed_port(server), Recogniser.load(model, device="cpu", decode=DecodeConfig())
+        os.replace(shutil.copy(model, model.with_name("new.safetensors")), model)
+
+        async def speak() -> set[Any]:
+            held = [await connect(f"ws://127.0.0.1:{port}/") for _ in range(16)]
+            for ws in held:
+                await ws.send(CONFIG)
+                await ws.send(data)
+                await ws.recv()
+            os.kill(children(server.pid)[0], signal.SIGKILL)
+            answers = set[Any]()
+            for ws in held:
+                try:
+                    text = json.loads(await ws.recv()).get("text")
+                    await ws.recv()
+                except ConnectionClosed as closed:
+                    code = closed.rcvd.code if closed.rcvd else 0
+                    answers |= {(text, code)} if code == 1012 else {None}
+            return answers
+
+        assert asyncio.run(speak()) == {None, (text_alone(recogniser, data), 1012)}
+        _, errors = server.communicate(timeout=WAIT_S)
+        assert (server.returncode, "Traceback" in errors) == (2, False)
+        assert f"{model} was replaced after this server had started" in errors
+    finally:
+        server.kill()
 
 
 @pytest.mark.slow
