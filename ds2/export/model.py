@@ -2,9 +2,9 @@
 
 First its layers, then the function of inputs and outputs, for chunks of streams or whole utterances. A stream comes in
 chunks of a fixed length. Every layer carries the end of its input, gives as many frames as come in and is delayed by
-its lookahead: `ds2.model.folded` says how many. Which of a layer's frames are valid follows from two counts, the frames
-before this chunk and with it: frames before the start and past the end are 0 in every layer and in every recurrent
-state, as they were when the model was trained.
+its lookahead: `ds2.model.structure.TimeWindow` says how many. Which of a layer's frames are valid follows from two
+counts, the frames before this chunk and with it: frames before the start and past the end are 0 in every layer and in
+every recurrent state, as they were when the model was trained.
 
 Shape letters: B batch, N samples, T frames, F bins, C channels, D, H widths, V labels, W samples of a window, M mels.
 """
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from ds2.audio.features import MIN_ENERGY, POWER_FLOOR, Features, preemphasise
 from ds2.export.operations import Operations, TorchOperations, Value
-from ds2.model.acoustic import AcousticModel
+from ds2.model.acoustic import AcousticModel, NetworkWeights
 from ds2.model.checkpoint import LoadedModel
-from ds2.model.folded import ConvWeights, DirectionWeights, ModuleWeights, NetworkWeights, RecurrentWeights, TimeWindow
+from ds2.model.convolution import ConvWeights
+from ds2.model.recurrent import DirectionWeights, ModuleWeights, RecurrentWeights
+from ds2.model.structure import TimeWindow
 from ds2.system import UserError
 from ds2.text.alphabet import BLANK
 

@@ -1,5 +1,5 @@
 """The network in recognition, on blocks of streams.
 
-network: runs a block of any streams from the description that `ds2.model.folded` has of a model. slots: state and input
+network: runs a block of any streams from the description that `AcousticModel.folded` returns. slots: state and input
 samples of the streams. runner: batches of fixed sizes, as CUDA graphs on a GPU; whole files.
 """

@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
 from ds2.inference.slots import UNBOUNDED, StreamState
-from ds2.model.acoustic import AcousticModel
-from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights
+from ds2.model.acoustic import AcousticModel, NetworkWeights
+from ds2.model.convolution import ConvWeights
 from ds2.model.norm import rms_norm
+from ds2.model.recurrent import ModuleWeights, RecurrentWeights
 from ds2.model.structure import frames_after, operator_cell
 from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 

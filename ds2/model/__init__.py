@@ -2,6 +2,8 @@
 
 acoustic: the network of the paper's Figure 7. convolution, recurrent, norm: its layers, norm with the lengths of a
 batch. dropout: masks that belong to utterances. pass_context: weights and gradient destinations of a pass. wavefront:
-layers side by side, on pieces of a batch. folded: the network as it is described for inference. structure: facts of a
-config, such as lookahead. checkpoint: model files.
+layers side by side, on pieces of a batch. structure: facts of a config, such as lookahead, and what a layer sees of its
+input in time. checkpoint: model files.
+
+Each training module describes itself for inference by a method `folded`, in a class beside it.
 """

@@ -4,6 +4,7 @@ Shape letters: T frames, B batch, C channels, F bins, H hidden, D width of a mod
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
-from ds2.model.convolution import MaskedConv
+from ds2.model.convolution import ConvWeights, MaskedConv
 from ds2.model.dropout import BranchDropout, UtteranceDropout
-from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights
 from ds2.model.norm import Count, Norm, Ragged, RmsNorm, SequenceBatchNorm, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-from ds2.model.recurrent import RecurrentLayer, RecurrentModule, why_torch
+from ds2.model.recurrent import ModuleWeights, RecurrentLayer, RecurrentModule, why_torch
 from ds2.model.structure import (
     Frames,
     check_model,
@@ -53,6 +53,34 @@ def classifier_logits(x: Tensor, count: Count | None, head: Classifier, context:
         if head.norm is not None:
             x = head.norm(x, count, context)
         return functional.linear(x, context.weight(classifier.weight), context.weight(classifier.bias))
+
+
+@dataclass(frozen=True)
+class NetworkWeights:
+    """The whole network as inference needs it: norms folded into weights, each layer's place on a stream's time axis.
+
+    Each training module describes itself by a method `folded`, by a class beside it. Blocks of streams
+    (`ds2.inference.network`) and exported models (`ds2.export.model`) are made of these descriptions alone. A new layer
+    that existing fields can describe needs no change there: a factor for each unit is a row convolution of one tap.
+
+    A stream comes in blocks. Every layer gives as many frames as come in (divided by its stride) and is late by its
+    lookahead; the end of its input is cached for the next block. `ds2.model.structure.TimeWindow` has this arithmetic.
+
+    Folded weights are float64, others as trained.
+    """
+
+    bins: int  # F of the features
+    convs: list[ConvWeights]
+    modules: list[ModuleWeights]
+    rms_eps: float | None  # of the classifier's input, as of `RecurrentWeights`
+    classifier: Tensor  # (V, H)
+    bias: Tensor  # (V,)
+    delay: int  # output frames by which logits are late
+
+    @property
+    def hidden(self) -> int:
+        """H of the recurrent layers."""
+        return self.modules[0].layers[0].hidden
 
 
 class AcousticModel(nn.Module):

@@ -1,5 +1,6 @@
 """Convolutions over whole utterances: the front end's, and along time alone."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +10,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
-from ds2.model.folded import ConvWeights, TimeWindow
 from ds2.model.norm import Ragged, SequenceBatchNorm, fold_norm_after, values_in_layout
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-from ds2.model.structure import frames_after
+from ds2.model.structure import TimeWindow, frames_after
+
+
+@dataclass(frozen=True)
+class ConvWeights:
+    """A convolution over bins and frames, then clip to 0 .. `clip`."""
+
+    weight: Tensor  # (C', C, kernel in frequency, kernel in time)
+    bias: Tensor  # (C',)
+    stride: tuple[int, int]
+    clip: float
+    bins: int  # F of the input
+    window: TimeWindow
+
+    @property
+    def bins_out(self) -> int:
+        """F of the output."""
+        return -(-self.bins // self.stride[0])
 
 
 class MaskedConv(nn.Module):

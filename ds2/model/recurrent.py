@@ -7,6 +7,7 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -20,7 +21,6 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.convolution import RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
-from ds2.model.folded import DirectionWeights, ModuleWeights, RecurrentWeights
 from ds2.model.norm import Ragged, RmsNorm, SequenceBatchNorm, fold_norm_after, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.structure import operator_cell
@@ -28,6 +28,31 @@ from ds2.model.structure import operator_cell
 _RECURRENT_GAIN = 0.5
 
 Carry = tuple[Tensor, ...]  # between pieces of a batch: h (B, H), of an LSTM c too
+
+
+@dataclass(frozen=True)
+class DirectionWeights:
+    """One direction of a recurrent layer; gates in the order of torch.nn."""
+
+    weight_ih: Tensor  # (G H, D)
+    bias: Tensor  # (G H,)
+    weight_hh: Tensor  # (G H, H)
+    bias_hn: Tensor | None  # (H,) of the cell gru: inside the product with the reset gate
+
+
+@dataclass(frozen=True)
+class RecurrentWeights:
+    """A recurrent layer; the outputs of two directions are added."""
+
+    cell: str  # its name in `ds2_ops.recurrence`
+    clip: float  # of the cell clipped_relu
+    rms_eps: float | None  # each input frame is divided by its `ds2.model.norm.root_mean_square`; None: it is not
+    directions: list[DirectionWeights]
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.directions[0].weight_hh.shape[1]
 
 
 class RecurrentLayer(nn.Module):
@@ -283,6 +308,27 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
 def make_recurrent_layer(width_in: int, config: ModelConfig) -> nn.Module:
     """Make the recurrent layer that ``config.cell`` names."""
     return RecurrentLayer(width_in, config) if config.cell == "rnn" else GatedRecurrentLayer(width_in, config)
+
+
+@dataclass(frozen=True)
+class ModuleWeights:
+    """Recurrent layers, then row convolutions, and the skip around all of them."""
+
+    layers: list[RecurrentWeights]
+    row_convs: list[Tensor]  # (tau + 1, H) each
+    residual: bool
+    projection: Tensor | None  # (H, D) of the skip
+    delay_in: int
+
+    @property
+    def lookahead(self) -> int:
+        """Frames by which the output is later than the input."""
+        return sum(len(weight) - 1 for weight in self.row_convs)
+
+    @property
+    def cached(self) -> int:
+        """Rows (H,) that a stream caches: inputs of the row convolutions, and frames of the skip that wait."""
+        return self.lookahead * (1 + self.residual)
 
 
 class RecurrentModule(nn.Module):

@@ -1,5 +1,6 @@
 """Facts that follow from a model's config alone: its modules, its lookahead, and whether it can work at all."""
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,35 @@ from ds2.config.schema import ConfigError, ModelConfig
 from ds2.system.machine import memory_bytes
 
 Frames = TypeVar("Frames", int, Tensor)
+
+
+@dataclass(frozen=True)
+class TimeWindow:
+    """The input frames that a layer sees: output frame m sees `length` input frames from m stride - past on.
+
+    With `cached` frames in front of it, a block has as many windows as strides if length - stride <= cached < length.
+    The first of them begins at input frame -delay_in - cached of the source, which is where output frame -delay begins
+    if cached = past + delay stride - delay_in. One delay fulfils both.
+
+    Attributes:
+        length, past, stride: see above.
+        delay_in: frames by which the input is late.
+    """
+
+    length: int
+    past: int
+    stride: int
+    delay_in: int
+
+    @property
+    def delay(self) -> int:
+        """Frames by which the output is late."""
+        return -((self.past + self.stride - self.length - self.delay_in) // self.stride)
+
+    @property
+    def cached(self) -> int:
+        """Input frames that are cached from block to block."""
+        return self.past + self.delay * self.stride - self.delay_in
 
 
 def operator_cell(config: ModelConfig) -> str:

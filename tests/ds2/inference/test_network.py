@@ -17,8 +17,8 @@ from ds2.inference import network
 from ds2.inference.network import BlockNetwork, KernelConv, LibraryConv
 from ds2.inference.slots import UNBOUNDED, StreamState
 from ds2.model.acoustic import AcousticModel
-from ds2.model.folded import TimeWindow
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.structure import TimeWindow
 from ds2.system.cuda_graph import GraphRecorder
 
 BINS, LABELS = 9, 5
