@@ -13,7 +13,7 @@ from importlib import import_module
 
 from ds2.system.machine import VERSION
 from ds2.system.signals import default_signals
-from ds2.system.terminal import VisibleFormatter, safe_output
+from ds2.system.terminal import VisibleFormatter, open_missing_streams, safe_output
 
 _USAGE = """\
 usage: ds2 COMMAND [...]
@@ -87,6 +87,7 @@ def _skip_last_collection() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 on success, 2 for a user error, 128 + n if signal n stopped it."""
+    open_missing_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")

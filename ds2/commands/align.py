@@ -15,7 +15,7 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import word_record
-from ds2.model.checkpoint import load_model
+from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import Interval, text_grid
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.latency import AlignedTranscript, align_utterances, suspicious
@@ -43,10 +43,11 @@ def make_parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """`ds2 align MODEL MANIFEST...`: write word times as JSON lines, and print suspicious transcripts."""
     args = make_parser().parse_args(arguments)
+    file = find_model(args.model)
     if args.out:
-        check_writable(args.out, inputs=[args.model, *args.manifests])
+        check_writable(args.out, inputs=[file, *args.manifests])
     device = resolve_device(args.device)
-    loaded = load_model(args.model, device)
+    loaded = load_model(file, device)
     utterances = scored_utterances(args.manifests, loaded.alphabet)
     recordings = _recordings(utterances)
     if args.textgrid:

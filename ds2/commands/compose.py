@@ -208,7 +208,9 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
 
 
 def parse_override(override: str) -> Override:
-    """Parse one override; raise ConfigError if it is not in Hydra's grammar."""
+    """Parse one override; raise ConfigError if it is not in Hydra's grammar, or no text."""
+    if not override.isascii() and override != override.encode(errors="replace").decode():
+        raise ConfigError(f"{override!r} is not UTF-8, as settings must be: rename the file, or set LC_ALL=C.UTF-8")
     try:
         return OverridesParser.create().parse_override(_spelled(override))
     except (HydraException, ValueError) as error:
@@ -233,7 +235,7 @@ def _spelled(override: str) -> str:
 
     def spelled(word: re.Match[str]) -> str:
         plain = word[0].isascii() and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
-        return word[0] if plain else repr(word[0])
+        return word[0] if plain else f"'{word[0]}'"
 
     return f"{key}={words.sub(spelled, value)}"
 

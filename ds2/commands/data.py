@@ -211,6 +211,8 @@ def _split(options: argparse.Namespace) -> int:
             raise ConfigError(f"--shares {text!r} is not PART=SHARE, such as dev=0.1") from error
         if not name or Path(name).name != name:
             raise ConfigError(f"--shares {text!r}: the part names a file, give a plain word such as dev")
+    if len(shares) < len(options.shares):
+        raise ConfigError(f"--shares {' '.join(options.shares)}: give each part once")
     outputs = {name: options.out / f"{name}.jsonl" for name in shares}
     check_writable(*outputs.values(), inputs=options.manifests)
     utterances = read_manifests(options.manifests)
@@ -273,6 +275,7 @@ def _filter(options: argparse.Namespace) -> int:
         options.min_s, options.max_s, options.min_pace, options.max_pace, options.speakers, options.without_speakers,
         options.text, options.without_text,
     )  # fmt: skip
+    check_writable(options.output, inputs=[options.manifest])
     utterances = read_manifests([options.manifest])
     selected, dropped = select(utterances, conditions)
     write_manifest(options.output, selected)
@@ -280,6 +283,9 @@ def _filter(options: argparse.Namespace) -> int:
     print(f"{options.output}: {len(selected)} of {len(utterances)} utterances, {hours:.2f} h")
     for reason, count in dropped.most_common():
         print(f"  {count:6d} {reason}")
+    absent = {*options.speakers, *options.without_speakers} - {u.speaker for u in utterances}
+    if absent:
+        log.warning("%s has no speaker %s", options.manifest, ", ".join(sorted(absent)))
     return 0
 
 

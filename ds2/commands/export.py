@@ -11,6 +11,8 @@ from ds2_ops.install import install_command
 from ds2.commands.common import Parser, real
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
+from ds2.model.shipped import is_shipped
+from ds2.system.files import check_writable
 
 _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("torch", False): "model.pt2"}
 
@@ -24,11 +26,13 @@ def run(arguments: Sequence[str]) -> int:
     if args.to == "torch" and args.int8:
         raise ConfigError("--int8 works with --to onnx only")
     file = find_model(args.model)
-    path = args.out or file.parent / "export" / _NAMES[args.to, args.int8]
-    loaded, chunk_s = load_model(file), args.chunk_ms / 1000
+    path = args.out or (Path() if is_shipped(file) else file.parent) / "export" / _NAMES[args.to, args.int8]
+    chunk_s = args.chunk_ms / 1000
     try:
-        from ds2.export.files import export_onnx, export_torch
+        from ds2.export.files import TOKENS, export_onnx, export_torch
 
+        check_writable(path, path.with_name(TOKENS), inputs=[file])
+        loaded = load_model(file)
         if args.to == "onnx":
             described = export_onnx(loaded, path, for_sherpa=for_sherpa, chunk_s=chunk_s, int8=args.int8)
         else:
@@ -65,7 +69,11 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("--to", required=True, choices=["onnx", "torch"])
-    parser.add_argument("--out", type=Path, help="the file; by default in the folder `export` beside the model")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the file; by default in the folder `export` beside the model, or here for a model that comes with ds2",
+    )
     parser.add_argument(
         "--interface",
         choices=["sherpa", "plain"],

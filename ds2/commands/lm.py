@@ -60,6 +60,16 @@ def _stored_alphabet(model: NGram) -> Alphabet | None:
     return None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
 
 
+def _inputs(arguments: argparse.Namespace) -> list[Path]:
+    """The files that `build` and `train` read."""
+    inputs = [*arguments.text, *(arguments.heldout or ()), *filter(None, [arguments.pieces])]
+    if arguments.model:
+        from ds2.model.checkpoint import find_model
+
+        inputs.append(find_model(arguments.model))
+    return inputs
+
+
 def _refuse_missing(arguments: argparse.Namespace) -> None:
     missing = [str(path) for path in (*arguments.text, *(arguments.heldout or ())) if not path.is_file()]
     if missing:
@@ -72,8 +82,7 @@ def _build(arguments: argparse.Namespace) -> int:
         raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters: give --pieces alone")
     output = arguments.output
     _refuse_missing(arguments)
-    inputs = [*arguments.text, *(arguments.heldout or ()), *filter(None, (arguments.model, arguments.pieces))]
-    check_writable(output, *filter(None, [arguments.arpa]), inputs=inputs)
+    check_writable(output, *filter(None, [arguments.arpa]), inputs=_inputs(arguments))
     reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
     result = estimate(
         reader,
@@ -125,6 +134,7 @@ def _print_recurrent_perplexity(model: RecurrentLM, texts: list[Path]) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    check_writable(arguments.output, inputs=[arguments.lm])
     model = load_ngram(arguments.lm)
     if arguments.output.suffix == ".arpa":
         write_arpa(model, arguments.output)
@@ -150,8 +160,7 @@ def _train(arguments: argparse.Namespace) -> int:
     alphabet = _alphabet(arguments)
     output: Path = arguments.output
     state_file = output.parent / f"{output.name}.state"
-    inputs = [*arguments.text, *(arguments.heldout or ()), *filter(None, (arguments.model, arguments.pieces))]
-    check_writable(output, state_file, inputs=inputs)
+    check_writable(output, state_file, inputs=_inputs(arguments))
     reader = SentenceReader(arguments.text, alphabet.unit, alphabet, arguments.unknown)
     text = TrainingText.of(reader, alphabet)
     print(f"read {reader.report()}", flush=True)

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -72,10 +73,12 @@ def run(arguments: Sequence[str]) -> int:
     jobs: list[Job] = []
 
     def job(composed: DictConfig) -> None:
-        status = report_errors(lambda: _train(composed))
         facts = HydraConfig.get()
         name = facts.job.override_dirname if facts.mode == RunMode.MULTIRUN else ""
-        jobs.append(Job(name, Path(facts.runtime.output_dir), status))
+        folder = Path(facts.runtime.output_dir)
+        twins = [other.name for other in jobs if other.run_dir == folder]
+        status = report_errors(lambda: _refuse_twin(name, twins[0], folder) if twins else _train(composed))
+        jobs.append(Job(name or ALL, folder / "refused" if twins else folder, status))
 
     register()
     OmegaConf.register_new_resolver("ds2.folder_name", folder_name, replace=True)
@@ -105,6 +108,10 @@ def fit(overrides: Sequence[str]) -> Path:
 
 def is_sweep(options: Sequence[str]) -> bool:
     return not {"-m", "--multirun"}.isdisjoint(options)
+
+
+def _refuse_twin(name: str, twin: str, folder: Path) -> NoReturn:
+    raise ConfigError(f"{name} and {twin} of this sweep have one folder, {folder}: train them as runs of their own")
 
 
 def _train(composed: DictConfig) -> int:
@@ -183,6 +190,7 @@ def _choices(folders: Sequence[Path], group: str) -> list[str]:
 
 
 _LONGEST_NAME = 120
+ALL = "all"  # of a job that differs in nothing
 
 
 @dataclass(frozen=True)
@@ -201,7 +209,7 @@ class Job:
 
 def folder_name(differing: str) -> str:
     """Return a folder name for `key=value,...`: unsafe characters become _, a long name ends in a hash."""
-    name = re.sub(r"[^\w.,=+-]+", "_", differing) or "all"
+    name = re.sub(r"[^\w.,=+-]+", "_", differing) or ALL
     if len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 9]}-{hashlib.sha256(differing.encode()).hexdigest()[:8]}"

@@ -94,6 +94,23 @@ class _VisibleStream(io.TextIOBase):
         return self._stream.fileno()
 
 
+def open_missing_streams() -> None:
+    """Open /dev/null where the process was started without standard input, output or error.
+
+    Else a file that is opened takes the number, and what a library prints lands in it.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            if null == number:
+                os.set_inheritable(null, True)
+            else:
+                os.dup2(null, number)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115
+    if null > 2:
+        os.close(null)
+
+
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Make `print` safe in the block: a terminal gets `visible` text, and characters without encoding are escaped.

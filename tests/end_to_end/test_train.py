@@ -320,3 +320,17 @@ def test_a_sweep_trains_every_value_in_a_folder_of_its_own(
     table = (folder / "ranking.txt").read_text()
     assert all(job in table for job in jobs) and (folder / "ranking.png").is_file()
     assert load_model(folder / jobs[1]).config.run_dir == str(folder / jobs[1])
+
+
+def test_values_of_a_sweep_that_would_share_a_folder_are_refused(
+    tiny_overrides: list[str],
+    tone_manifest: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    others = f"data.dev=[{tone_manifest}],[{tone_manifest.parent}//{tone_manifest.name}]"
+    assert main(["train", *tiny_overrides, "--multirun", others, "train.max_steps=1"]) == 2
+    assert "of this sweep have one folder" in capsys.readouterr().err
+    assert (tmp_path / "run-sweep" / "ranking.txt").read_text().splitlines()[2].split()[1] == "-"

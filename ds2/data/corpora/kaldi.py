@@ -156,6 +156,8 @@ def _piped_file(source: str, command: str) -> str:
 
 
 def _wav_entry(path: Path) -> str:
+    if len(str(path).splitlines()) > 1:
+        raise ImporterError(f"{str(path)!r} has a line break, which wav.scp cannot hold: rename the file")
     if path.suffix.lower() == ".wav" and not re.search(r"\s", str(path)):
         return str(path)
     return f"ffmpeg -nostdin -v error -i {shlex.quote(str(path))} -f wav - |"

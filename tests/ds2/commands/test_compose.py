@@ -210,8 +210,14 @@ def test_letters_beyond_ascii_need_no_quotes() -> None:
     assert config.run_dir == "Läufe/é x" and config.alphabet.replace == {"x": "é", "y": "ö"}
     assert compose_config(["data.train=['ä,[b].jsonl']"]).data.train == ["ä,[b].jsonl"]
     assert first_of_sweep(["data.corpus=é,ü"]) == ["data.corpus='é'"]
+    assert compose_config(["run_dir=runs/a\u00a0b\u200b"]).run_dir == "runs/a\u00a0b\u200b"
     with pytest.raises(ConfigError, match="Keys in braces are ASCII"):
         compose_config(["alphabet.replace={é:e}"])
+
+
+def test_an_override_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not UTF-8, as settings must be"):
+        compose_config([b"run_dir=runs/\xff".decode(errors="surrogateescape")])
 
 
 @pytest.mark.parametrize("name", ["my conf [1], é", "q'uote {x}", "back\\slash", "$(x) ${y}"])

@@ -36,6 +36,8 @@ def test_split_writes_a_manifest_a_part(manifest: Path, capsys: pytest.CaptureFi
     assert "dev.jsonl" in capsys.readouterr().out
     assert main(["data", "split", str(manifest), "--out", str(out), "--shares", "train=most"]) == 2
     assert "not PART=SHARE" in capsys.readouterr().err
+    assert main(["data", "split", str(manifest), "--out", str(out), "--shares", "a=0.8", "b=0.1", "b=0.1"]) == 2
+    assert "give each part once" in capsys.readouterr().err
 
 
 def test_split_names_the_parts_of_an_earlier_split(manifest: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,6 +66,7 @@ def test_split_refuses_utterances_without_a_duration(manifest: Path, capsys: pyt
         "pieces {0} data.train=[{0}] --count 30",
         "import csv {0} {0}",
         "lexicon {0} --dictionary {0}",
+        "filter {0} {0} --max-s 2",
     ],
 )
 def test_results_do_not_replace_what_they_are_made_of(
@@ -101,6 +104,13 @@ def test_filter_keeps_what_meets_the_conditions_and_counts_the_rest(
     assert "20 not of --speakers; relax them" in capsys.readouterr().err
     assert main(["data", "filter", str(manifest), str(out), "--text", "("]) == 2
     assert "is not a regular expression" in capsys.readouterr().err
+
+
+def test_filter_names_speakers_that_the_manifest_lacks(manifest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    arguments = ["data", "filter", str(manifest), str(manifest.with_name("some.jsonl")), "--without-speakers", "s1"]
+    assert main(arguments) == 0 and not caplog.text
+    assert main([*arguments, "S2", "s3"]) == 0
+    assert f"{manifest} has no speaker S2\n" in caplog.text
 
 
 def test_alphabet_writes_one_that_a_run_can_use(

@@ -143,7 +143,10 @@ def test_results_that_have_no_place_are_refused_before_the_work(
         "lm build t.txt --output t.txt",
         "lm build t.txt --output t.lm --arpa t.lm",
         "lm train t.txt --output t.txt",
-        "align model.safetensors t.txt --out t.txt",
+        "lm convert t.txt t.txt",
+        "align t.txt t.txt --out t.txt",
+        "export t.txt --to torch --out t.txt",
+        "export t.txt --to torch --out tokens.txt",
     ],
 )
 def test_a_result_replaces_no_input_and_no_other_result(
@@ -154,6 +157,30 @@ def test_a_result_replaces_no_input_and_no_other_result(
     assert cli.main(command.split()) == 2
     assert "is read too, or is to be written twice: choose another path" in capsys.readouterr().err
     assert Path("t.txt").read_text("utf-8") == "a b c\n" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "align . t.txt --out best.safetensors",
+        "export . --to torch --out best.safetensors",
+        "lm build t.txt --model . --output best.safetensors",
+        "lm train t.txt --model . --output best.safetensors",
+    ],
+)
+def test_a_result_does_not_replace_the_model_of_a_run_folder(
+    command: str,
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = make_model().rename("best.safetensors").read_bytes()
+    Path("t.txt").write_text("a b c\n", encoding="utf-8")
+    assert cli.main(command.split()) == 2
+    assert "best.safetensors is read too" in capsys.readouterr().err
+    assert Path("best.safetensors").read_bytes() == model
 
 
 def test_every_number_of_a_command_has_a_range() -> None:

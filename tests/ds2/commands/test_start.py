@@ -67,3 +67,11 @@ def test_waiting_threads_leave_cores_to_others_unless_the_user_says_how(variable
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, env={**others, **variables}, capture_output=True, text=True, check=False)
     assert run.stdout == f"{spins}\n"
+
+
+def test_a_command_without_standard_streams_works_and_its_files_get_other_numbers(tmp_path: Path) -> None:
+    code = "import sys\nfrom ds2.cli import main\nstatus = main(['version'])\n" + (
+        f"file = open({str(tmp_path / 'a')!r}, 'w')\nprint(status, file.fileno() > 2, file=file)"
+    )
+    subprocess.run(["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code], check=True)
+    assert (tmp_path / "a").read_text() == "0 True\n"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
-from ds2.commands.train import Job, finish, folder_name, ranking
+from ds2.commands.train import ALL, Job, finish, folder_name, ranking
 
 
 def job(folder: Path, name: str, *scores: tuple[int, float | None, float], status: int = 0) -> Job:
@@ -36,6 +37,13 @@ def test_the_table_and_a_picture_lie_in_the_sweeps_folder(tmp_path: Path) -> Non
 
 def test_a_job_that_never_started_has_no_score(tmp_path: Path) -> None:
     assert ranking([Job("x=1", tmp_path / "none", 2)], "wer").splitlines()[1].split()[1] == "-"
+
+
+def test_a_sweep_of_one_run_has_a_name(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shown = finish(tmp_path, [job(tmp_path, ALL, (10, 0.5, 0.2))], "wer")
+    assert shown.splitlines()[1].split()[4] == "all"
 
 
 def test_a_line_that_a_kill_tore_is_left_out(tmp_path: Path) -> None:

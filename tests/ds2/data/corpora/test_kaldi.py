@@ -85,3 +85,8 @@ def test_export_to_kaldi_comes_back(tmp_path: Path) -> None:
         assert keys == sorted(set(keys)), table
     speakers = [line.split() for line in (tmp_path / "data" / "utt2spk").read_text().splitlines()]
     assert all(name.startswith(speaker) for name, speaker in speakers)
+
+
+def test_export_to_kaldi_refuses_names_with_line_breaks(tmp_path: Path) -> None:
+    with pytest.raises(ImporterError, match="has a line break"):
+        export_kaldi([Utterance(tmp_path / "a\nb.wav", 1.0, "a")], tmp_path / "kaldi")
