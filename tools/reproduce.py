@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -103,15 +104,6 @@ def so_far(run_dir: Path) -> str:
     train, dev = events(run_dir, "train"), events(run_dir, "dev")
     where = f"epoch {train[-1]['epoch']}, step {train[-1]['step']}" if train else "no step"
     return where + (f", dev WER {100 * dev[-1]['wer']:.2f} %, cost {dev[-1]['loss']:.1f}" if dev else "")
-
-
-def minutes_of_steps(train_events: Sequence[Mapping[str, Any]]) -> float:
-    """The time of the steps of train events, over all restarts of the run."""
-    steps = [0, *(event["step"] for event in train_events)]
-    return (
-        sum((step - last) * event["step_s"] for last, step, event in zip(steps, steps[1:], train_events, strict=False))
-        / 60
-    )
 
 
 def noise_scale(train_events: Sequence[Mapping[str, Any]]) -> float | None:
@@ -245,6 +237,8 @@ class Reproduction:
             self._print(f"{row.name}: {self.failures[row.name]}")
 
     def _result(self, row: Row) -> dict[str, Any]:
+        from ds2.model.checkpoint import find_model, load_model  # a report does not need torch
+
         rate, tried = self.best_rate(row)
         run_dir = self.train(row, rate, self.options.epochs)
         tests = self._evaluate(run_dir, "greedy", ["decode=greedy"])
@@ -257,6 +251,10 @@ class Reproduction:
         steps_taken = events(run_dir, "train")
         if not steps_taken:
             raise RowFailed(f"{run_dir}/log.jsonl has no step: set train.log_every_steps below the steps taken")
+        steps = [0, *(event["step"] for event in steps_taken)]  # of all restarts of the run
+        steps_s = sum(
+            (step - before) * e["step_s"] for (before, step), e in zip(pairwise(steps), steps_taken, strict=True)
+        )
         last = [
             event["loss"]
             for event in steps_taken
@@ -266,12 +264,12 @@ class Reproduction:
             "tests": tests,
             "dev_loss": best["loss"],
             "train_loss": sum(last) / len(last) if last else None,
-            "parameters": _parameters(run_dir),
+            "parameters": load_model(find_model(run_dir)).model.parameter_count,
             "rate": rate,
             "rates": tried,
             "epochs": steps_taken[-1]["epoch"],
             "steps": steps_taken[-1]["step"],
-            "minutes": minutes_of_steps(steps_taken),
+            "minutes": steps_s / 60,
             "noise_scale": noise_scale(steps_taken),
             "curve": [[event["step"], event["loss"], event["wer"]] for event in events(run_dir, "dev")],
             "settings": [*self.table.settings, *row.settings, *self.options.overrides],
@@ -297,15 +295,12 @@ class Reproduction:
         """The dev cost of a rate after the epochs of the search, or the error; None for a cost that is not finite."""
         run_dir = self._run_dir(row, rate)
         try:
-            if not self._tried(run_dir):
+            if not any(event["epoch"] == self.options.search_epochs for event in events(run_dir, "dev")):
                 run_dir = self.train(row, rate, self.options.search_epochs)
         except RowFailed as error:
             return error
         losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.options.search_epochs]
         return float(losses[-1]) if losses and losses[-1] is not None else None
-
-    def _tried(self, run_dir: Path) -> bool:
-        return any(event["epoch"] == self.options.search_epochs for event in events(run_dir, "dev"))
 
     def train(self, row: Row, rate: float | None, epochs: int) -> Path:
         """Train a row at a rate, and return its run folder."""
@@ -346,12 +341,6 @@ class Reproduction:
     def _print(self, text: str) -> None:
         with self._printing:
             print(time.strftime("%H:%M:%S"), text, flush=True)
-
-
-def _parameters(run_dir: Path) -> int:
-    from ds2.model.checkpoint import find_model, load_model  # a report does not need torch
-
-    return load_model(find_model(run_dir)).model.parameter_count
 
 
 def _undone(table: PaperTable, overrides: Sequence[str]) -> str | None:

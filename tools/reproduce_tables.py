@@ -88,7 +88,7 @@ def _table_1(shape: Shape) -> PaperTable:
         for start, skips in _OTHER_STARTS.items()
         for skip in skips
     ]
-    return _paper("PaperTable 1: 48 recurrent layers, a skip over every N", rows, shape)
+    return _paper("Table 1: 48 recurrent layers, a skip over every N", rows, shape)
 
 
 def _table_2(shape: Shape) -> PaperTable:
@@ -96,14 +96,14 @@ def _table_2(shape: Shape) -> PaperTable:
         Row(f"{depth} layers", _layers(depth, 4, width, shape.narrow), paper)
         for depth, (width, paper) in _EQUAL_PARAMETERS.items()
     ]
-    return _paper("PaperTable 2: depth, about equal parameters", rows, shape, _START)
+    return _paper("Table 2: depth, about equal parameters", rows, shape, _START)
 
 
 def _table_3(shape: Shape) -> PaperTable:
     rows = [
         Row(f"{depth} layers", _layers(depth, 4, 1152, shape.narrow), paper) for depth, paper in _EQUAL_WIDTH.items()
     ]
-    return _paper("PaperTable 3: depth, equal width", rows, shape, _START)
+    return _paper("Table 3: depth, equal width", rows, shape, _START)
 
 
 def _figure_8(shape: Shape) -> PaperTable:

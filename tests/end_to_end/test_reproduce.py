@@ -53,6 +53,7 @@ def test_a_killed_table_goes_on_and_a_row_that_fails_is_named(command: list[str]
     assert "24 layers: ds2 train ended with 2: " in first.stdout and "trainer.safetensors" in first.stdout
     result = json.loads((results / "8_layers.json").read_text())
     assert result["epochs"] == 2 and len(result["curve"]) == 1 and list(result["tests"]) == ["tones, greedy"]
+    assert "## Table 3: depth, equal width" in first.stdout
     assert "| 8 layers | 35.69 |" in first.stdout
     assert "Missing rows, 5 of 6" in first.stdout and "- 40 layers: not run" in first.stdout
 

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -156,16 +156,10 @@ def _make_deepspeech(folder: Path) -> None:
     (folder / "m.json").write_text(json.dumps({"root_path": str(folder), "samples": samples}))
 
 
-def _importer(format_name: str, make: Callable[[Path], None], only: str, inside: str = "") -> Target:
-    def read(folder: Path) -> Any:
-        return [
-            (u.name, u.text, u.duration_s) for u in import_corpus(format_name, folder / inside, _PARTS[format_name])
-        ]
-
-    return Target(f"import {format_name}", make, read, TEXT, only)
-
-
-_PARTS = {"an4": "train", "librispeech": "dev-clean", "kaldi": "", "csv": "", "deepspeech_pytorch": ""}
+def _imported(format_name: str, inside: str = "", part: str = "") -> Callable[[Path], Any]:
+    return lambda folder: [
+        (u.name, u.text, u.speaker, u.duration_s) for u in import_corpus(format_name, folder / inside, part)
+    ]
 
 
 def _parts_of_model() -> tuple[AcousticModel, Features, Alphabet]:
@@ -191,10 +185,6 @@ def _train_state() -> TrainState:
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()
     return state
-
-
-def _make_state(folder: Path) -> None:
-    save_state(folder, _train_state(), TINY)
 
 
 def _read_state(folder: Path) -> Any:
@@ -343,16 +333,9 @@ def _make_packed_shar(folder: Path) -> None:
     cuts.unlink()
 
 
-def _imported(format_name: str) -> Callable[[Path], Any]:
-    return lambda folder: [(u.name, u.text, u.speaker, u.duration_s) for u in import_corpus(format_name, folder)]
-
-
-def _make_recurrent(folder: Path) -> None:
+def _recurrent() -> RecurrentLM:
     torch.manual_seed(0)
-    letters = sorted({" ", *"".join(WORDS_OF_LM)})
-    save_recurrent(
-        folder / "lm", RecurrentLM(Alphabet(("", *letters)), RecurrentShape(hidden=8, layers=2)), {"step": 1}
-    )
+    return RecurrentLM(Alphabet(("", *sorted({" ", *"".join(WORDS_OF_LM)}))), RecurrentShape(hidden=8, layers=2))
 
 
 def _read_recurrent(folder: Path) -> Any:
@@ -360,8 +343,7 @@ def _read_recurrent(folder: Path) -> Any:
 
 
 def _training(folder: Path) -> tuple[StateFile, RecurrentLM, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = RecurrentLM(Alphabet(("", *sorted({" ", *"".join(WORDS_OF_LM)}))), RecurrentShape(hidden=8, layers=2))
+    model = _recurrent()
     return StateFile(folder / "state", {"text": "of words"}, 0.0), model, torch.optim.AdamW(model.parameters())
 
 
@@ -378,21 +360,21 @@ def _read_lm_state(folder: Path) -> Any:
     return digest([position, *model.state_dict().values(), *optimizer_tensors(optimizer).values()])
 
 
-def _targets() -> Mapping[str, Target]:
-    sounds = (
-        "WAV/PCM_16 WAV/FLOAT FLAC/PCM_16 OGG/OPUS OGG/VORBIS CAF/ALAC_16 MP3/MPEG_LAYER_III NIST/PCM_16 AIFF/PCM_16"
-    )
-    rows = (
-        *(_audio(*sound.split("/")) for sound in f"{sounds} AU/PCM_16 W64/PCM_16".split()),
+_SOUNDS = "WAV/PCM_16 WAV/FLOAT FLAC/PCM_16 OGG/OPUS OGG/VORBIS CAF/ALAC_16 MP3/MPEG_LAYER_III NIST/PCM_16 AIFF/PCM_16"
+TARGETS = {
+    row.name: row for row in (
+        *(_audio(*sound.split("/")) for sound in f"{_SOUNDS} AU/PCM_16 W64/PCM_16".split()),
         Target("manifest", make_manifest, lambda f: read_manifest(f / "m.jsonl"), JSON_LINES, "m.jsonl"),
         Target("texts to score", make_manifest, _texts, JSON_LINES, "m.jsonl"),
-        _importer("kaldi", _make_kaldi, "[!w]*"),
-        _importer("an4", _make_an4, "etc/*"),
-        _importer("librispeech", _make_librispeech, "dev-clean/10/7/*.txt"),
-        _importer("csv", _make_csv, "table.csv", "table.csv"),
-        _importer("deepspeech_pytorch", _make_deepspeech, "m.json", "m.json"),
+        Target("import kaldi", _make_kaldi, _imported("kaldi"), TEXT, "[!w]*"),
+        Target("import an4", _make_an4, _imported("an4", part="train"), TEXT, "etc/*"),
+        Target("import librispeech", _make_librispeech, _imported("librispeech", part="dev-clean"), TEXT,
+               "dev-clean/10/7/*.txt"),
+        Target("import csv", _make_csv, _imported("csv", "table.csv"), TEXT, "table.csv"),
+        Target("import deepspeech_pytorch", _make_deepspeech, _imported("deepspeech_pytorch", "m.json"), TEXT,
+               "m.json"),
         Target("model file", make_model, _read_model, TENSORS, checked=True),
-        Target("trainer state", _make_state, _read_state, TENSORS, checked=True),
+        Target("trainer state", lambda f: save_state(f, _train_state(), TINY), _read_state, TENSORS, checked=True),
         Target("audio cache", _make_cache, _read_cache, BYTES, "audio_cache/*", checked=True),
         Target("LM binary", lambda f: save_ngram(_language_model(), f / "lm"), _read_lm("lm"), TENSORS),
         Target("LM ARPA", lambda f: write_arpa(_language_model(), f / "lm.arpa"), _read_lm("lm.arpa"), TEXT),
@@ -406,10 +388,8 @@ def _targets() -> Mapping[str, Target]:
         Target("import shar, audio", _make_shar, _imported("shar"), TAR, "*.tar"),
         Target("import shar, cuts", _make_shar, _imported("shar"), JSON_LINES, "cuts*"),
         Target("import shar, packed", _make_packed_shar, _imported("shar"), BYTES, "[cr]*"),
-        Target("LM recurrent", _make_recurrent, _read_recurrent, TENSORS, checked=True),
+        Target("LM recurrent", lambda f: save_recurrent(f / "lm", _recurrent(), {"step": 1}), _read_recurrent, TENSORS,
+               checked=True),
         Target("LM recurrent, training", _make_lm_state, _read_lm_state, TENSORS, checked=True),
-    )  # fmt: skip
-    return {row.name: row for row in rows}
-
-
-TARGETS = _targets()
+    )
+}  # fmt: skip

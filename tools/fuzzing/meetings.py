@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from fuzzing.disks import Disk, DiskPath, Node
 from fuzzing.ranks import Fault, changes, lines_of, ranks_of_steps
-from fuzzing.virtual import Result, Simulation, planted, simulate
+from fuzzing.virtual import Result, planted, simulate
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 from torch.utils import tensorboard
@@ -1087,4 +1087,4 @@ FAULTS = planted(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run seeds, or look for the planted faults."""
-    return simulate(Simulation("meetings", __doc__, run_seed, FAULTS), arguments)
+    return simulate("meetings", __doc__, run_seed, FAULTS, arguments)

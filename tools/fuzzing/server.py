@@ -6,9 +6,10 @@ import asyncio
 import base64
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import soundfile
@@ -187,26 +188,6 @@ def _talk(client: TestClient, path: str, content: bytes) -> Any:
     return [{key: value for key, value in answer.items() if not key.endswith("_id")} for answer in answers]
 
 
-class _Connection:
-    """A connection that collects the bytes that a server writes."""
-
-    def __init__(self) -> None:
-        self.data = b""
-        self.write_eof = self.close = lambda: None
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    async def drain(self) -> None:
-        return
-
-    async def wait_closed(self) -> None:
-        return
-
-
 def _make_events(folder: Path) -> None:
     make_model(folder)
     form = {"rate": RATE_HZ, "width": 2, "channels": 1}
@@ -224,7 +205,7 @@ def _make_events(folder: Path) -> None:
 
 def _events(folder: Path) -> Any:
     """Send the file as a connection of Wyoming."""
-    writer: Any = _Connection()
+    writer = Mock(drain=AsyncMock(), wait_closed=AsyncMock())
 
     async def serve(app: Any) -> None:
         reader = asyncio.StreamReader()
@@ -235,7 +216,8 @@ def _events(folder: Path) -> Any:
         await socket.close()
 
     _request(folder, lambda client: client.portal.call(serve, client.app))
-    answers = [json.loads(line, parse_constant=_no_json) for line in writer.data.splitlines()]
+    written = b"".join(call.args[0] for call in writer.write.call_args_list)
+    answers = [json.loads(line, parse_constant=_no_json) for line in written.splitlines()]
     errors = [answer["data"]["text"] for answer in answers if answer["type"] == "error"]
     if errors:
         raise Refused(errors[0])
@@ -274,34 +256,28 @@ def _sound(container: str, subtype: str) -> Callable[[Path], None]:
     return lambda folder: soundfile.write(folder / "audio", noise(1.5), RATE_HZ // 2, format=container, subtype=subtype)
 
 
-def _make_shards(folder: Path) -> None:
-    write_shards(speech(folder / "files"), folder / "shards", RATE_HZ, 10_000)
-
-
 def _read_shards(folder: Path) -> Any:
     paths = [utterance.audio_filepath for utterance in read_manifest(folder / "shards" / "manifest.jsonl")]
     return digest(Shard(path.parent).read(path.name) for path in paths)  # opened anew, for they change
 
 
-def _targets() -> Mapping[str, Target]:
-    rows = (
+TARGETS = {
+    row.name: row for row in (
         *(
             Target(f"audio in blocks {sound.lower()}", _sound(*sound.split("/")), _blocks, BYTES)
             for sound in ("WAV/PCM_16", "FLAC/PCM_16", "OGG/OPUS")
         ),
-        Target("shards", _make_shards, _read_shards, TEXT, "shards/[0-9]*", checked=True),
+        Target("shards", lambda f: write_shards(speech(f / "files"), f / "shards", RATE_HZ, 10_000), _read_shards, TEXT,
+               "shards/[0-9]*", checked=True),
         Target("ds2 align, manifest", _make_aligned, _aligned, JSON_LINES, "m.jsonl"),
         Target("ds2 align, audio", _make_aligned, _aligned, BYTES, "wav/*/*.wav"),
         Target("ds2 serve, upload", _make_upload, _upload, (*BYTES, *TEXT), "upload"),
-        Target("ds2 serve, Vosk", _make_messages("/"), _messages("/"), _MESSAGES, "messages.jsonl"),
-        Target("ds2 serve, realtime", _make_messages("/v1/realtime"), _messages("/v1/realtime"), _MESSAGES,
-               "messages.jsonl"),
-        Target("ds2 serve, Deepgram", _make_messages(_DEEPGRAM), _messages(_DEEPGRAM), _MESSAGES, "messages.jsonl"),
-        Target("ds2 serve, sherpa-onnx", _make_messages("/sherpa-onnx"), _messages("/sherpa-onnx"), _MESSAGES,
-               "messages.jsonl"),
+        *(
+            Target(f"ds2 serve, {name}", _make_messages(path), _messages(path), _MESSAGES, "messages.jsonl")
+            for name, path in (
+                ("Vosk", "/"), ("realtime", "/v1/realtime"), ("Deepgram", _DEEPGRAM), ("sherpa-onnx", "/sherpa-onnx"),
+            )
+        ),
         Target("ds2 serve, Wyoming", _make_events, _events, (*BYTES, *TEXT), "events"),
-    )  # fmt: skip
-    return {row.name: row for row in rows}
-
-
-TARGETS = _targets()
+    )
+}  # fmt: skip

@@ -41,7 +41,6 @@ from fuzzing.virtual import (
     PeerSocket,
     PlantedFault,
     Result,
-    Simulation,
     StuckError,
     VirtualLoop,
     planted,
@@ -688,4 +687,4 @@ FAULTS: dict[str, PlantedFault] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run seeds, or look for the planted faults."""
-    return simulate(Simulation("simulation", __doc__, run_seed, FAULTS), arguments)
+    return simulate("simulation", __doc__, run_seed, FAULTS, arguments)

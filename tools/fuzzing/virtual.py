@@ -17,7 +17,7 @@ import os
 import random
 import selectors
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -165,11 +165,7 @@ class LoopSocket(asyncio.Transport):
 
     def feed(self, data: bytes) -> None:
         """Send bytes to the protocol."""
-        self._later(self._receive, data)
-
-    def _receive(self, data: bytes) -> None:
-        if self._protocol is not None:
-            self._protocol.data_received(data)
+        self._later(lambda: self._protocol and self._protocol.data_received(data))
 
     def lose(self) -> None:
         """End the connection after the bytes that travel."""
@@ -235,27 +231,28 @@ class Result:
     digest: str = ""
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """A simulation: its command, what it prints as help, how it runs a seed, and faults that it must detect."""
+def simulate(
+    command: str,
+    description: str | None,
+    run: Callable[..., Result],
+    planted_faults: Mapping[str, PlantedFault],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Run seeds, or look for the planted faults; returns the exit status.
 
-    command: str
-    description: str | None
-    run: Callable[..., Result]
-    faults: Mapping[str, PlantedFault]
-
-
-def simulate(simulation: Simulation, arguments: Sequence[str] | None) -> int:
-    """Run seeds, or look for the planted faults; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=simulation.description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    Args:
+        command: of tools/fuzz.py.
+        description: what `--help` shows.
+        run: runs a seed.
+        planted_faults: that it must detect.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seeds", type=int, default=1000, help="runs; with --faults the most for each")
     parser.add_argument(
         "--faults",
         nargs="*",
-        choices=simulation.faults,
+        choices=planted_faults,
         metavar="FAULT",
         help="plant each of these, by default all, and print the first seed that finds it",
     )
@@ -266,17 +263,16 @@ def simulate(simulation: Simulation, arguments: Sequence[str] | None) -> int:
     gc.freeze()  # modules are not looked through again in each run
     seeds = range(options.first, options.first + options.seeds)
     if options.faults is not None:
-        return _print_faults(simulation, options.faults or simulation.faults, seeds)
-    return _print_runs(simulation, seeds, options.workers)
+        return _print_faults(run, {name: planted_faults[name] for name in options.faults or planted_faults}, seeds)
+    return _print_runs(command, run, seeds, options.workers)
 
 
-def _print_faults(simulation: Simulation, names: Iterable[str], seeds: range) -> int:
+def _print_faults(run: Callable[..., Result], faults: Mapping[str, PlantedFault], seeds: range) -> int:
     missed = 0
-    for name in names:
-        fault = simulation.faults[name]
+    for name, fault in faults.items():
         options, began_s = fault if isinstance(fault, dict) else {}, time.monotonic()
         with nullcontext() if isinstance(fault, dict) else fault():
-            results = ((seed, simulation.run(seed, **options).wrong) for seed in seeds)
+            results = ((seed, run(seed, **options).wrong) for seed in seeds)
             seed, wrong = next((result for result in results if result[1]), (len(seeds), ""))
         missed += not wrong
         how = f"seed {seed}: {wrong[:200]}" if wrong else f"not found in {seed} seeds"
@@ -284,14 +280,14 @@ def _print_faults(simulation: Simulation, names: Iterable[str], seeds: range) ->
     return 1 if missed else 0
 
 
-def _print_runs(simulation: Simulation, seeds: range, workers: int) -> int:
+def _print_runs(command: str, run: Callable[..., Result], seeds: range, workers: int) -> int:
     began_s, digest, failed = time.monotonic(), hashlib.sha256(), 0
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        for seed, result in zip(seeds, pool.imap(simulation.run, seeds, chunksize=16), strict=True):
+        for seed, result in zip(seeds, pool.imap(run, seeds, chunksize=16), strict=True):
             digest.update(result.digest.encode())
             failed += bool(result.wrong)
             if result.wrong:
-                again = f"python tools/fuzz.py {simulation.command} --first {seed} --seeds 1"
+                again = f"python tools/fuzz.py {command} --first {seed} --seeds 1"
                 print(f"seed {seed}: {result.wrong}\n  again: {again}")
     rate = len(seeds) / (time.monotonic() - began_s)
     print(f"{len(seeds)} seeds, {failed} failed, {rate:.1f} a second; digest {digest.hexdigest()[:16]}")
