@@ -210,7 +210,7 @@ def disturbed(
                 running.remove(process)
         else:
             continue
-        events -= 1
+        events = max(events - 1, len(once))
         count.events[kind] += 1
         if not events:
             slow.unlink()

@@ -37,6 +37,15 @@ def test_choices_are_near_the_fastest(name: str) -> None:
     assert found["top-5 worst"] <= 1.08
 
 
+def test_choices_are_near_the_fastest_of_all_tiles_of_a_gpu_that_nothing_was_fitted_to() -> None:
+    swept = read(ROOT / "ops" / "figures" / "plans_h100_gated.json")
+    assert all(len(m.times) == len(rank(m.problem, swept.facts)) for m in swept.problems)
+    of_all = fit.judge(swept.problems, processor=swept.facts.processor)
+    assert of_all["problems"] == 48
+    assert of_all["top-1 mean"] <= 1.03 and of_all["top-1 worst"] <= 1.14
+    assert of_all["top-5 mean"] <= 1.02 and of_all["top-5 worst"] <= 1.08
+
+
 @pytest.mark.parametrize("name", ["relu", "gated"])
 def test_the_sweep_is_wide_enough_to_be_wrong_in(name: str) -> None:
     problems = [measured.problem for measured in record(name).problems]
