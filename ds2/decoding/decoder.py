@@ -38,8 +38,8 @@ class Decoding(Protocol):
     def best(self) -> list[Hypothesis]:
         """Return the best hypothesis of each stream so far; empty before the first frame.
 
-        A beam search returns text and labels only, as words cost an alignment. `fixed_words` says how much of the text
-        no later frame changes; a decoder of whole utterances does not know and says 0.
+        A beam search returns text and labels only, as words cost an alignment (`Decoder.best` can return them).
+        `fixed_words` says how much of the text no later frame changes; a decoder of whole utterances says 0.
         """
         ...
 
@@ -76,8 +76,8 @@ class Decoder(Protocol):
         for row, decoding in enumerate(decodings):
             decoding.step(log_probs[:, row : row + 1], lengths[row : row + 1])
 
-    def best(self, decodings: Sequence[Any]) -> list[list[Hypothesis]]:
-        """`Decoding.best` of several decodings in one batch."""
+    def best(self, decodings: Sequence[Any], *, words: bool = False) -> list[list[Hypothesis]]:
+        """`Decoding.best` of several decodings in one batch; with `words` also where these cost an alignment."""
         return [decoding.best() for decoding in decodings]
 
     def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
@@ -172,8 +172,9 @@ class ChangedDecoder(Decoder):
             hot_words = self.hot_words
         return ChangedDecoding(self.decoder.start(rows, hot_words), self.change)
 
-    def best(self, decodings: Sequence[ChangedDecoding]) -> list[list[Hypothesis]]:
-        return [[self.change(h) for h in row] for row in self.decoder.best([d.decoding for d in decodings])]
+    def best(self, decodings: Sequence[ChangedDecoding], *, words: bool = False) -> list[list[Hypothesis]]:
+        best = self.decoder.best([d.decoding for d in decodings], words=words)
+        return [[self.change(h) for h in row] for row in best]
 
     def finish(self, decodings: Sequence[ChangedDecoding]) -> list[list[list[Hypothesis]]]:
         nbest = self.decoder.finish([d.decoding for d in decodings])

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds2.audio.stream import Resampler, SampleBlocks
 from ds2.config.schema import Config, ConfigError
 from ds2.decoding.decoder import Decoder
-from ds2.decoding.hypothesis import EMPTY, Hypothesis
+from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords
 from ds2.model.structure import lookahead_parts_ms
 from ds2.recognition.open_segments import PAUSE_S
@@ -51,6 +51,8 @@ class Session:
         AudioError: a sample rate outside the allowed range.
         ValueError: blocks of less than one output frame.
     """
+
+    wants_words = False  # whether `results` has words with times, which cost a beam search an alignment each time
 
     def __init__(
         self,
@@ -236,13 +238,17 @@ class Live(Session):
     def end_segment(self, hypothesis: Hypothesis) -> None:
         """Make the open segment final, with its hypothesis, and open the next one."""
         frame_s = self.pipeline.frame_s
-        start_s = self.segment_start_s
         if hypothesis.text:
-            words = (replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in hypothesis.words)
             end_s = self._stream_start_s + self._open_segment("frames") * frame_s
-            self.segments.append(Segment(start_s, end_s, replace(hypothesis, words=tuple(words))))
+            words = tuple(self.in_source(hypothesis.words))
+            self.segments.append(Segment(self.segment_start_s, end_s, replace(hypothesis, words=words)))
         self.decoding = self.decoder.start(1, self.hot_words)
         self.pipeline.open_segments.start_segment(self.row)
+
+    def in_source(self, words: Sequence[Word]) -> list[Word]:
+        """Return words of the open segment with times from the start of the source."""
+        start_s = self.segment_start_s
+        return [replace(word, start_s=word.start_s + start_s, end_s=word.end_s + start_s) for word in words]
 
     def flush(self) -> None:
         """Make all accepted audio final, to its last sample; the model's state is reset after it."""
@@ -414,8 +420,13 @@ def quiet_at_ends(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> tuple
 
 
 def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list[Hypothesis]:
-    """Return `Session.result` of each session, in one batch; empty if it failed (`failed`: see `decode_sessions`)."""
-    hypotheses = _by_decoder(sessions, _best, failed)
+    """Return `Session.result` of each session, in one batch; empty if it failed (`failed`: see `decode_sessions`).
+
+    Sessions with `wants_words` get words too; their times count from the start of the open segment.
+    """
+    wanting = [session for session in sessions if session.wants_words]
+    hypotheses = _by_decoder(wanting, partial(_best, words=True), failed)
+    hypotheses |= _by_decoder([session for session in sessions if not session.wants_words], _best, failed)
     return [hypotheses.get(id(session), EMPTY) for session in sessions]
 
 
@@ -437,8 +448,8 @@ def finish_segments(sessions: Sequence[Live], failed: Failed = raise_failure) ->
             live.restart_stream()
 
 
-def _best(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:
-    return [row[0] for row in decoder.best(decodings)]
+def _best(decoder: Decoder, decodings: Sequence[Any], words: bool = False) -> list[Hypothesis]:
+    return [row[0] for row in decoder.best(decodings, words=words)]
 
 
 def _final(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.hypothesis import Hypothesis, Word
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
@@ -44,6 +44,7 @@ class StreamResult:
     partial: str
     fixed_words: int = 0  # first words of the open segment's text that no later audio changes
     start_s: float | None = None  # where the first word of the open segment begins, seconds of the source
+    words: list[Word] = field(default_factory=list)  # of the open segment, for a session that wants them
 
 
 Answers = Sequence[tuple["Chunk", StreamResult | Exception]]
@@ -134,9 +135,14 @@ class Engine:
         live.flush()
 
     def open(
-        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None, phrases: Sequence[str] = ()
+        self,
+        sample_rate_hz: int,
+        endpoints: Endpoints,
+        hot_words: HotWords | None = None,
+        phrases: Sequence[str] = (),
+        interim_words: bool = False,
     ) -> Live:
-        """Open a session; takes time for hot words and phrases.
+        """Open a session; takes time for hot words and phrases. Arguments as of `EngineClient.open`.
 
         Raises:
             FullError: all sessions are taken.
@@ -147,6 +153,7 @@ class Engine:
         self._check_free()
         recogniser = self.recogniser.only_phrases(phrases) if phrases else self.recogniser
         live = recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
+        live.wants_words = interim_words
         with self._lock:
             self._check_free()
             self._open.add(live)
@@ -275,7 +282,8 @@ def _result(live: Live, partial: Hypothesis) -> StreamResult:
     """Return what a session's client gets; final segments are returned once."""
     segments = list(live.segments)
     live.segments.clear()
-    return StreamResult(segments, partial.text, partial.fixed_words, live.speech_start_s)
+    words = live.in_source(partial.words) if live.wants_words else []
+    return StreamResult(segments, partial.text, partial.fixed_words, live.speech_start_s, words)
 
 
 def _deliver(answers: Answers) -> None:
@@ -312,9 +320,19 @@ class EngineClient(ABC):
         """Stop, once all calls are answered."""
 
     async def open(
-        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None, phrases: Sequence[str] = ()
+        self,
+        sample_rate_hz: int,
+        endpoints: Endpoints,
+        hot_words: HotWords | None = None,
+        phrases: Sequence[str] = (),
+        interim_words: bool = False,
     ) -> EngineSession:
-        """Open a session; with `phrases`, as `Recogniser.only_phrases` takes them, only these are recognised.
+        """Open a session.
+
+        Args:
+            sample_rate_hz, endpoints, hot_words: as for `Live`.
+            phrases: as `Recogniser.only_phrases` takes them; only these are recognised.
+            interim_words: the open segment's results have words with times, which a beam search aligns each time.
 
         Raises:
             FullError: all sessions are taken, or the server is ending. If the engine is in another process and there
@@ -326,7 +344,8 @@ class EngineClient(ABC):
         """
         if self.ending:
             raise FullError("this server is ending: try again later")
-        opening = asyncio.ensure_future(self.open_handle(sample_rate_hz, endpoints, hot_words, phrases))
+        handle = self.open_handle(sample_rate_hz, endpoints, hot_words, phrases, interim_words)
+        opening = asyncio.ensure_future(handle)
         try:
             return EngineSession(self, await asyncio.shield(opening), sample_rate_hz)
         except asyncio.CancelledError:
@@ -340,7 +359,12 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def open_handle(
-        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+        self,
+        sample_rate_hz: int,
+        endpoints: Endpoints,
+        hot_words: HotWords | None,
+        phrases: Sequence[str],
+        interim_words: bool,
     ) -> Any:
         """As `open`; return the session's handle for the other methods."""
 
@@ -409,11 +433,16 @@ class LocalRecogniser(EngineClient):
         self._thread.start()
 
     async def open_handle(
-        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+        self,
+        sample_rate_hz: int,
+        endpoints: Endpoints,
+        hot_words: HotWords | None,
+        phrases: Sequence[str],
+        interim_words: bool,
     ) -> Live:
         if not hot_words and not phrases:
-            return self.engine.open(sample_rate_hz, endpoints)
-        return await self.phrases.run(self.engine.open, sample_rate_hz, endpoints, hot_words, phrases)
+            return self.engine.open(sample_rate_hz, endpoints, interim_words=interim_words)
+        return await self.phrases.run(self.engine.open, sample_rate_hz, endpoints, hot_words, phrases, interim_words)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         loop = asyncio.get_running_loop()

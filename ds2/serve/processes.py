@@ -81,6 +81,7 @@ class OpenSession:
     endpoints: Endpoints
     hot_words: dict[str, float | None]
     phrases: list[str]
+    interim_words: bool
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class ReadMetrics:
 
 @dataclass(frozen=True)
 class PartialResults:
-    """The results of several calls in which no segment became final; lists as `StreamResult` has them."""
+    """The results of several calls without final segments or words; lists as `StreamResult` has them."""
 
     calls: list[int]
     texts: list[str]
@@ -279,14 +280,17 @@ class WorkerLink:
 
     def _open(self, message: OpenSession) -> None:
         try:
-            self._sessions[message.session] = self.engine.open(message.sample_rate_hz, message.endpoints)
+            live = self.engine.open(message.sample_rate_hz, message.endpoints, interim_words=message.interim_words)
+            self._sessions[message.session] = live
         except UserError as error:
             self._sessions[message.session] = error
 
     def _open_slowly(self, message: OpenSession) -> None:
         answer: Answer | Failure = Answer(message.call, None)
         try:
-            live = self.engine.open(message.sample_rate_hz, message.endpoints, message.hot_words, message.phrases)
+            live = self.engine.open(
+                message.sample_rate_hz, message.endpoints, message.hot_words, message.phrases, message.interim_words
+            )
             with self._lock:
                 wanted = message.session in self._opening
                 if wanted:
@@ -313,7 +317,7 @@ class WorkerLink:
         for chunk, answer in answers:
             if isinstance(answer, Exception):
                 messages.append(Failure.of(chunk.call, answer))
-            elif answer.final:
+            elif answer.final or answer.words:
                 messages.append(Answer(chunk.call, answer))
             else:
                 partial.calls.append(chunk.call)
@@ -401,14 +405,22 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         self._lost()
 
     async def open_handle(
-        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+        self,
+        sample_rate_hz: int,
+        endpoints: Endpoints,
+        hot_words: HotWords | None,
+        phrases: Sequence[str],
+        interim_words: bool,
     ) -> int:
         session = next(self._numbers)
+        message = OpenSession(
+            0, session, sample_rate_hz, endpoints, dict(hot_words or {}), list(phrases), interim_words
+        )
         if not hot_words and not phrases:
-            self._post(OpenSession(0, session, sample_rate_hz, endpoints, {}, []))
+            self._post(message)
             return session
         call, future = self._call()
-        self._post(OpenSession(call, session, sample_rate_hz, endpoints, dict(hot_words or {}), list(phrases)))
+        self._post(replace(message, call=call))
         await future
         return session
 

@@ -198,9 +198,14 @@ class LocalClient(EngineClient):
         self.host = host
 
     async def open_handle(
-        self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None, phrases: Sequence[str]
+        self,
+        sample_rate_hz: int,
+        endpoints: Endpoints,
+        hot_words: HotWords | None,
+        phrases: Sequence[str],
+        interim_words: bool,
     ) -> Live:
-        return self.host.engine.open(sample_rate_hz, endpoints, hot_words, phrases)
+        return self.host.engine.open(sample_rate_hz, endpoints, hot_words, phrases, interim_words)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()

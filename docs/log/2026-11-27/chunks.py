@@ -155,7 +155,7 @@ def main():
     links = [processes.WorkerLink(engine, socket) for socket in sockets]
     answers = [processes.Unpacker(processes._TO_WORKER) for _ in sockets]
     for session in range(1, STREAMS + 1):
-        sockets[(session - 1) % WORKERS].put(processes.OpenSession(0, session, 16000, Endpoints(), {}, []))
+        sockets[(session - 1) % WORKERS].put(processes.OpenSession(0, session, 16000, Endpoints(), {}, [], False))
     for link in links:
         link.receive()
     calls, digest, first, cpu_s, finals = iter(range(1, 1 << 30)), hashlib.sha256(), ROUNDS // 4, 0.0, 0

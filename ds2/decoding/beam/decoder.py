@@ -246,21 +246,27 @@ class BeamDecoder(Decoder):
         check_log_probs(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
         self._step(decodings, self._searched(log_probs), lengths)
 
-    def best(self, decodings: Sequence[BeamDecoding]) -> list[list[Hypothesis]]:
+    def best(self, decodings: Sequence[BeamDecoding], *, words: bool = False) -> list[list[Hypothesis]]:
         rows = [row for d in decodings for row in d.rows]
         nbest = self._stream_hypotheses(self.search.beams(self.search.join([d.state for d in decodings])), rows)
+        if words:
+            nbest = self._with_words([hypotheses[:1] for hypotheses in nbest], rows)
         return _by_decoding([self._in_words(row)[0] for row in nbest], decodings)
 
     def finish(self, decodings: Sequence[BeamDecoding]) -> list[list[list[Hypothesis]]]:
         rows = [row for d in decodings for row in d.rows]
         state = self.search.join([d.state for d in decodings])
-        nbest = self._rescored(self._stream_hypotheses(self.search.flushed(state), rows))
-        nonempty = [index for index, row in enumerate(rows) if row.frames]
-        if self.options.times and nonempty:
-            timed = add_stream_word_times([nbest[i] for i in nonempty], [rows[i].aligner for i in nonempty])
-            for index, hypotheses in zip(nonempty, timed, strict=True):
-                nbest[index] = hypotheses
+        nbest = self._with_words(self._rescored(self._stream_hypotheses(self.search.flushed(state), rows)), rows)
         return _by_decoding([self._in_words(row) for row in nbest], decodings)
+
+    def _with_words(self, nbest: list[list[Hypothesis]], rows: Sequence[StreamRow]) -> list[list[Hypothesis]]:
+        """Add words with times to the hypotheses of streams, unless the settings want none."""
+        nonempty = [index for index, row in enumerate(rows) if row.frames]
+        if not self.options.times or not nonempty:
+            return nbest
+        timed = add_stream_word_times([nbest[i] for i in nonempty], [rows[i].aligner for i in nonempty])
+        by_index = dict(zip(nonempty, timed, strict=True))
+        return [by_index.get(index, hypotheses) for index, hypotheses in enumerate(nbest)]
 
     def _searched(self, log_probs: Tensor) -> Tensor:
         """Return log-probs (T, B, W) float32 of the labels of the search, from those (T, B, V) of the network."""

@@ -5,7 +5,7 @@ settings stand in the address: `interim_results`, `endpointing` (milliseconds of
 default, false: only messages do), `utterance_end_ms`, `vad_events`, and `keyterm` or `keywords`, which are hot words.
 Settings of spelling, as `punctuate`, change nothing: texts are as the model writes them. What would change the meaning
 is refused.
-Final results list words with times; interim ones, whose words may change, list none. Finalize makes all audio final,
+Results list words with times, interim ones too. Finalize makes all audio final,
 CloseStream ends the connection after the last result and Metadata, KeepAlive only keeps it open.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from starlette.websockets import WebSocket
 from ds2.audio.read import RATES_HZ
 from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
+from ds2.decoding.hypothesis import Word
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.limits import BadRequestError, check_number
@@ -87,7 +88,7 @@ class Deepgram(Client):
                 raise BadRequestError(f"type={kind!r} is no message of this interface: {messages}")
 
     async def _accept(self, socket: WebSocket, data: bytes) -> None:
-        result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words)
+        result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words, interim_words=self.interim)
         assert self.session is not None
         for segment in result.final:
             await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
@@ -95,7 +96,8 @@ class Deepgram(Client):
         await self._start_speech(socket, result.partial, result.start_s)
         if self.interim and result.partial != self.partial:
             duration_s = self.session.accepted_s - self.final_s
-            await self.send(socket, self._result(result.partial, self.final_s, duration_s, [], is_final=False))
+            words = _words(result.words)
+            await self.send(socket, self._result(result.partial, self.final_s, duration_s, words, is_final=False))
         self.partial = result.partial
         silent_since_s = self.last_word_s if not result.partial else None
         silence_s = self.session.accepted_s - silent_since_s if silent_since_s is not None else 0.0
@@ -140,16 +142,7 @@ class Deepgram(Client):
         await self.send(socket, {"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": round(last_word_s, 3)})
 
     async def _send_segment(self, socket: WebSocket, segment: Segment, *, from_finalize: bool) -> None:
-        words = [
-            {
-                "word": word.text,
-                "start": round(word.start_s, 3),
-                "end": round(word.end_s, 3),
-                "confidence": round(word.confidence, 4),
-                "punctuated_word": word.text,
-            }
-            for word in segment.hypothesis.words
-        ]
+        words = _words(segment.hypothesis.words)
         text, duration_s = segment.hypothesis.text, segment.end_s - segment.start_s
         result = self._result(text, segment.start_s, duration_s, words, is_final=True, from_finalize=from_finalize)
         if text:
@@ -214,6 +207,19 @@ class Deepgram(Client):
                 plain.append(bonus)
         table = self.engine.phrases.table
         return {**await table(plain, "keyterm"), **await table(weighted, "keywords")}
+
+
+def _words(words: Sequence[Word]) -> list[dict[str, Any]]:
+    return [
+        {
+            "word": word.text,
+            "start": round(word.start_s, 3),
+            "end": round(word.end_s, 3),
+            "confidence": round(word.confidence, 4),
+            "punctuated_word": word.text,
+        }
+        for word in words
+    ]
 
 
 def _number(text: str | None) -> float | str | None:

@@ -1,13 +1,14 @@
 """sherpa-onnx's WebSocket protocol: float32 samples at 16 kHz, then the text Done.
 
 A result comes whenever the text changed. `text`, `tokens` and `timestamps` are those of the segment with the number
-`segment`; a token is a word, and its time counts from `start_time`. Tokens have times once the segment is final.
+`segment`; a token is a word, and its time counts from `start_time`.
 After Done the last result has `is_eof`, the text Done! follows, and the connection ends. The protocol has no errors:
 they come as {"error": message} before the connection closes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from starlette.websockets import WebSocket
 
 from ds2.audio.stream import as_samples
+from ds2.decoding.hypothesis import Word
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.limits import BadRequestError
 from ds2.serve.protocols.websocket import Client
@@ -57,12 +59,12 @@ class SherpaOnnx(Client):
         """`Done` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
-                result = await self.accept_audio(message["bytes"], _RATE_HZ, _ENDPOINTS)
+                result = await self.accept_audio(message["bytes"], _RATE_HZ, _ENDPOINTS, interim_words=True)
                 for segment in result.final:
                     await self._send_segment(socket, segment, is_eof=False)
                 if result.partial != self.partial:
                     self.partial = result.partial
-                    await self.send(socket, self._result(result.partial))
+                    await self.send(socket, self._result(result.partial, result.words))
             elif message.get("text") == "Done":
                 await self.send_last_result(socket)
                 await self.send(socket, "Done!")
@@ -78,19 +80,19 @@ class SherpaOnnx(Client):
         if final:
             await self._send_segment(socket, final[-1], is_eof=True)
         else:
-            await self.send(socket, self._result("", is_final=True, is_eof=True))
+            await self.send(socket, self._result("", [], is_final=True, is_eof=True))
 
     async def _send_segment(self, socket: WebSocket, segment: Segment, *, is_eof: bool) -> None:
         """Send the final result of a segment; the next one begins at its end."""
-        words = segment.hypothesis.words
-        result = self._result(segment.hypothesis.text, is_final=True, is_eof=is_eof)
-        result["tokens"] = [f" {word.text}" for word in words]
-        result["timestamps"] = [round(word.start_s - self.start_s, 3) for word in words]
+        result = self._result(segment.hypothesis.text, segment.hypothesis.words, is_final=True, is_eof=is_eof)
         self.segment, self.start_s, self.partial = self.segment + 1, segment.end_s, ""
         await self.send(socket, result)
 
-    def _result(self, text: str, *, is_final: bool = False, is_eof: bool = False) -> dict[str, Any]:
-        """Return a result of the open segment, without times."""
+    def _result(
+        self, text: str, words: Sequence[Word], *, is_final: bool = False, is_eof: bool = False
+    ) -> dict[str, Any]:
+        """Return a result of the open segment."""
         tokens = [f" {word}" for word in text.split()]
+        times_s = [round(word.start_s - self.start_s, 3) for word in words]
         state = {"segment": self.segment, "start_time": round(self.start_s, 3), "is_final": is_final, "is_eof": is_eof}
-        return {"text": text, "tokens": tokens, "timestamps": [], **state}
+        return {"text": text, "tokens": tokens, "timestamps": times_s, **state}

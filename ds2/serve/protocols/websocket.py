@@ -102,6 +102,7 @@ class Client:
         endpoints: Endpoints,
         hot_words: HotWords | None = None,
         phrases: Sequence[str] = (),
+        interim_words: bool = False,
     ) -> StreamResult:
         """Decode audio, of the format that `sample_reader` reads; the first samples open the session.
 
@@ -115,7 +116,7 @@ class Client:
         samples, final = self._samples.accept(data), list[Segment]()
         self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
-            self.session = await self.engine.open(rate_hz, endpoints, hot_words, phrases)
+            self.session = await self.engine.open(rate_hz, endpoints, hot_words, phrases, interim_words)
         self.interruptible = False
         while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final

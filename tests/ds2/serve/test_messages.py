@@ -49,8 +49,8 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
     to_engine = [
         [WorkerStarted()],
         [
-            OpenSession(0, 1, 16000, Endpoints(), {}, []),
-            OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"]),
+            OpenSession(0, 1, 16000, Endpoints(), {}, [], False),
+            OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"], True),
         ],
         [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [5, 0], bytearray(samples)), Flush(9, 2, 13.5)],
         [CloseSession(1), CountRefusal("429"), ReadMetrics(10)],
@@ -92,6 +92,9 @@ def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
     link.deliver([(final, RESULT), (partial, StreamResult([], "a b", 1, 0.5))])
     sent = list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16)))
     assert sent == [PartialResults([8], ["a b"], [1], [0.5]), Answer(7, RESULT)]
+    with_words = StreamResult([], "ab", 0, 0.1, [WORD])
+    link.deliver([(partial, with_words)])
+    assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Answer(8, with_words)]
     link.close()
     theirs.close()
 

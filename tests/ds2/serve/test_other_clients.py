@@ -69,17 +69,22 @@ def test_deepgram_takes_the_audio_of_telephones(shared: Callable[..., Running], 
     assert best(result).transcript == alone(running.recogniser, data).text != ""
 
 
+@pytest.mark.parametrize("method", ["greedy", "beam"])
 def test_deepgrams_client_gets_interim_results_and_events(
-    shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+    shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model finds no silence
     monkeypatch.setattr("ds2.serve.protocols.deepgram.Deepgram.endpoints", START_AGAIN)
-    running, data = shared(), speech(2, 2.0)
+    running, data = shared(method), speech(2, 2.0)
     asked = {"interim_results": True, "vad_events": True, "utterance_end_ms": 1000}
     messages = listen(running, pieces(data), finalize=True, **asked)
     results = [message for message in messages if message.type == "Results"]
     finals = [message for message in results if message.is_final]
     assert len(finals) > 2 and any(best(message).transcript for message in results if not message.is_final)
+    for message in results:
+        words = best(message).words
+        assert " ".join(word.word for word in words) == best(message).transcript
+        assert all(message.start <= word.start < word.end for word in words)
     texts = [best(message).transcript for message in finals if best(message).transcript]
     kinds = [message.type for message in messages]
     assert kinds.count("SpeechStarted") == len(texts) and kinds.count("UtteranceEnd") >= 1
@@ -128,9 +133,9 @@ async def sherpa(url: str, data: bytes) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("root", ["vosk", "sherpa-onnx"])
-def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running], root: str) -> None:
-    running, data = serve(root=root), speech(2, 1.0)
+@pytest.mark.parametrize(("root", "method"), [("vosk", "greedy"), ("sherpa-onnx", "beam")])
+def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running], root: str, method: str) -> None:
+    running, data = serve(method, root=root), speech(2, 1.0)
     path = "" if root == "sherpa-onnx" else "sherpa-onnx"
     *interim, last = asyncio.run(sherpa(running.vosk + path, data))
     wanted = alone(running.recogniser, data)
@@ -138,6 +143,8 @@ def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running],
     assert "".join(last["tokens"]).strip() == wanted.text
     assert last["timestamps"] == [round(word.start_s, 3) for word in wanted.words]
     assert interim and not any(result["is_final"] for result in interim)
+    assert all(len(result["timestamps"]) == len(result["tokens"]) for result in interim)
+    assert any(result["timestamps"] for result in interim)
     texts = [result["text"] for result in asyncio.run(vosk(f"{running.vosk}vosk", data)) if "text" in result]
     assert texts == [wanted.text]
 

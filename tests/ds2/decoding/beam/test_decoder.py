@@ -96,8 +96,10 @@ def test_the_best_so_far_is_that_of_what_was_heard(tmp_path: Path) -> None:
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
         if end:
             [[wanted, *_]] = decoder.decode(log_probs[:end], torch.tensor([end]))
-            [found] = decoding.best()
+            [found], [[with_words]] = decoding.best(), decoder.best([decoding], words=True)
             assert (found.text, found.labels, found.words) == (wanted.text, wanted.labels, ())
+            assert (with_words.text, with_words.words) == (wanted.text, wanted.words)
+    assert decoding.finish()[0][0].words == wanted.words != ()
 
 
 def spoken(words: int, seed: int = 0, margin: float = 12.0) -> Tensor:
