@@ -54,7 +54,8 @@ def spectrogram_masks(
     """
     if not augment.frequency_masks and not augment.time_masks:
         return None
-    draws = np.stack([_mask_draws(augment, seed, epoch, index, view) for index in indices])
+    effect, masks = effect_of_view("masks", view), augment.frequency_masks + augment.time_masks
+    draws = np.stack([utterance_rng(seed, epoch, index, effect).random((masks, 2)) for index in indices])
     frames = lengths.numpy()[:, None]
     widest_time = np.minimum(round(augment.time_width_s / features.step_s), np.floor(augment.time_fraction * frames))
     frequency, time = np.split(draws, [augment.frequency_masks], axis=1)
@@ -195,12 +196,6 @@ def warp(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: 
     rows = (below + bins * torch.arange(batch, device=features.device)[:, None]).flatten()
     lower, upper = (flat.index_select(0, index).view_as(features) for index in (rows, rows + 1))
     return torch.lerp(lower, upper, share)
-
-
-def _mask_draws(config: AugmentConfig, seed: int, epoch: int, index: int, view: int) -> NDArray[np.float64]:
-    return utterance_rng(seed, epoch, index, effect_of_view("masks", view)).random(
-        (config.frequency_masks + config.time_masks, 2)
-    )
 
 
 def _positions(draws: NDArray[np.float64], extent: NDArray[np.int64], widest: NDArray[np.float64]) -> Tensor:

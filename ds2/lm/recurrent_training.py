@@ -175,7 +175,8 @@ def train(
             state.save(model, optimizer, TrainingPosition(epoch, done, progress.step, progress.elapsed_s))
         if part >= 1 or stopped:
             break
-        torch.manual_seed(_step_seed(settings.seed, progress.step))
+        seed = np.random.SeedSequence([settings.seed, progress.step]).generate_state(1, np.uint64)
+        torch.manual_seed(int(seed[0]) >> 1)  # torch takes signed seeds
         warm = min(1.0, (progress.step + 1) / max(1, settings.warmup_steps))
         rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))
         targets, lengths = pad_texts(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
@@ -221,10 +222,6 @@ class _ReportWindow:
         self._loss.zero_()
         self.steps, self._tokens, self._start_s = 0, 0, time.monotonic()
         return closed
-
-
-def _step_seed(seed: int, step: int) -> int:
-    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]) >> 1  # torch takes signed seeds
 
 
 def _batches(

@@ -27,13 +27,12 @@ from ds2.config.schema import BatchingConfig, Config, ConfigError
 from ds2.data.loader import Batch, plan_epoch, rank_part
 from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.structure import operator_cell
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import Crf
 from ds2.training.inputs import InputMaker
-from ds2.training.passes import Passes
+from ds2.training.passes import Passes, build_gradients
 from ds2.training.state import Progress, freeze
 
 log = logging.getLogger(__name__)
@@ -274,18 +273,12 @@ class MemoryProbe:
             model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s).to(device)
         freeze(model, config.train.freeze)
         features = copy.deepcopy(features)
-        low_precision = model.low_precision_parameters() if autocast else ()
-        self._gradients = GradientReducer(
-            model.parameters(),
-            Communicator(device),
-            int(config.comm.bucket_mib * 2**20),
-            overlap=False,
-            low_precision=low_precision,
-        )
+        self._gradients = build_gradients(config, model, Communicator(device), autocast=autocast)
         self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast, crf=crf)
         self._inputs = InputMaker(features, model, config, device, padded=padded)
         self._own_bytes = torch.cuda.memory_allocated(device) - before
-        self._optimizer_bytes = _OPTIMIZER_TENSORS[config.optim.name] * _bytes(model.parameters())
+        weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._optimizer_bytes = _OPTIMIZER_TENSORS[config.optim.name] * weights_bytes
 
     @property
     def available_bytes(self) -> float:
@@ -330,10 +323,6 @@ class MemoryProbe:
 
     def _samples(self, duration_s: float) -> int:
         return int(duration_s / self._slowest * self._config.data.sample_rate_hz)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def choose_factors(progress: Progress, comm: Communicator) -> None:

@@ -125,6 +125,16 @@ class Passes:
         self.gradients.end_pass()
 
 
+def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *, autocast: bool) -> GradientReducer:
+    return GradientReducer(
+        model.parameters(),
+        comm,
+        int(config.comm.bucket_mib * 2**20),
+        overlap=config.comm.overlap,
+        low_precision=model.low_precision_parameters() if autocast else (),
+    )
+
+
 def use_graphs(config: Config, comm: Communicator, why_no_loss: str | None, why_torch: str | None = None) -> bool:
     """Whether steps run as CUDA graphs (`train.graphs`).
 

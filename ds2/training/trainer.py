@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,7 +24,6 @@ from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
 from ds2.distributed.communicator import Communicator, settings
 from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View
-from ds2.distributed.gradients import GradientReducer
 from ds2.distributed.launch import share_cores
 from ds2.distributed.process_group import LostRankError
 from ds2.lm.files import save_ngram
@@ -49,7 +49,7 @@ from ds2.training.device_tuning import (
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
 from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
-from ds2.training.passes import GraphedPasses, Passes, use_graphs
+from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
 from ds2.training.state import (
@@ -436,16 +436,14 @@ class Trainer:
         self.progress.step += 1
         self.comm.status.step = self.progress.step
 
-    def _names_of_nonfinite(self, losses_of_batches: Sequence[tuple[Batch, Tensor]]) -> list[str]:
-        return [
+    def _skip_step(self, losses_of_batches: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
+        own = [
             self.utterances[index].name
             for batch, losses in losses_of_batches
             for index, ok in zip(batch.indices.tolist(), torch.isfinite(losses).tolist(), strict=True)
             if not ok
         ]
-
-    def _skip_step(self, losses_of_batches: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
-        bad = [name for names in self.comm.allgather(self._names_of_nonfinite(losses_of_batches)) for name in names]
+        bad = list(chain.from_iterable(self.comm.allgather(own)))
         self.progress.skipped += 1
         for module in self.model.modules():
             if isinstance(module, SequenceBatchNorm):
@@ -548,16 +546,6 @@ def build_state(
     parts, progress = initial_state(state, loader, alphabet, config, run_dir) if comm.rank == 0 else ({}, Progress())
     broadcast_state(state, parts, progress, config.train.average_decay, comm)
     return state
-
-
-def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *, autocast: bool) -> GradientReducer:
-    return GradientReducer(
-        model.parameters(),
-        comm,
-        int(config.comm.bucket_mib * 2**20),
-        overlap=config.comm.overlap,
-        low_precision=model.low_precision_parameters() if autocast else (),
-    )
 
 
 def choose_wavefront(config: Config, precision: str, device: torch.device, *, graphed: bool) -> Wavefront | None:

@@ -191,7 +191,11 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
         header = next(reader, [])
         if not header:
             raise ImporterError(f"{path}: begins with no header; give the names of the columns, such as path,text")
-        column = {kind: _column(header, names) for kind, names in COLUMNS.items()}
+        lowered = [name.strip().lower() for name in header]
+        column = {
+            kind: next((lowered.index(name) for name in names if name in lowered), None)
+            for kind, names in COLUMNS.items()
+        }
         if column["audio"] is None or column["text"] is None:
             if len(header) == 1 and ";" in header[0]:
                 raise ImporterError(f"{path}:1: columns are separated by semicolons; save it with commas or tabs")
@@ -237,11 +241,6 @@ def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False, encod
         if transcript in texts
     ]
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
-
-
-def _column(header: list[str], names: tuple[str, ...]) -> int | None:
-    lowered = [name.strip().lower() for name in header]
-    return next((lowered.index(name) for name in names if name in lowered), None)
 
 
 def _log_columns(path: Path, header: list[str], column: Mapping[str, int | None]) -> None:
