@@ -177,7 +177,7 @@ class TrainConfig:
     max_minutes: float = number(0.0, 0, UNLIMITED)  # stop after this time of steps, evaluations excluded; 0: no limit
     max_steps: int = number(0, 0, COUNT)  # stop after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on a GPU, fp32 on a CPU
-    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: where all ranks are GPUs of one host
+    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: where no sum within is of hosts or MPI
     wavefront: str = choice("auto", "on", "off")  # layers side by side in recorded steps; auto: where that is faster
     calibrate: int = number(0, 0, 1000)  # kernel tiles to time before the first step; 0: use the planner's choice
     objective: str = choice("ctc", "ctc_crf")  # ctc_crf: against all label sequences, weighted by an n-gram of labels

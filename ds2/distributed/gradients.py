@@ -228,11 +228,13 @@ class _BucketCopies(torch.autograd.Function):
 class Bucket:
     """The gradients of some parameters in one flat tensor, and the copies of these parameters for a pass.
 
-    Parameters of `low_precision` come first, so that one concatenation and one conversion serve all of them, both ways.
+    The order of parts is that of the group, whatever `low_precision` holds: ranks whose GPUs run other kernels round
+    other parameters, and a sum over ranks adds numbers that have the same place.
 
     Attributes:
         flat: (N,) the gradients.
         parameters: in the order of their parts of `flat`.
+        rounded: the copies of parameters of `low_precision`, by parameter and of its shape.
         sinks: of the parameters of `low_precision`, and of vectors in the same bucket.
         current: whether the rounded copies hold the present parameters.
         passes: backward passes of this step that have added to it.
@@ -241,20 +243,19 @@ class Bucket:
     def __init__(
         self, group: Sequence[Tensor], low_precision: Set[Tensor], dtype: torch.dtype, deferred: DeferredGradients
     ) -> None:
-        self.parameters = sorted(group, key=lambda parameter: parameter not in low_precision)
+        self.parameters = list(group)
         self.flat, self._parts = _flat_like(self.parameters, self.parameters[0].dtype)
         for parameter, part in zip(self.parameters, self._parts, strict=True):
             parameter.grad = part
-        self._low_precision = [parameter for parameter in self.parameters if parameter in low_precision]
         self._rounded: Tensor | None = None
-        self._sources = self.parameters
-        if self._low_precision:
-            self._rounded, rounded = _flat_like(self._low_precision, dtype)
-            self._sources = rounded + self.parameters[len(rounded) :]
+        self.rounded: dict[Tensor, Tensor] = {}
+        if low := [parameter for parameter in self.parameters if parameter in low_precision]:
+            self._rounded, rounded = _flat_like(low, dtype)
+            self.rounded = dict(zip(low, rounded, strict=True))
         self.sinks = {
             parameter: BucketSink(self, part)
             for parameter, part in zip(self.parameters, self._parts, strict=True)
-            if self._low_precision and (parameter in low_precision or parameter.ndim == 1)
+            if self.rounded and (parameter in self.rounded or parameter.ndim == 1)
         }
         self.deferred = deferred
         self._written: set[Tensor] = set()  # parts that sinks have written in the running backward pass
@@ -263,16 +264,11 @@ class Bucket:
         self.current = False
         self.passes = 0
 
-    @property
-    def rounded(self) -> dict[Tensor, Tensor]:
-        """The copies of parameters of `low_precision`, by parameter and of its shape."""
-        return dict(zip(self._low_precision, self._sources, strict=False))
-
     def copies(self) -> tuple[Tensor, ...]:
         """Return copies of `parameters`, those of `low_precision` rounded."""
         if self._rounded is not None and not self.current:
-            self._rounded.copy_(_concatenated(self._low_precision))
-        return tuple(source.detach() for source in self._sources)
+            self._rounded.copy_(_concatenated(list(self.rounded)))
+        return tuple(self.rounded.get(parameter, parameter).detach() for parameter in self.parameters)
 
     @property
     def complete(self) -> bool:

@@ -82,7 +82,7 @@ def _elastic(config: CommConfig, device: str, start: Launched, run_dir: Path) ->
         )
     comm = ElasticCommunicator(config, device, run_dir)
     try:
-        comm.agree({**program(), "kind of device": comm.device.type}, "")
+        comm.agree(program(), "")
         yield comm
     except BaseException:
         comm.leave()

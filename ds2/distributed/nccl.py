@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from ds2_ops.checks import why_no_gpu
 from ds2_ops.peers import MAX_RANKS, Mailbox, PeerExchange, PeerSum, exchange_bytes, sum_bytes
 from torch import Tensor
 
@@ -93,9 +94,13 @@ class PeerMemory:
 
     def _open(self, comm: Communicator, device_index: int) -> str:
         """Map the mailboxes of all ranks; return why a rank cannot, or ''."""
-        hosts = len(set(comm.allgather(comm.host)))
+        obstacle = why_no_gpu(comm.device)
+        answers = comm.allgather((comm.host, f"rank {comm.rank}: {obstacle}" if obstacle else ""))
+        hosts = len({host for host, _ in answers})
         if hosts > 1 or comm.world > MAX_RANKS:
             return f"there are {comm.world} ranks on {hosts} hosts"
+        if first := next((text for _, text in answers if text), ""):
+            return first
         addresses, reason = self._map(comm, sum_bytes(comm.world), device_index)
         if not reason:
             self._sum = PeerSum(comm.rank, addresses)

@@ -5,31 +5,16 @@ Shape letters: T frames, B batch, C channels, F bins, H features; N positions, a
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from ds2_ops.batch_norm.op import RunningStatistics, batch_norm, why_not
+from ds2_ops.batch_norm.op import Reduce, RunningStatistics, batch_norm, why_not
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-
-Sum = Callable[[Tensor], None]
-
-
-class Reduce(Protocol):
-    """Sums over all ranks."""
-
-    def __call__(self, packed: Tensor, /) -> None:
-        """Overwrite a float64 vector with its sum."""
-        ...
-
-    def chunks(self, chunks: Tensor, own: Tensor | None) -> Tensor:
-        """As `ds2_ops.batch_norm.op.Reduce`."""
-        ...
 
 
 class Count:
@@ -56,14 +41,12 @@ class Count:
         """(1,) int32, at least 1."""
         return (self._lengths.sum() * self._factor).clamp(min=1).int().view(1)
 
-    def over_ranks(self, reduce: Sum | None) -> Tensor:
+    def over_ranks(self, reduce: Reduce | None) -> Tensor:
         """(1,) int32, of all ranks that `reduce` sums over; summed once, whoever asks first. This rank's if None."""
         if reduce is None:
             return self.valid
         if self._summed is None:
-            total = self.valid.double()
-            reduce(total)
-            self._summed = total.to(torch.int32)
+            self._summed = reduce(self.valid.double().view(1, 1), None)[0].to(torch.int32)
         return self._summed
 
     def ratio(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -90,7 +73,10 @@ class SequenceBatchNorm(nn.Module):
         axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
     Attributes:
-        reduce: sums over all ranks, or None; with it the statistics are those of all ranks.
+        reduce: sums over all ranks, or None; with it the statistics are those of all ranks. The calls are the same on
+            the kernels of `ds2_ops` and on torch's.
+        kernels: whether to take those of `ds2_ops` where they run; all ranks do, or none: running averages differ by
+            rounding.
     """
 
     running_mean: Tensor
@@ -104,6 +90,7 @@ class SequenceBatchNorm(nn.Module):
             raise ValueError(f"axis is {axis}, allowed are -1 for (T, B, H) and 1 for (B, C, F, T)")
         self.momentum, self.axis = momentum, axis
         self.reduce: Reduce | None = None
+        self.kernels = True
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
@@ -151,7 +138,8 @@ class SequenceBatchNorm(nn.Module):
 
     def fused(self, x: Tensor) -> bool:
         """Whether training on x (..., C) runs on the kernels of `ds2_ops`; else on torch's, and always so on a CPU."""
-        return self.training and x.is_cuda and why_not(x.dtype, len(self.weight), x.device) is None
+        possible = self.training and self.kernels and x.is_cuda
+        return possible and why_not(x.dtype, len(self.weight), x.device) is None
 
     def clipped(self, x: Tensor, lengths: Tensor, count: Count, clip: float, context: PassContext) -> Tensor:
         """Normalise, then clip, in the same launches; where `fused` says so.
@@ -177,7 +165,7 @@ class SequenceBatchNorm(nn.Module):
             count.over_ranks(self.reduce),
             eps=self.eps,
             running=running,
-            reduce=None if self.reduce is None else self.reduce.chunks,
+            reduce=self.reduce,
             **options,
         )
 
@@ -264,21 +252,18 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Count, eps: float, reduce: Sum | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Count, eps: float, reduce: Reduce | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
         # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
+        total = count.over_ranks(reduce)
         if reduce is None:
-            total = count.valid
             ratio, complement = count.ratio(mean.dtype)
             mean, var = torch._foreach_mul([mean, torch.addcmul(var, mean * complement, mean)], ratio)
         else:  # in float64: the difference of large sums is the variance
-            packed = torch.cat([mean, torch.addcmul(var, mean, mean), count.valid.double()])
-            packed[:-1].mul_(count.positions)
-            reduce(packed)
-            mean, squares = (packed[:-1] / packed[-1]).chunk(2)
+            own = torch.stack([mean, torch.addcmul(var, mean, mean)])[None].double() * count.positions
+            mean, squares = reduce(own, None)[0] / total
             mean, var = mean.to(weight.dtype), torch.addcmul(squares, mean, mean, value=-1.0).to(weight.dtype)
-            total = packed[-1:].to(torch.int32)
         inverse = torch.rsqrt(var.clamp_min_(0.0) + eps)
         ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.eps, ctx.reduce = eps, reduce
@@ -304,9 +289,7 @@ class _Normalise(torch.autograd.Function):
             )
             total, total_x = grad_bias, grad_weight / inverse
         if ctx.reduce is not None:
-            packed = torch.cat([total, total_x]).double()
-            ctx.reduce(packed)
-            total, total_x = packed.to(total.dtype).chunk(2)
+            total, total_x = ctx.reduce(torch.stack([total, total_x])[None].double(), None)[0].to(total.dtype)
         # grad_x = weight * inverse * (grad_y - mean(grad_y) - x_hat * mean(grad_y * x_hat)), means over valid positions
         if x.is_cuda:
             grad_x = torch.batch_norm_backward_elemt(grad_y, x, mean, inverse, weight, total, total_x, count)

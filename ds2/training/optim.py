@@ -171,18 +171,25 @@ class OptimizerStep:
         gradients: of all its parameters.
         clip_norm: the largest norm of all gradients together; 0 for no bound.
         graphed: whether to record the step.
+        library: why all ranks leave the kernels alone; '' if they do not. torch's round differently.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, gradients: GradientReducer, clip_norm: float, *, graphed: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: GradientReducer,
+        clip_norm: float,
+        *,
+        graphed: bool,
+        library: str = "",
     ) -> None:
         self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
         self._graphed = graphed
         self._replay: Callable[[], None] | None = None
         self._norm = torch.empty(0)
         self._fused: FusedUpdate | None = None
-        reason = why_not(optimizer)
-        self._fuses = reason is None
+        reason = library or why_not(optimizer)
+        self._fuses = not reason
         self._norm_of: Callable[[], Tensor] = lambda: gradient_norm(gradients.buckets)
         if self._fuses:
             self._norm_of = FusedNorm(gradients.buckets)

@@ -135,31 +135,38 @@ def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *,
     )
 
 
-def use_graphs(config: Config, comm: Communicator, why_no_loss: str | None, why_torch: str | None = None) -> bool:
+def why_not_recorded(config: Config, comm: Communicator) -> str:
+    """Say why sums over ranks cannot be parts of recorded passes; '' if they can. All ranks make this call together."""
+    asked_for = config.train.graphs == "on"
+    if comm.world == 1 and not (comm.elastic and asked_for):
+        return ""
+    if comm.name != "nccl":
+        return f"the ranks' sums go over {comm.name}, which cannot be recorded"
+    hosts = len(set(comm.allgather(comm.host)))
+    if hosts > 1 and not asked_for:
+        return f"the ranks are on {hosts} hosts, where no recorded sum was tried (train.graphs=on records there too)"
+    return ""
+
+
+def use_graphs(
+    config: Config, comm: Communicator, launched_sums: str, why_no_loss: str | None, why_torch: str | None = None
+) -> bool:
     """Whether steps run as CUDA graphs (`train.graphs`).
 
     Args:
+        launched_sums: what `why_not_recorded` returned.
         why_no_loss: why the CTC loss cannot be recorded there; None if it can.
         why_torch: why recurrent layers run on torch's kernels; None if they do not.
 
     Raises:
         ConfigError: train.graphs=on where graphs cannot be recorded.
     """
-    hosts = len(set(comm.allgather(comm.host))) if comm.name == "nccl" else 1
-    several_hosts = config.train.graphs == "auto" and hosts > 1
-    may_be_several = comm.world > 1 or (comm.elastic and config.train.graphs == "on")
-    sums_in_passes = may_be_several and (config.comm.batch_norm == "shared" or config.comm.overlap)
+    # Of passes whose gradients are summed meanwhile, "auto" launches those, and records all others.
+    within = config.comm.batch_norm == "shared" or (config.comm.overlap and config.train.graphs == "on")
+    way_out = "comm.batch_norm=local" + " comm.overlap=false" * (config.train.graphs == "on")
     reasons = (
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
-        (
-            sums_in_passes and comm.name != "nccl",
-            f"the ranks' sums go over {comm.name}, which cannot be recorded; with comm.batch_norm=local "
-            "comm.overlap=false none is within a pass",
-        ),
-        (
-            several_hosts,
-            f"the ranks are on {hosts} hosts, where no recorded sum was tried; train.graphs=on records there too",
-        ),
+        (bool(launched_sums) and within, f"{launched_sums}; with {way_out} passes are recorded around the sums"),
         (
             why_torch is not None,
             f"torch's kernels of model.cell={config.model.cell} use streams of their own: {why_torch}",
@@ -210,18 +217,23 @@ class GraphedPasses(Passes):
     size the largest shape decides: a larger one deletes all graphs. At most `MAX_GRAPHS` are kept, those used last.
 
     With several ranks, the sums of shared batch norm are part of a recording, and so are those of gradients where these
-    overlap the backward pass: on a stream that forks from the pass whenever a bucket is complete. Sums that the host
-    makes cannot be; they come between the passes of a step.
+    overlap the backward pass: on a stream that forks from the pass whenever a bucket is complete. Where sums cannot be
+    recorded, a pass that overlaps with them runs launch by launch; others are recorded, and sums come after them.
 
-    Inputs must be padded, `InputMaker(padded=True)`, for shapes to repeat. Arguments are those of `Passes`.
+    Inputs must be padded, `InputMaker(padded=True)`, for shapes to repeat.
+
+    Args:
+        args, options: those of `Passes`.
+        records_sums: whether sums over ranks can be parts of a recording.
 
     Attributes:
         recordings: by shape and variant, in the order of their last use.
         replays: passes that ran as graphs.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, records_sums: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._records_sums = records_sums
         self.recordings: OrderedDict[tuple[int, ...], RecordedPasses] = OrderedDict()
         self.replays = 0
         self._host_states = [part for part in (*self.model.modules(), self.gradients) if isinstance(part, HostState)]
@@ -241,8 +253,9 @@ class GraphedPasses(Passes):
         key = (*shape, int(sums), int(self.gradients.copied))
         recorded = self.recordings.get(key)
         may_replay = self._has_come_before(shape) and not idle and all(part.steady for part in self._host_states)
-        if not may_replay or (recorded is None and not _fits_twice()):
-            self._running, self.typical = None, False
+        launched = sums and not self._records_sums
+        if launched or not may_replay or (recorded is None and not _fits_twice()):
+            self._running, self.typical = None, launched and may_replay
             return super().forward(inputs, self._utterances_on_device, last=last, idle=idle)
         self.typical = recorded is not None
         if recorded is None:

@@ -44,16 +44,16 @@ class StepReport:
     """Sums a step's numbers over ranks on the device, from construction on; `read` waits for them.
 
     No host waits for another: on GPUs the sum is queued between the passes and the update, and the update does not wait
-    until a host has read it.
+    until a host has read it. All ranks clip by rank 0's norm: another kind of GPU may round its own differently.
 
     Args:
         comm: the ranks, all of which report.
         losses: (B,) each, of this rank's utterances, in nats; all finite unless something went wrong.
-        norm: () float32, of the gradients of all ranks.
+        norm: () float32, of the gradients of all ranks, as this one adds up their squares.
         counts: further numbers to add up, as many on every rank.
 
     Attributes:
-        norm: () float32 on the device: `norm`, or NaN where it or any rank's loss is not finite.
+        norm: () float32 on the device: rank 0's norm, not finite where that of any rank or the loss is not.
     """
 
     def __init__(self, comm: Communicator, losses: Sequence[Tensor], norm: Tensor, counts: Sequence[float]) -> None:
@@ -61,14 +61,14 @@ class StepReport:
         on_gpu = norm.is_cuda
         loss = torch.stack([part.sum() for part in losses]).sum() if losses else norm.new_zeros(())
         own = torch.tensor(list(counts), dtype=torch.float64, pin_memory=on_gpu).to(norm.device, non_blocking=True)
-        sums = torch.cat([torch.stack([loss.double(), 0.0 * norm.double()]), own])  # 0 times a non-finite value is NaN
+        share = norm.double() if comm.rank == 0 else 0.0 * norm.double()  # 0 times a non-finite value is NaN
+        sums = torch.cat([torch.stack([loss.double(), share]), own])
         comm.sum_(sums)
-        self.norm = norm + 0.0 * (sums[0] + sums[1]).to(norm.dtype)
-        numbers = torch.cat([sums, norm.double().view(1)])
-        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True) if on_gpu else numbers
+        self.norm = (sums[1] + 0.0 * sums[0]).to(norm.dtype)
+        self._numbers = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True) if on_gpu else sums
         self._copied: torch.cuda.Event | None = None
         if on_gpu:
-            self._numbers.copy_(numbers, non_blocking=True)
+            self._numbers.copy_(sums, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -77,8 +77,8 @@ class StepReport:
         if self._copied is not None:
             with self._status.waiting("gradients"):
                 self._copied.synchronize()
-        loss, flaw, *counts, norm = self._numbers.tolist()
-        return StepNumbers(loss, norm, counts, finite=math.isfinite(loss + flaw))
+        loss, norm, *counts = self._numbers.tolist()
+        return StepNumbers(loss, norm, counts, finite=math.isfinite(loss + norm))
 
 
 class NormStatistics:
@@ -92,12 +92,13 @@ class NormStatistics:
         model: whose `SequenceBatchNorm` layers are meant.
         comm: the ranks; a single process changes nothing.
         shared: whether a batch is normalised by the statistics of all ranks' utterances, or of each rank's own.
+        kernels: whether layers take the kernels of ds2_ops where these run.
 
     Attributes:
         idle: whether this rank's batch counts nothing.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, *, shared: bool) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, *, shared: bool, kernels: bool = True) -> None:
         self.comm = comm
         self.idle = False
         self._backward = False
@@ -112,6 +113,7 @@ class NormStatistics:
                 self._stream = torch.cuda.Stream(self._flat.device)  # type: ignore[no-untyped-call]
         for norm in norms:
             norm.reduce = self if shared and comm.world > 1 else None
+            norm.kernels = kernels
 
     def release(self) -> None:
         """Let the layers use the statistics of this rank alone, until other `NormStatistics` are made."""
@@ -135,21 +137,13 @@ class NormStatistics:
         yield
         torch.cuda.current_stream(self.comm.device).wait_stream(self._stream)
 
-    def __call__(self, packed: Tensor) -> None:
-        """Overwrite a float64 vector with its sum over the ranks that are not idle."""
-        if self.idle:
-            packed.zero_()
-        self.comm.sum_(packed)
-        if self.idle and self._backward:
-            packed.zero_()  # the copy is not part of the statistics: no gradient reaches it through them
-
-    def chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
+    def __call__(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
         """Return the sum over chunks (K, ...) and over the ranks that are not idle; as `Communicator.sum_chunks`."""
         if self.idle:
             chunks.zero_()
         total = self.comm.sum_chunks(chunks, own)
         if self.idle and self._backward:
-            total.zero_()
+            total.zero_()  # the copy is not part of the statistics: no gradient reaches it through them
         return total
 
     def _average(self) -> None:

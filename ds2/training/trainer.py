@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from ds2_ops.checks import why_no_gpu
 from ds2_ops.ctc.loss import why_not as why_no_loss
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ from ds2.training.device_tuning import (
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
 from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
-from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs
+from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs, why_not_recorded
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
 from ds2.training.state import (
@@ -168,6 +169,7 @@ class Trainer:
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
         self.timer = StepTimer(self.device, self.comm.status.enter)
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
+        self._library = why_library(self.comm)
         self._prepare_steps()
         self.memory_probe = partial(
             MemoryProbe,
@@ -192,21 +194,38 @@ class Trainer:
         number of ranks begins with.
         """
         config, comm, autocast = self.config, self.comm, self.precision == "bf16"
-        self.statistics = NormStatistics(self.model, comm, shared=config.comm.batch_norm == "shared")
+        shared, kernels = config.comm.batch_norm == "shared", not self._library
+        self.statistics = NormStatistics(self.model, comm, shared=shared, kernels=kernels)
         self.gradients.overlap, self.gradients.copied = config.comm.overlap, False
         self.gradients.set_copies_current(False)
         self.overlap = OverlapChoice(self.gradients)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
-        graphed = graphs_possible(config, self.features, self.model, self.alphabet, self.precision, comm, self.crf)
+        launched_sums = why_not_recorded(config, comm)
+        graphed = self._graphs_possible(launched_sums)
         self.model.wavefront = choose_wavefront(config, self.precision, self.device, graphed=graphed)
-        passes = GraphedPasses if graphed else Passes
-        self.passes = passes(self.model, self.features, self.gradients, config.train, autocast=autocast, crf=self.crf)
+        passes = partial(GraphedPasses, records_sums=not launched_sums) if graphed else Passes
+        self.passes: Passes = passes(
+            self.model, self.features, self.gradients, config.train, autocast=autocast, crf=self.crf
+        )
         log_probs = self.crf.label_log_probs if self.crf is not None else None
         self.inputs = InputMaker(
             self.features, self.model, config, self.device, padded=graphed, label_log_probs=log_probs
         )
-        self.update = OptimizerStep(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
+        self.update = OptimizerStep(
+            self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed, library=self._library
+        )
         self._step_s = self._read_s = 0.0
+
+    def _graphs_possible(self, launched_sums: str) -> bool:
+        """Whether steps run as CUDA graphs: see `use_graphs`."""
+        config, crf = self.config, self.crf
+        longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
+        samples = int(longest_s * config.data.sample_rate_hz)
+        max_frames = output_frames(self.features, self.model, samples) + FRAMES_MULTIPLE
+        no_loss = why_no_loss(max_frames, len(self.alphabet), self.device)
+        if crf is not None:
+            no_loss = no_loss or crf.denominator.why_not(self.device)
+        return use_graphs(config, self.comm, launched_sums, no_loss, self.model.why_torch(self.precision))
 
     def _build_crf(self) -> Crf | None:
         """Make what CTC-CRF needs, equal on all ranks; its model of labels is saved in the run folder, for decoding."""
@@ -270,6 +289,7 @@ class Trainer:
                 interrupts.agreed = 0  # by the ranks of the previous view
                 interrupts.agree(comm)
                 share_cores(comm)
+                self._library = why_library(comm)
                 break
             except LeftBehindError as error:
                 log.warning("%s; it joins them again", error)
@@ -488,9 +508,23 @@ def check_run(config: Config, comm: Communicator) -> str:
             "train.graphs=on too, or train.wavefront=auto"
         )
     comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
+    comm.agree({"kind of device": comm.device.type}, "train on GPUs alone or on CPUs alone (device=cpu)")
     torch.backends.cudnn.deterministic = True  # a resumed run repeats the losses of one that never stopped, bit for bit
     torch.backends.cudnn.benchmark = False
     return resolve_precision(config.train.precision, comm.device)
+
+
+def why_library(comm: Communicator) -> str:
+    """Why no rank takes the kernels of ds2_ops for what ranks have in common: the weights, and batch norm's averages.
+
+    Those of torch round differently, so one rank that cannot run them decides for all, which call this together.
+
+    Returns:
+        The first such rank and its reason; '' if there is none.
+    """
+    reason = why_no_gpu(comm.device) if comm.device.type == "cuda" else None
+    reasons = comm.allgather(f"rank {comm.rank}: {reason}" if reason else "")
+    return next((text for text in reasons if text), "")
 
 
 def build_model(config: Config, features: Features, alphabet: Alphabet) -> AcousticModel:
@@ -565,22 +599,3 @@ def choose_wavefront(config: Config, precision: str, device: torch.device, *, gr
     if config.train.wavefront == "on":
         raise ConfigError(f"train.wavefront=on cannot run: {reason}; set train.wavefront=auto or off")
     return None
-
-
-def graphs_possible(
-    config: Config,
-    features: Features,
-    model: AcousticModel,
-    alphabet: Alphabet,
-    precision: str,
-    comm: Communicator,
-    crf: Crf | None,
-) -> bool:
-    """Whether steps run as CUDA graphs: see `use_graphs`."""
-    longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
-    samples = int(longest_s * config.data.sample_rate_hz)
-    max_frames = output_frames(features, model, samples) + FRAMES_MULTIPLE
-    no_loss = why_no_loss(max_frames, len(alphabet), comm.device)
-    if crf is not None:
-        no_loss = no_loss or crf.denominator.why_not(comm.device)
-    return use_graphs(config, comm, no_loss, model.why_torch(precision))

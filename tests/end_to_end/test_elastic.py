@@ -184,12 +184,19 @@ def test_the_state_is_sent_to_the_ranks_without_the_commit_of_rank_0(
         assert trainer.broadcast_state.call_args.args[-1] == holders
 
 
+class Recorded(Passes):
+    """As passes that are recorded."""
+
+    def __init__(self, *args: Any, records_sums: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
 def test_steps_are_prepared_anew_for_another_number_of_ranks(
     tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: recorded passes, whose inputs are padded, while a rank is alone; new weights are rounded."""
-    monkeypatch.setattr(trainer, "graphs_possible", lambda *arguments: arguments[5].world == 1)
-    monkeypatch.setattr(trainer, "GraphedPasses", type("Recorded", (Passes,), {}))
+    monkeypatch.setattr(trainer.Trainer, "_graphs_possible", lambda self, launched_sums: self.comm.world == 1)
+    monkeypatch.setattr(trainer, "GraphedPasses", Recorded)
     config = tiny_config("comm.max_ranks=2", "train.average_decay=0.9", "train.precision=bf16")
     comm = ElasticCommunicator(config.comm, "cpu", tmp_path / "run")
     rank = trainer.Trainer(config, tmp_path / "run", comm)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from torch import nn
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, corpus
 from ds2.distributed.communicator import Communicator, DisagreementError, program, settings, sources, weights
+from ds2.model.norm import SequenceBatchNorm
+from ds2.training import trainer
+from ds2.training.reductions import NormStatistics
+from ds2.training.trainer import check_run
 
 T = TypeVar("T")
 UTTERANCES = [Utterance(Path("/data/a.wav"), 1.5, "abc"), Utterance(Path("/data/b.wav"), 2.0, "ca", offset_s=3.0)]
@@ -52,6 +57,36 @@ def test_a_rank_that_differs_is_named_with_what_and_the_remedy() -> None:
         OneOfThree({"a": 1, "b": 2, "c": 3}).agree({"a": 1, "b": 5}, "make them equal")
     expected = "rank 2 on node7 differs from rank 0 on node1: b: 5 instead of 2, c: None instead of 3; make them equal"
     assert str(caught.value) == expected
+
+
+class BesideGpu(OneOfThree):
+    """As `OneOfThree` on a CPU, where rank 0 is on a GPU and has the same settings."""
+
+    def broadcast(self, value: tuple[str, dict[str, object]]) -> tuple[str, dict[str, object]]:  # type: ignore[override]
+        return "node1", value[1] | ({"kind of device": "cuda"} if "kind of device" in value[1] else {})
+
+
+def test_gpus_and_cpus_do_not_train_together() -> None:
+    """They would round differently, so that weights drift apart."""
+    with pytest.raises(
+        DisagreementError, match=r"rank 2 on node7 .*: kind of device: cpu instead of cuda; train on GPUs"
+    ):
+        check_run(Config(), BesideGpu({}))
+
+
+@pytest.mark.parametrize("reason", ["rank 1: the driver is too old", ""])
+def test_one_rank_whose_gpu_runs_no_kernels_decides_for_all(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = OneOfThree({})
+    comm.device = torch.device("cuda", 0)
+    monkeypatch.setattr(trainer, "why_no_gpu", lambda device: None)
+    monkeypatch.setattr(comm, "allgather", lambda own: [own, reason, own])
+    library = trainer.why_library(comm)
+    assert library == reason
+    norm = SequenceBatchNorm(8)
+    NormStatistics(norm, comm, shared=True, kernels=not library)
+    on_gpu: Any = Mock(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.setattr("ds2.model.norm.why_not", lambda dtype, channels, device: None)
+    assert norm.fused(on_gpu) is (not reason)
 
 
 def test_settings_leave_out_what_may_be_a_hosts_own() -> None:

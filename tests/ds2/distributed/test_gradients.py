@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ds2_ops.recurrent.deferred import DeferredGradients
 from support.recording import pretend_to_record
 from torch import Tensor, nn
 
-from ds2.distributed.communicator import Communicator, Moment
+from ds2.distributed.communicator import Communicator, Moment, Pending
 from ds2.distributed.gradients import Bucket, GradientReducer, split_into_buckets
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear
@@ -182,6 +183,40 @@ def test_rounded_copies_give_what_autocast_gives() -> None:
         assert torch.equal(ours, theirs)
 
 
+class WithRank(Communicator):
+    """One of two ranks; the other has these buckets."""
+
+    rank, world = 0, 2
+
+    def __init__(self, buckets: list[Tensor]) -> None:
+        super().__init__(CPU)
+        self._others = iter(buckets)
+
+    def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
+        tensor += next(self._others)
+        return Mock(wait=lambda: (0.0, 0.0))
+
+
+@pytest.mark.parametrize("bucket_bytes", [40, 10**6])
+def test_ranks_that_round_other_parameters_add_the_gradients_of_the_same_parameter(bucket_bytes: int) -> None:
+    """As on GPUs of which one runs the layers of ds2_ops and the other torch's, which round weights themselves."""
+    x, rounded, of_other = torch.randn(6, 3), [], list[Tensor]()
+    for layers in ((0, 1, 2), (0,)):
+        model = network()
+        low = [model[layer].weight for layer in layers]
+        comm = Communicator(CPU) if not of_other else WithRank(of_other)
+        reducer = GradientReducer(model.parameters(), comm, bucket_bytes, overlap=True, low_precision=low)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x, reducer.start_pass(last=True)).float().square().sum().backward()
+        reducer.finish_step()
+        rounded.append(low)
+        if not of_other:
+            alone, of_other = gradients(model), [flat.clone() for flat in reducer.buckets]
+    assert len(rounded[0]) != len(rounded[1])
+    for both, one in zip(gradients(model), alone, strict=True):
+        torch.testing.assert_close(both, 2 * one)
+
+
 class Product(nn.Module):
     """Its weight's gradient goes to a sink where there is one; `plain` never."""
 
@@ -305,19 +340,14 @@ def test_a_single_process_sums_nothing() -> None:
 def test_an_idle_rank_adds_nothing_to_statistics_and_gets_no_gradient() -> None:
     norm = SequenceBatchNorm(3)
     statistics = NormStatistics(norm, Twins(), shared=True)
-    packed = torch.ones(7, dtype=torch.float64)
-    statistics(packed)
-    assert packed.tolist() == [2.0] * 7 and norm.reduce is statistics
+    assert norm.reduce is statistics
+    own = torch.ones(2, 4)
     statistics.idle = True
     with statistics.during_pass(backward=True):
-        packed = torch.ones(6, dtype=torch.float64)
-        statistics(packed)
-        assert packed.tolist() == [0.0] * 6
-        own = torch.ones(2, 4)
-        total = statistics.chunks(torch.ones(3, 2, 4, dtype=torch.float64), own)
+        total = statistics(torch.ones(3, 2, 4, dtype=torch.float64), own)
     assert total.tolist() == [[[0.0] * 4] * 2] and not own.any()
     statistics.idle = False
-    total = statistics.chunks(torch.ones(3, 2, 4, dtype=torch.float64), own)
+    total = statistics(torch.ones(3, 2, 4, dtype=torch.float64), own)
     assert total.tolist() == [[[6.0] * 4] * 2] and bool((own == 3.0).all())
 
 

@@ -22,7 +22,7 @@ class Ranks(Communicator):
 
     def __init__(self, answers: list[Any]) -> None:
         super().__init__(torch.device("cuda", 0))
-        self._answers = answers
+        self.host, self._answers = "here", answers
 
     def allgather(self, value: Any) -> list[Any]:
         answer = self._answers.pop(0)
@@ -53,7 +53,8 @@ def refuse(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("answers", "broken", "reason"),
     [
-        (["elsewhere"], "", "there are 2 ranks on 2 hosts"),
+        ([("elsewhere", "")], "", "there are 2 ranks on 2 hosts"),
+        ([("here", "rank 1: the driver is too old")], "", "rank 1: the driver is too old"),
         (["alike", b"other", ""], "__init__", "rank 0: cuIpc failed: CUDA_ERROR_X"),
         (["alike", b"", "rank 1: cuIpc failed"], "", "rank 1: cuIpc failed"),
         (["alike", b"other", ""], "open", "rank 0: cuIpc failed: CUDA_ERROR_X"),
@@ -65,6 +66,7 @@ def test_where_one_rank_cannot_map_the_others_all_sum_over_nccl_and_say_why(
 ) -> None:
     mailbox: type[Box] = type("Mailbox", (Box,), {broken: refuse} if broken else {})
     monkeypatch.setattr(nccl, "Mailbox", mailbox)
+    monkeypatch.setattr(nccl, "why_no_gpu", lambda device: None)
     comm = Ranks(answers)
     with caplog.at_level(logging.INFO):
         opened = PeerMemory(comm)
@@ -77,6 +79,7 @@ def test_what_cannot_be_summed_here_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
     summed: list[int] = []
     make: Callable[..., Any] = lambda rank, addresses: Sum(rank, addresses, summed)  # noqa: E731
     monkeypatch.setattr(nccl, "Mailbox", Box)
+    monkeypatch.setattr(nccl, "why_no_gpu", lambda device: None)
     monkeypatch.setattr(nccl, "PeerSum", make)
     before = Box.closed
     opened = PeerMemory(Ranks(["alike", b"other", ""]))
@@ -92,6 +95,7 @@ def test_sums_by_copies_are_mapped_on_both_ranks_or_on_none(
     last: list[Any], made: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nccl, "Mailbox", Box)
+    monkeypatch.setattr(nccl, "why_no_gpu", lambda device: None)
     comm = Ranks(["alike", b"other", "", b"other", "", *last[1:]])
     opened = PeerMemory(comm)
     with caplog.at_level(logging.INFO):

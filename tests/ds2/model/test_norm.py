@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ds2_ops.batch_norm import op
+from ds2_ops.batch_norm.rows import Rows
 from torch import Tensor
 
 from ds2.model.norm import Count, RmsNorm, SequenceBatchNorm
@@ -147,14 +149,15 @@ def test_reduce_makes_two_ranks_equal_one_batch() -> None:
     barrier, vectors = threading.Barrier(2, timeout=600), [torch.empty(0)] * 2
 
     def rank(index: int) -> tuple[Tensor, Tensor]:
-        def reduce(vector: Tensor) -> None:
-            vectors[index] = vector.clone()
+        def reduce(chunks: Tensor, own: Tensor | None) -> Tensor:
+            vectors[index] = chunks.clone()
             barrier.wait()
-            vector.copy_(vectors[0] + vectors[1])
+            total = vectors[0] + vectors[1]
             barrier.wait()
+            return total
 
         norm = SequenceBatchNorm(4).double()
-        norm.reduce = reduce  # type: ignore[assignment]  # not asked for sums of chunks on a CPU
+        norm.reduce = reduce
         part = x.detach().chunk(2)[index].requires_grad_()
         y = norm(part, 12)
         (grad_x,) = torch.autograd.grad(y, part, grad_y.chunk(2)[index])
@@ -171,14 +174,47 @@ def test_reduce_makes_two_ranks_equal_one_batch() -> None:
 def test_positions_of_all_ranks_are_summed_once() -> None:
     asked: list[int] = []
 
-    def reduce(vector: Tensor) -> None:
-        asked.append(vector.numel())
-        vector.mul_(3)
+    def reduce(chunks: Tensor, own: Tensor | None) -> Tensor:
+        asked.append(chunks.numel())
+        return 3 * chunks
 
     of_ranks = Count(torch.tensor([3, 2]), 10)
     totals = [of_ranks.over_ranks(reduce) for _ in range(2)]
     assert asked == [1] and totals[0] is totals[1] and totals[0].dtype == torch.int32
     assert totals[0].tolist() == [15] and of_ranks.over_ranks(None) is of_ranks.valid
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ranks_ask_for_the_same_sums_whatever_kernels_they_run(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Tensor] = []
+
+    def reduce(chunks: Tensor, own: Tensor | None) -> Tensor:
+        asked.append(chunks.sum(0))
+        return 2 * asked[-1][None]
+
+    def launch(rows: Rows, kernel: str, lengths: Tensor | None, partial: Tensor, *arguments: object) -> None:
+        """What these kernels add up, in as many chunks."""
+        if kernel == "sum_rows":
+            partial[:] = torch.stack([flat, flat.square()]).sum(1) / len(partial)
+        elif kernel == "sum_gradients":
+            partial[:] = torch.stack([grad_y, grad_y * (flat - mean)]).sum(1) / len(partial)
+
+    monkeypatch.setattr(SequenceBatchNorm, "fused", lambda norm, x: fused)
+    monkeypatch.setattr(op, "_run", launch)
+    x, _ = padded(hidden=8, dtype=torch.float32)
+    x.requires_grad_()
+    flat, grad_y = x.detach().flatten(0, 1), torch.randn(27, 8)
+    mean = flat.sum(0) / count()
+    norm, of_ranks = SequenceBatchNorm(8), Count(torch.tensor(LENGTHS), 27)
+    norm.reduce = reduce
+    norm(x, of_ranks).backward(grad_y.view_as(x))
+    norm(x, of_ranks)  # another layer of the batch asks no more how many positions there are
+    positions, sums, of_gradients, again = asked
+    assert positions.tolist() == [count()]
+    torch.testing.assert_close(sums, torch.stack([flat, flat.square()]).sum(1).double(), rtol=1e-5, atol=1e-3)
+    wanted = torch.stack([grad_y, grad_y * (flat - mean)]).sum(1).double()
+    torch.testing.assert_close(of_gradients, wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(again, sums)
 
 
 def test_training_without_a_count_says_what_to_do() -> None:

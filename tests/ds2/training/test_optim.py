@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from torch import nn
 
 from ds2.config.schema import Config, ConfigError, OptimConfig
 from ds2.model.norm import SequenceBatchNorm
+from ds2.training import optim
 from ds2.training.loop import planned_part
 from ds2.training.optim import (
+    OptimizerStep,
     WeightAverage,
     clip_gradients,
     gradient_norm,
@@ -63,6 +67,22 @@ def test_gradients_are_rescaled_only_above_the_limit(limit: float, left: float) 
     assert norm.item() == pytest.approx(5.0)
     clip_gradients(gradients, norm, limit)
     assert gradient_norm(gradients).item() == pytest.approx(left, rel=1e-4)
+
+
+@pytest.mark.parametrize("library", ["", "rank 2: the driver is too old"])
+def test_a_rank_without_kernels_lets_all_take_their_steps_by_torch(
+    library: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9, nesterov=True)
+    optimizer.step(lambda: optimizer.param_groups[0]["params"][0].sum().backward())
+    gradients: Any = SimpleNamespace(buckets=[torch.ones(3)], comm=SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(optim, "why_not", lambda optimizer: None)
+    monkeypatch.setattr(optim, "FusedNorm", lambda buckets: lambda: torch.tensor(5.0))
+    with caplog.at_level("INFO"):
+        update = OptimizerStep(optimizer, gradients, 1.0, graphed=False, library=library)
+    assert update.ignores_nonfinite is (not library)  # which torch's do not
+    assert float(update.norm()) == pytest.approx(3**0.5 if library else 5.0)
+    assert (f"on torch's kernels: {library}" in caplog.text) is bool(library)
 
 
 def test_nesterov_sgd_follows_the_hand_worked_steps() -> None:

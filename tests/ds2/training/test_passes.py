@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ from ds2.training import passes
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import InputMaker, Inputs
 from ds2.training.optim import OptimizerStep, set_learning_rate
-from ds2.training.passes import GraphedPasses, Passes, use_graphs
-from ds2.training.trainer import Trainer, TrainingError
+from ds2.training.passes import GraphedPasses, Passes, RecordedPasses, use_graphs, why_not_recorded
+from ds2.training.trainer import Trainer, TrainingError, choose_wavefront
 
 MakeConfig = Callable[..., Config]
 PLACES = [[0, 3, 5]]
@@ -460,6 +462,12 @@ def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> Non
     assert all(count % 32 == 28 for count in frames)
 
 
+def use(overrides: Sequence[str], comm: Any, *why_not: str | None) -> bool:
+    """What `use_graphs` says of a run with these overrides."""
+    config = compose_config(["run_dir=x", *overrides])
+    return use_graphs(config, comm, why_not_recorded(config, comm), *(why_not or (None,)))
+
+
 def ranks(device: str, world: int, name: str, hosts: Sequence[str] = ("one",)) -> Any:
     """What `use_graphs` looks at."""
     there = SimpleNamespace(device=torch.device(device), world=world, name=name, host=hosts[0], rank=0, elastic=False)
@@ -481,19 +489,19 @@ def test_where_they_cannot_be_had_auto_does_without_and_on_is_refused(
 ) -> None:
     comm = ranks(device, world, "mpi")
     for choice in ("off", "auto"):
-        assert not use_graphs(compose_config(["run_dir=x", f"train.graphs={choice}", *extra]), comm, *why_not)
+        assert not use([f"train.graphs={choice}", *extra], comm, *why_not)
     with pytest.raises(ConfigError, match=rf"train\.graphs=on cannot run: .*{reason}"):
-        use_graphs(compose_config(["run_dir=x", "train.graphs=on", *extra]), comm, *why_not)
+        use(["train.graphs=on", *extra], comm, *why_not)
 
 
 def test_a_rank_to_which_others_may_come_has_them_while_it_is_alone() -> None:
     comm = ranks("cuda", 1, "tcp")
     comm.elastic = True
-    assert use_graphs(compose_config(["run_dir=x"]), comm, None)
+    assert use([], comm)
     with pytest.raises(ConfigError, match=r"train\.graphs=on cannot run: the ranks' sums go over tcp"):
-        use_graphs(compose_config(["run_dir=x", "train.graphs=on"]), comm, None)
+        use(["train.graphs=on"], comm)
     comm.world = 2
-    assert not use_graphs(compose_config(["run_dir=x"]), comm, None)
+    assert not use([], comm)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -501,23 +509,94 @@ def test_a_rank_to_which_others_may_come_has_them_while_it_is_alone() -> None:
 def test_sums_on_the_host_between_passes_leave_these_recorded(world: int, *, elastic: bool) -> None:
     comm = ranks("cuda", world, "tcp")
     comm.elastic = elastic
-    between = ["run_dir=x", "comm.batch_norm=local", "comm.overlap=false"]
+    between = ["comm.batch_norm=local", "comm.overlap=false"]
     for choice in ("auto", "on"):
-        assert use_graphs(compose_config([*between, f"train.graphs={choice}"]), comm, None)
-    for within in ("comm.batch_norm=shared", "comm.overlap=true"):
-        assert use_graphs(compose_config([*between, within]), comm, None) is (world == 1)
+        assert use([*between, f"train.graphs={choice}"], comm)
+    assert use([*between, "comm.batch_norm=shared"], comm) is (world == 1)
+    assert use([*between, "comm.overlap=true"], comm)
+    if world > 1 or elastic:
+        with pytest.raises(ConfigError, match=r"with comm\.batch_norm=local comm\.overlap=false passes are recorded"):
+            use([*between, "comm.overlap=true", "train.graphs=on"], comm)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_gpus_of_one_host_have_them_unless_told_otherwise(world: int) -> None:
     comm = ranks("cuda", world, "nccl")
-    assert use_graphs(compose_config(["run_dir=x"]), comm, None)
-    assert not use_graphs(compose_config(["run_dir=x", "train.graphs=off"]), comm, None)
+    assert use([], comm)
+    assert not use(["train.graphs=off"], comm)
 
 
-def test_over_several_hosts_they_must_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_over_several_hosts_sums_within_passes_must_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     comm = ranks("cuda", 2, "nccl", hosts=["one", "other"])
     with caplog.at_level("INFO"):
-        assert not use_graphs(compose_config(["run_dir=x"]), comm, None)
+        assert not use([], comm)
     assert "on 2 hosts" in caplog.text and "train.graphs=on records there too" in caplog.text
-    assert use_graphs(compose_config(["run_dir=x", "train.graphs=on"]), comm, None)
+    assert "with comm.batch_norm=local passes are recorded around the sums" in caplog.text
+    assert use(["train.graphs=on"], comm) and use(["comm.batch_norm=local"], comm)
+
+
+@pytest.mark.parametrize("records_sums", [True, False])
+def test_passes_that_overlap_with_sums_that_cannot_be_recorded_are_launched(
+    records_sums: bool, tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of two batches, whose gradients are summed during the last pass, then after it."""
+    trainer, inputs = prepared(tiny_config("model.batch_norm=false"))
+    recorded: list[bool] = []  # with sums?
+
+    def record(of: GraphedPasses, key: tuple[int, ...], inputs: Inputs, *, sums: bool) -> RecordedPasses:
+        recorded.append(sums)
+        graph: Any = SimpleNamespace(replay=lambda: None)
+        of.recordings[key] = RecordedPasses(inputs, torch.zeros(3), graph, graph)
+        return of.recordings[key]
+
+    monkeypatch.setattr(GraphedPasses, "record", record)
+    monkeypatch.setattr(passes, "_fits_twice", lambda: True)
+    monkeypatch.setattr(passes, "GraphRecorder", lambda: None)
+    gradients = trainer.gradients
+    gradients.comm.world, gradients.overlap = 2, True
+    monkeypatch.setattr(gradients.comm, "start_sum", lambda tensor, overlapped: Mock(wait=lambda: (0.0, 0.0)))
+    graphed = GraphedPasses(
+        trainer.model, trainer.features, gradients, trainer.config.train, autocast=False, records_sums=records_sums
+    )
+    graphed._waveforms, graphed._numbers = inputs.waveforms.flatten(), inputs.numbers.flatten()
+
+    def step() -> list[bool]:
+        """Whether each pass was launched, and says that later ones take as long."""
+        gradients.start_step()
+        launches = []
+        for last in (False, True):
+            before = graphed.replays
+            graphed.forward(inputs, 6, last=last, idle=False)
+            graphed.backward()
+            launches.append(graphed.replays == before and graphed.typical)
+        gradients.finish_step()
+        return launches
+
+    assert step() == [False, False]  # each place in a step is a shape of its own, which comes for the first time
+    assert step() == [False, not records_sums]
+    assert recorded == [False, True] if records_sums else [False]
+    recorded.clear()
+    gradients.overlap = False
+    assert step() == [False, False] and recorded == [False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), "model.norm=batch: its statistics need all frames of a layer; model.norm=rms needs none"),
+        (
+            ("model.norm=rms", "model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"),
+            "model.bidirectional=true: its backward layers begin at the last frame",
+        ),
+    ],
+)
+def test_layers_side_by_side_where_they_cannot_be_are_refused_with_the_reason(
+    overrides: tuple[str, ...], reason: str
+) -> None:
+    for choice in ("auto", "off"):
+        config = compose_config(["run_dir=x", f"train.wavefront={choice}", *overrides])
+        assert choose_wavefront(config, "bf16", torch.device("cpu"), graphed=True) is None
+    config = compose_config(["run_dir=x", "train.wavefront=on", *overrides])
+    expected = rf"train\.wavefront=on cannot run: {re.escape(reason)}.*set train\.wavefront=auto or off"
+    with pytest.raises(ConfigError, match=expected):
+        choose_wavefront(config, "bf16", torch.device("cpu"), graphed=True)

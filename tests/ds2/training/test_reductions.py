@@ -50,6 +50,14 @@ def test_what_is_not_finite_on_any_rank_makes_the_update_do_nothing(where: str, 
     assert not report.read().finite and not bool(torch.isfinite(report.norm))
 
 
+def test_all_ranks_clip_by_the_norm_of_rank_0() -> None:
+    """Other kernels, and GPUs of another kind, add up the same squares in another order."""
+    comm = Twins("cpu", [1.0, 3.0000002])
+    comm.rank = 1
+    report = StepReport(comm, [torch.tensor([1.0])], torch.tensor(3.0), [])
+    assert report.read().norm == 3.0000002 and torch.equal(report.norm, torch.tensor(3.0000002))
+
+
 def gradients(device: str = "cuda", *, overlaps: bool = True, can_copy: bool = False) -> Any:
     comm = SimpleNamespace(device=torch.device(device), rank=0)
     return SimpleNamespace(comm=comm, overlaps=overlaps, overlap=overlaps, copied=False, can_copy=can_copy)
