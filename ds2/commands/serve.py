@@ -107,6 +107,8 @@ def _api_key() -> str:
 def _certificate(options: argparse.Namespace) -> Certificate | None:
     from ds2.serve import tls
 
+    if options.tls_self_signed and (options.tls_cert or options.tls_key):
+        raise ConfigError("--tls-self-signed makes a certificate: leave it out, or --tls-cert and --tls-key")
     if options.tls_self_signed:
         return tls.self_signed(tls.names_of_host(options.host, options.allow_host))
     if not options.tls_cert and not options.tls_key:

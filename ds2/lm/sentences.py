@@ -72,7 +72,11 @@ class SentenceReader:
             )
 
     def __iter__(self) -> Iterator[list[str]]:
-        """Yield sentences; raises LanguageModelError for reserved tokens and, on "stop", unknown characters."""
+        """Yield sentences.
+
+        Raises:
+            LanguageModelError: reserved tokens; with "stop" an unknown character, with "skip" one in every line.
+        """
         for path in self.paths:
             for number, line in read_lines(path):
                 self.lines += 1
@@ -81,6 +85,10 @@ class SentenceReader:
                 if tokens:
                     self.tokens += len(tokens)
                     yield tokens
+        if self.skipped_lines and not self.tokens:
+            raise LanguageModelError(
+                f"no line is left: {self.report()}; choose --unknown drop, or an alphabet that has them"
+            )
 
     def _tokens(self, line: str, where: str) -> list[str]:
         if self.alphabet is not None:

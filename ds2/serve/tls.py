@@ -62,19 +62,19 @@ def self_signed(names: Sequence[str]) -> Certificate:
         ConfigError: the cache folder cannot be written.
     """
     folder = cache_dir() / "tls"
-    made = Certificate(folder / "certificate.pem", folder / "key.pem")
+    file = folder / "certificate_and_key.pem"  # one file: of servers that start together, each replaces both
+    made = Certificate(file, file)
     if not _serves(made, names):
         key = ec.generate_private_key(ec.SECP256R1())
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # no other user can read the key at any moment
-            with atomic_file(made.key) as partial:
+            with atomic_file(file) as partial:
                 partial.write_bytes(
-                    key.private_bytes(
+                    _certificate(key, names).public_bytes(serialization.Encoding.PEM)
+                    + key.private_bytes(
                         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
                     )
                 )
-            with atomic_file(made.certificate) as partial:
-                partial.write_bytes(_certificate(key, names).public_bytes(serialization.Encoding.PEM))
         except OSError as error:
             raise ConfigError(
                 f"a certificate cannot be stored in {folder}: {error.strerror}; set DS2_CACHE_DIR to a folder with room"

@@ -194,6 +194,7 @@ def test_settings_that_cannot_work_are_named(order: int, prune: tuple[int, ...],
     [
         ("empty.txt", b"", "text is empty"),
         ("blank.txt", b"\n \n", "text is empty"),
+        ("digits.txt", b"1\n2 a\n", "no line is left: 2 lines, .* outside the alphabet: .*; choose --unknown drop"),
         ("latin.txt", "the cat\ncaf\u00e9\n".encode("latin-1"), r"latin\.txt:2: byte 4 is not UTF-8"),
         ("wide.txt", "the cat".encode("utf-16-le"), "UTF-16"),
         ("wide_bom.txt", "the cat".encode("utf-16"), "not UTF-8"),

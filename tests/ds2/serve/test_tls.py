@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from support.serving import WAIT_S, Running
 
 from ds2.cli import main
-from ds2.serve.tls import names_of_host, self_signed
+from ds2.serve.tls import Certificate, names_of_host, self_signed
 
 
 def test_clients_that_trust_the_certificate_are_served(serve: Callable[..., Running]) -> None:
@@ -39,6 +40,13 @@ def test_a_certificate_is_used_again_while_it_has_all_names() -> None:
     assert more != first and self_signed(["localhost"]).certificate.read_bytes() == more
     self_signed(["localhost"]).key.write_bytes(b"damaged")
     assert self_signed(["localhost"]).certificate.read_bytes() != more
+
+
+def test_a_certificate_that_another_server_replaces_keeps_its_key() -> None:
+    made, copy = self_signed(["localhost"]), self_signed(["localhost"]).key.with_name("copy.pem")
+    os.link(made.key, copy)  # what a server that opened the key reads, though another one replaces it
+    self_signed(["localhost", "10.0.0.7"])
+    Certificate(copy, copy).check()
 
 
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
@@ -67,6 +75,7 @@ def test_wrong_files_are_named(
     broken.write_text("no PEM")
     cases = [
         (["--tls-cert", str(made.certificate)], "go together"),
+        (["--tls-self-signed", "--tls-cert", str(made.certificate)], "leave it out, or --tls-cert"),
         (["--tls-cert", str(broken), "--tls-key", str(made.key)], f"--tls-cert {broken}"),
         (["--tls-cert", str(made.certificate), "--tls-key", str(tmp_path / "none")], "No such file"),
     ]
