@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,5 +73,6 @@ def run(arguments: Sequence[str]) -> int:
     }
     for name, text in texts.items():
         write_text(folder / name, text)
-    print(f"{folder}: wrote {', '.join(texts)}\nnext: cd {folder} && ds2 data check --config-dir conf recipe=mine")
+    place = shlex.quote(str(folder))
+    print(f"{folder}: wrote {', '.join(texts)}\nnext: cd {place} && ds2 data check --config-dir conf recipe=mine")
     return 0

@@ -18,7 +18,7 @@ from ds2.commands.common import Parser
 from ds2.scoring.report import format_alignments, format_paired_test, format_report, summary, write_report
 from ds2.scoring.statistics import ScoringError, paired_test
 from ds2.scoring.wer import corpus_report
-from ds2.system.files import read_lines
+from ds2.system.files import check_writable, read_lines
 from ds2.system.plain import parse_json
 from ds2.text.alphabet import fold
 
@@ -28,7 +28,7 @@ def _warn_of_ids(references: dict[str, TextLine], hypotheses: dict[str, TextLine
         return "".join(line.text.split(maxsplit=1)[:1])
 
     same = all(key in references and first(line) == first(references[key]) for key, line in hypotheses.items())
-    if same and 1 < len(references) == len({first(line) for line in references.values()} - {""}):
+    if hypotheses and same and 1 < len(references) == len({first(line) for line in references.values()} - {""}):
         print(
             "the first words of all lines are distinct and the same in both files: if these are ids, use --ids",
             file=sys.stderr,
@@ -45,6 +45,10 @@ def _speakers(path: Path, names: list[str]) -> list[str]:
 
 def _score(args: argparse.Namespace) -> None:
     """Read, match and align the files; print and write the reports."""
+    if [args.references, args.hypotheses, args.hypotheses_b].count(Path("-")) > 1:
+        raise ScoringError("standard input, -, can be one of the files only: give the others by name")
+    if args.out:
+        check_writable(args.out / "report.txt")
     references = read_texts(args.references, ids=args.ids, hypotheses=False)
     if not references:
         raise ScoringError(f"{args.references}: holds no utterances, so there is no error rate; give the references")
@@ -195,7 +199,11 @@ def match_texts(
     absent = [references[key].name for key in references if key not in hypotheses]
     extra = [hypotheses[key].name for key in hypotheses if key not in references]
     if extra:
-        raise ScoringError(f"{path}: {len(extra)} hypotheses have no reference: {first_names(extra)}")
+        moved = not {line.name for line in references.values()}.isdisjoint(extra)
+        hint = (
+            "; references have such names, but other paths: make the audio_filepath of both the same" if moved else ""
+        )
+        raise ScoringError(f"{path}: {len(extra)} hypotheses have no reference: {first_names(extra)}{hint}")
     if absent and missing == "stop":
         raise ScoringError(
             f"{path}: {len(absent)} of {len(references)} references have no hypothesis: {first_names(absent)}; "

@@ -34,6 +34,7 @@ from ds2.system.plain import parse_json
 
 _STALE_S = 3600.0  # folders of other hosts stay this long: their locks may not be visible here
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
+_NAME_BYTES = 100  # of a file's name in that of its temporary folder
 _LOCK = ".writer"  # a file in each temporary folder, locked while its process lives
 
 
@@ -79,6 +80,7 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     Raises:
         OSError: `parent` does not exist or is not writable.
     """
+    name = os.fsencode(name)[:_NAME_BYTES].decode(errors="ignore")  # a file system allows 255 with the rest
     remove_stale(parent, name)
     folder = parent / f".{name}.{host_id()}.{os.getpid()}.{secrets.token_hex(8)}.partial"
     folder.mkdir(mode=0o700)

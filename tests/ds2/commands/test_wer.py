@@ -94,6 +94,11 @@ def test_missing_hypotheses_stop_unless_allowed(write: Write, capsys: pytest.Cap
     assert "u2" in captured.err
 
 
+def test_standard_input_is_one_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-", "-"]) == 2
+    assert "can be one of the files only" in capsys.readouterr().err
+
+
 def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write("ref", "u1 a\nu2 b c\n"), write("hyp", "u1 a\nu2 b\n")]) == 0
     assert "use --ids" in capsys.readouterr().err
@@ -104,6 +109,13 @@ def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest
     [
         (b"a\n", b"a\nb\n", [], "1 hypotheses have no reference: 2"),
         (b"\xff\xfea\n", b"a\n", [], ":1: is not UTF-8 but UTF-16"),
+        (
+            b'{"text": "a", "audio_filepath": "x/1.wav"}\n',
+            b'{"text": "a", "audio_filepath": "/y/1.wav"}\n',
+            [],
+            "1 hypotheses have no reference: 1; references have such names, but other paths",
+        ),
+        (b"a\n", b"a\n", ["--out", __file__], f"{Path(__file__) / 'report.txt'} could not be written"),
         (b"u1 a\nu1 b\n", b"u1 a\n", ["--ids"], "ref:2: u1 is listed twice"),
         (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: is not JSON"),
         (b'{"txt": "a"}\n', b"a\n", [], "ref:1: has no string 'text'"),

@@ -27,6 +27,12 @@ def test_an_error_keeps_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["file.txt"]
 
 
+@pytest.mark.parametrize("name", ["a" * 251 + ".txt", "語" * 83 + ".txt"])
+def test_names_are_as_long_as_the_file_system_allows(name: str, tmp_path: Path) -> None:
+    write_text(tmp_path / name, "text\n")
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_two_writers_at_once_and_the_last_wins(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     with atomic_file(path) as outer:
