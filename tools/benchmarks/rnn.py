@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, Timing, facts, graphed, measure, measure_host, relative_error, write_json
+from benchmarks.common import (
+    Table,
+    Timing,
+    facts,
+    graphed,
+    measure,
+    measure_host,
+    module_call,
+    relative_error,
+    write_json,
+)
 from dispatch import new_parser, parse
 from ds2_ops import recurrence
 from ds2_ops.recurrent.backends.reference import recurrence_reference
@@ -96,16 +106,6 @@ class LayerProblem:
         own = {"bias_hn": bias[0] if bias else None, "c0": c0}
         return recurrence(x, weight_hh, h0, lengths, cell=self.cell, backend=backend, **own)
 
-    def torch_rnn(self, backward: bool) -> Callable[[], object]:
-        """torch's module as a callable; it has no clipping, which takes hardly any time."""
-
-        def call() -> object:
-            with torch.set_grad_enabled(backward):
-                y, _ = self.peer(self.inputs)
-            return torch.autograd.grad(y, [self.inputs, *self.peer.parameters()], self.grad_y) if backward else y
-
-        return call
-
     def errors(self, backend: str) -> dict[str, tuple[float, float]]:
         """Relative RMS error against float64 of (ours, the stock loop in the same precision), ragged and with h0."""
         lengths = torch.linspace(self.frames, self.frames // 2, self.batch, device=self.device).int()
@@ -151,7 +151,10 @@ def bench(problem: LayerProblem, contenders: list[str]) -> list[Result]:
         try:
             if contender.startswith("nn."):
                 other = problem.in_dtype(getattr(torch, graph)) if graph else problem
-                calls = {"projected_forward": other.torch_rnn(False), "projected_both": other.torch_rnn(True)}
+                both = module_call(
+                    other.peer, other.inputs, other.grad_y
+                )  # has no clipping, which takes hardly any time
+                calls = {"projected_forward": module_call(other.peer, other.inputs), "projected_both": both}
             else:
                 row["errors"] = errors = problem.errors(backend)
                 wrong = [

@@ -144,31 +144,6 @@ def grouped(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
     return x
 
 
-def streamed(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
-    """#2, Listing 2: both products of a cell at the same time, on two streams."""
-    return _on_streams(x, layers, 1, transposed=False, cell=apart)[0]
-
-
-def fused_pointwise(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
-    """#3: all pointwise operations of a cell are one kernel."""
-    return _on_streams(x, layers, 1, transposed=False, cell=fused)[0]
-
-
-def pre_transposed(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
-    """#4, Listing 3: weights are transposed once a pass, so that products read both operands along their rows."""
-    return _on_streams(x, layers, 1, transposed=True, cell=fused)[0]
-
-
-def batched_inputs(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
-    """#5: the input products of several steps are one."""
-    return _on_streams(x, layers, group, transposed=True, cell=fused)[0]
-
-
-def overlapped_layers(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
-    """#6, Listing 4: a cell runs as soon as the cells below it and before it have, so layers overlap as a wave."""
-    return _on_streams(x, layers, group, transposed=True, cell=fused, overlap=True)[0]
-
-
 def _on_streams(
     x: Tensor,
     layers: Sequence[Layer],
@@ -222,14 +197,27 @@ def persistent(x: Tensor, layers: Sequence[Layer], group: int) -> Tensor:
     return x
 
 
-STAGES: dict[str, Callable[[Tensor, Sequence[Layer], int], Tensor]] = {
+Stage = Callable[[Tensor, Sequence[Layer], int], Tensor]
+
+
+def _staged(*, grouped_inputs: bool = False, **options: Any) -> Stage:
+    """A stage from #2 to #6; options as of `_on_streams`."""
+    return lambda x, layers, group: _on_streams(x, layers, group if grouped_inputs else 1, **options)[0]
+
+
+STAGES: dict[str, Stage] = {
     "naive": naive,
     "#1 grouped GEMMs": grouped,
-    "#2 streamed GEMMs": streamed,
-    "#3 fused pointwise": fused_pointwise,
-    "#4 pre-transpose": pre_transposed,
-    "#5 batched inputs": batched_inputs,
-    "#6 overlapped layers": overlapped_layers,
+    # Listing 2: both products of a cell at the same time, on two streams.
+    "#2 streamed GEMMs": _staged(transposed=False, cell=apart),
+    # All pointwise operations of a cell are one kernel.
+    "#3 fused pointwise": _staged(transposed=False, cell=fused),
+    # Listing 3: weights are transposed once a pass, so that products read both operands along their rows.
+    "#4 pre-transpose": _staged(transposed=True, cell=fused),
+    # The input products of several steps are one.
+    "#5 batched inputs": _staged(grouped_inputs=True, transposed=True, cell=fused),
+    # Listing 4: a cell runs as soon as the cells below it and before it have, so layers overlap as a wave.
+    "#6 overlapped layers": _staged(grouped_inputs=True, transposed=True, cell=fused, overlap=True),
     "#7 on chip": persistent,
 }
 AT_THE_END = "#6, weights at the end"
