@@ -210,21 +210,31 @@ def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_ever
         while not isinstance(message := await socket.recv(), str):
             chunks.append(message)
             await asyncio.sleep(answer_s)
-            await socket.send("{}")
+            await socket.send(json.dumps({1: {"text": "a"}, 3: {"text": "b"}}.get(len(chunks), {"partial": "x"})))
         received.append(b"".join(chunks))
-        await socket.send("{}")
+        await socket.send('{"text": "c"}')
 
-    async def measured() -> list[float]:
+    async def measured() -> list[serving.Heard]:
         async with serve(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             return await serving._clients(f"ws://127.0.0.1:{port}/", audio, 3, 0.1, 0.4, 0.0)
 
-    latencies = asyncio.run(measured())
+    clients = asyncio.run(measured())
+    latencies = [seconds for heard in clients for seconds in heard.latencies]
+    assert [heard.number for heard in clients] == [0, 1, 0] and all(heard.texts == ["a b c"] for heard in clients)
     assert len(latencies) == 3 * 4 and min(latencies) >= answer_s
     samples = [np.frombuffer(sent, "<i2") for sent in received]
     assert sorted(int(own.max()) // 10_000 for own in samples) == [0, 0, 1]
     for own in samples:  # 0.1 s are 1,600 samples: a file goes on behind its end with its beginning
         assert len(own) == 6400 and set((np.diff(own.astype(int)) - 1) % 4000) == {0}
+
+
+def test_the_serving_benchmark_counts_texts_that_differ_from_those_of_the_same_audio() -> None:
+    from benchmarks.serving import Heard, other_texts
+
+    same = [Heard(0, 3, [0.1], [text]) for text in ("a b", "a", "a b")]
+    others = [Heard(0, 4, [0.1], ["a"]), Heard(1, 3, [0.1], ["c"]), Heard(0, 3, [0.1, 0.1], ["a b c"])]
+    assert (other_texts(same + others), other_texts(others)) == (1, 0)
 
 
 def test_the_delay_counts_from_the_last_sound_of_a_recording(

@@ -2,11 +2,15 @@
 
     ds2 serve MODEL --sessions 256 &
     python tools/bench.py serving AUDIO... --streams 1 8 16 32 64                     # clients of that server
+    python tools/bench.py serving AUDIO... --streams 2000 --processes 8 --seconds 3600 --row-s 60    # a row a minute
     python tools/bench.py serving AUDIO... --model MODEL --streams 64 256 1024        # the recogniser alone, in process
 
 Clients use Vosk's WebSocket protocol, take the files in turn, and begin at random within a chunk. Latency counts from
 the end of a chunk in the source's time, so a server that cannot keep up shows. In process, the next batch is whatever
 has arrived when the recogniser becomes free, as in `ds2.serve.engine`.
+
+Clients of a server begin at one of 16 places of their file. Those of the same file and place have the same audio, so
+they must get the same text: the last line counts those that differ from the most frequent text.
 """
 
 from __future__ import annotations
@@ -14,10 +18,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
+import math
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,49 +41,69 @@ from ds2.recognition.session import Live, decode_sessions, results
 from ds2.system.machine import short_collections
 
 _LATE_S = 5.0  # a measurement ends when the recogniser is this far behind
+_PLACES = 16  # of a file, where streams begin
+
+
+@dataclass
+class Heard:
+    """What one client heard."""
+
+    number: int  # of its file
+    place: int  # of its file, where it began
+    latencies: list[float] = field(default_factory=list)  # of its chunks, seconds
+    texts: list[str] = field(default_factory=list)
 
 
 async def stream(
-    url: str, data: bytes, chunk_s: float, seconds: float, spread_s: float, latencies: list[float]
-) -> None:
+    url: str, audio: Sequence[bytes], number: int, chunk_s: float, seconds: float, spread_s: float
+) -> Heard:
     """Send a file again and again in real time."""
-    size = round(chunk_s * RATE_HZ) * 2
+    data, size = audio[number], round(chunk_s * RATE_HZ) * 2
+    heard = Heard(number, random.randrange(_PLACES))
     async with connect(url, max_size=None, open_timeout=120, ping_interval=None) as ws:
         await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ}}))
         await asyncio.sleep(1.0 + random.random() * max(spread_s, chunk_s))
-        start_s, at = time.perf_counter(), random.randrange(len(data) // 2) * 2
-        for number in range(round(seconds / chunk_s)):
-            spoken_s = start_s + number * chunk_s
+        start_s, at = time.perf_counter(), heard.place * (len(data) // 2 // _PLACES) * 2
+        for chunk in range(round(seconds / chunk_s)):
+            spoken_s = start_s + chunk * chunk_s
             await asyncio.sleep(max(0.0, spoken_s - time.perf_counter()))
             piece = (data + data)[at : at + size]
             at = (at + size) % len(data)
             await ws.send(piece)
-            await ws.recv()
-            latencies.append(time.perf_counter() - spoken_s)
-            if latencies[-1] > _LATE_S:
+            heard.texts.append(json.loads(await ws.recv()).get("text", ""))
+            heard.latencies.append(time.perf_counter() - spoken_s)
+            if heard.latencies[-1] > _LATE_S:
                 break
         await ws.send('{"eof" : 1}')
-        await ws.recv()
+        heard.texts.append(json.loads(await ws.recv()).get("text", ""))
+    heard.texts = [" ".join(filter(None, heard.texts))]
+    return heard
 
 
-async def _clients(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[float]:
-    latencies: list[float] = []
-    await asyncio.gather(*(stream(url, audio[n % len(audio)], *times, latencies) for n in range(streams)))
-    return latencies
+async def _clients(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[Heard]:
+    return await asyncio.gather(*(stream(url, audio, n % len(audio), *times) for n in range(streams)))
 
 
-def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[float]:
+def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[Heard]:
     return asyncio.run(_clients(url, audio, streams, *times))
 
 
 def over_sockets(
     url: str, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float, spread_s: float, processes: int
-) -> list[float]:
-    """Latencies of all chunks, seconds, of clients in several processes."""
+) -> list[Heard]:
+    """What clients in several processes heard."""
     shares = [len(range(first, streams, processes)) for first in range(min(processes, streams))]
     with ProcessPoolExecutor(len(shares)) as pool:
         running = [pool.submit(_process, url, audio, share, chunk_s, seconds, spread_s) for share in shares]
-        return [value for one in running for value in one.result()]
+        return [heard for one in running for heard in one.result()]
+
+
+def other_texts(clients: Sequence[Heard]) -> int:
+    """Count the clients whose text is not the most frequent one of their audio."""
+    texts: defaultdict[tuple[int, int, int], Counter[str]] = defaultdict(Counter)
+    for heard in clients:
+        texts[heard.number, heard.place, len(heard.latencies)][heard.texts[0]] += 1
+    return sum(counts.total() - max(counts.values()) for counts in texts.values())
 
 
 def in_process(
@@ -141,6 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunk-s", type=float, default=0.2)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--spread-s", type=float, default=0.0, help="within which clients begin, a chunk at least")
+    parser.add_argument("--row-s", type=float, default=math.inf, help="of a server: a row for each so many seconds")
     parser.add_argument("--processes", type=int, default=1, help="of clients")
     parser.add_argument("--limit-ms", type=float, default=200.0, help="of p98: beyond it no more streams are tried")
     options = parse(parser, arguments)
@@ -155,17 +183,25 @@ def main(arguments: list[str] | None = None) -> int:
     percentiles = {"p50": 50, "p95": 95, "p98": 98, "p99": 99, "slowest": 100}
     columns = {f"{name} ms": f"{{{name}:.0f}}" for name in percentiles}
     table = Table({"streams": "{streams}", **columns, "mean batch": "{batch:.1f}"})
+    differ = 0
     for streams in options.streams:
         row: dict[str, Any] = {"streams": streams}
         if recogniser is not None:
             with short_collections():
                 latencies, sizes = in_process(recogniser, audio, streams, options.chunk_s, options.seconds)
-            row["batch"] = float(np.mean(sizes))
+            row["batch"], parts = float(np.mean(sizes)), [latencies]
         else:
             times = (options.chunk_s, options.seconds, options.spread_s)
-            latencies = over_sockets(options.url, audio, streams, *times, options.processes)
-        row |= {name: 1000 * float(np.percentile(latencies, percent)) for name, percent in percentiles.items()}
-        table.print_row(row)
+            clients = over_sockets(options.url, audio, streams, *times, options.processes)
+            differ += other_texts(clients)
+            chunks = round(min(options.row_s, options.seconds) / options.chunk_s)
+            starts = range(0, max(len(heard.latencies) for heard in clients), chunks)
+            parts = [[s for heard in clients for s in heard.latencies[at : at + chunks]] for at in starts]
+        for part in parts:
+            row |= {name: 1000 * float(np.percentile(part, percent)) for name, percent in percentiles.items()}
+            table.print_row(row)
         if row["p98"] > options.limit_ms:
             break
+    if recogniser is None:
+        print(f"texts that differ from those of other streams of the same audio: {differ}")
     return 0
