@@ -155,6 +155,21 @@ def test_captions_are_those_of_ds2_transcribe(serve: Callable[..., Running], tmp
 
 
 @pytest.mark.slow
+def test_a_confidence_stands_on_the_line_of_its_word(serve: Callable[..., Running], tmp_path: Path) -> None:
+    words = [{"word": "a" * (1 + n % 8), "start": n, "end": n + 0.5, "confidence": 0.9} for n in range(60)]
+    with chromium_page(tmp_path, viewport={"width": 360, "height": 740}) as page:
+        page.goto(serve().web)
+        page.evaluate("words => new Recording('talk').add(words, 'text')", words)
+        page.click("#details")
+        shares = page.locator(".words small").all()
+        tops = [share.evaluate("share => share.getBoundingClientRect().top") for share in shares]
+        ends = [
+            share.evaluate("share => share.previousElementSibling.getBoundingClientRect().bottom") for share in shares
+        ]
+    assert len(set(ends)) > 5 and all(top < end for top, end in zip(tops, ends, strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_segments")
 def test_words_are_reached_by_keys_and_touch(serve: Callable[..., Running], tmp_path: Path) -> None:
     with chromium_page(tmp_path) as page:
