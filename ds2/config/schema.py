@@ -215,6 +215,7 @@ class CheckpointConfig:
         ""  # model file, run folder or shipped name whose architecture, features and weights start this run
     )
     resume: bool = True  # continue from the trainer state of the run folder, if there is one
+    sharded: bool = False  # each rank writes its part of the trainer state; needs a run_dir that all hosts share
 
 
 @dataclass

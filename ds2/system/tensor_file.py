@@ -2,6 +2,8 @@
 
 The digest in the header is SHA-256 over the metadata and, in order of names, each tensor's type, shape and SHA-256. In
 files that are memory-mapped the tensors' contents are not part of it.
+
+Metadata may name shards: files in the same folder, with their digests, whose tensors belong to this file.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from torch import Tensor, nn
 from ds2.system import UserError
 from ds2.system.files import atomic_file, describe_full_disk
 from ds2.system.machine import usable_cores
-from ds2.system.plain import parse_json
+from ds2.system.plain import from_plain, parse_json
 
 FORMAT_VERSION = 2  # 1 had no digest
+_SHARDED_FORMAT = 3  # of files with shards, of which programs that read up to 2 know nothing
 WAY_OUT = "the file is damaged or was written by another program: copy it again"
 _TYPES = {  # names in the format, in the order of its contents: the widest numbers first
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
@@ -53,6 +56,7 @@ def save(
     """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, atomically.
 
     Args:
+        metadata: the entry `shards` has files by name, whose tensors belong to this one, and their digests.
         run: receives the function that writes, once the tensors are copied; it may call it later, in any thread.
         copies: the tensors that an earlier call copied into, whose memory is used again: it is several times as fast as
             new memory. Changed in place. No function of an earlier call may still run.
@@ -69,7 +73,8 @@ def save(
         try:
             with atomic_file(path) as partial:
                 check()
-                write_tensors(copies, partial, make_header({"format": FORMAT_VERSION, **metadata}, copies))
+                form = _SHARDED_FORMAT if "shards" in metadata else FORMAT_VERSION
+                write_tensors(copies, partial, make_header({"format": form, **metadata}, copies))
         except OSError as error:
             size_mib = sum(copy.nbytes for copy in copies.values()) / 2**20
             way_out = describe_full_disk(error) or "; when its folder can be written, start the same command again"
@@ -126,10 +131,10 @@ def _memory(copies: dict[str, Tensor], name: str, value: Tensor) -> Tensor:
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file that `save` wrote: its tensors on `device` and its metadata.
+    """Read a file that `save` wrote: its tensors on `device`, those of its shards too, and its metadata.
 
     Raises:
-        CheckpointError: the file is missing, truncated, damaged, of another program or of a newer format.
+        CheckpointError: the file or a shard is missing, truncated, damaged, of another program or of a newer format.
     """
     return _read(path, str(device), tensors=True)
 
@@ -159,7 +164,7 @@ def identity(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def _read_once(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_once(path: Path, device: str, *, tensors: bool, digest: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
@@ -169,15 +174,43 @@ def _read_once(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Ten
     try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             header = opened.metadata() or {}
-            metadata = read_header(header, FORMAT_VERSION)
+            metadata = read_header(header, _SHARDED_FORMAT)
+            shards = from_plain(dict[str, str], metadata.pop("shards", {}), "metadata.shards")
             loaded = {name: opened.get_tensor(name) for name in opened.keys()} if tensors else {}  # noqa: SIM118 (no dict)
         if tensors and has_digest(header):
             check_digest(header, loaded)
+        if any("/" in name for name in shards):
+            raise ValueError(f"metadata.shards: names files of other folders; {WAY_OUT}")
+        if digest not in ("", _digest_in(header)):
+            raise ValueError("is another file than was written there; copy all files of the folder again")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    for name, own_digest in shards.items() if tensors else ():
+        try:
+            loaded |= _read_once(path.with_name(name), device, tensors=True, digest=own_digest)[0]
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} has a shard that is missing or damaged: {error}") from error
     return {name: tensor.to(device) for name, tensor in loaded.items()}, metadata
+
+
+def read_digest(path: Path) -> str:
+    """Return the digest that a file which `save` wrote has in its header.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as opened:
+            return _digest_in(opened.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _digest_in(header: Mapping[str, str]) -> str:
+    match = _DIGEST.match(header.get(_JSON_KEY, ""))
+    return match[1] if match else ""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

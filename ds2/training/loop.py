@@ -69,7 +69,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             _check_number(trainer, view)
             if comm.rank == 0 and not state_file(run_dir).is_file():
                 # A process that is left behind and then alone goes on from a file: its own steps may not count.
-                trainer.files.save()
+                trainer.files.save(alone=True)
                 trainer.files.wait()
         if comm.rank == 0:
             save_config(config, run_dir / "config.yaml")
@@ -120,7 +120,7 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
         "".join(f"; {text}" for text in view.left),
     )
     if interrupts.agreed:
-        trainer.files.save()
+        trainer.files.save(alone=True)
         trainer.files.wait()
     _check_number(trainer, view)
     return board
@@ -131,7 +131,7 @@ def _check_number(trainer: Trainer, view: View) -> None:
     if view.enough:
         return
     comm, limits = trainer.comm, trainer.config.comm
-    trainer.files.save()
+    trainer.files.save(alone=True)
     trainer.files.wait()
     with suppress(LostRankError):
         comm.allgather(None)  # rank 0 has saved
@@ -226,11 +226,16 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             loss = trainer.step(
                 batches,
                 group,
-                lambda: [of_rank_0, float(trainer.comm.joiners_wait()), *interrupts.send()],  # noqa: B023  called in it
+                lambda: [
+                    of_rank_0,  # noqa: B023  called in it
+                    float(trainer.comm.joiners_wait()),
+                    float(trainer.files.unsaved),
+                    *interrupts.send(),
+                ],
             )
             epoch.add(loss)
             window.add(loss)
-            passed_s, joiners, *flags = trainer.extra_sums
+            passed_s, joiners, unsaved, *flags = trainer.extra_sums
             progress.elapsed_s += passed_s
             interrupts.receive(flags, trainer.comm)
             trainer.commit()
@@ -246,7 +251,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                     f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_min:.0f} min left"
                 )
                 window = LogWindow(progress)
-            if _save_is_due(config, progress, now - saved_at):
+            if unsaved or _save_is_due(config, progress, now - saved_at):
                 trainer.files.save_in_turn()
                 saved_at = time.monotonic()
             trainer.files.check()

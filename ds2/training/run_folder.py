@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -21,12 +22,13 @@ from torch import Tensor
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.distributed.communicator import Communicator
+from ds2.distributed.process_group import LostRankError
 from ds2.model.checkpoint import save_model
 from ds2.system.files import host_id, remove_stale, sync
 from ds2.system.machine import git_commit
 from ds2.system.tensor_file import CheckpointError
 from ds2.text.alphabet import Alphabet
-from ds2.training.state import TrainState, save_state
+from ds2.training.state import Shard, TrainState, save_state
 
 log = logging.getLogger(__name__)
 _FREE_BYTES_AT_START = 256 * 2**20
@@ -157,7 +159,8 @@ def _yield_to_steps() -> None:
 class RunFiles:
     """Writes the models and the trainer state of a run in the background; all ranks call it, rank 0 writes.
 
-    The state is copied at the call, so that later steps do not change it.
+    The state is copied at the call, so that later steps do not change it. With `checkpoint.sharded` each rank copies
+    and writes its part of it; such a save is given up where a rank is lost before it is complete.
 
     Args:
         run_dir: the folder.
@@ -167,7 +170,14 @@ class RunFiles:
         precision: that it is trained in.
         dev: what the scores are measured on; None without a dev set.
         comm: the ranks.
+
+    Attributes:
+        unsaved: whether the ranks have changed since a sharded save, which may not be complete: then the next step is
+            saved.
     """
+
+    unsaved = False
+    _save_name = ""  # of the last sharded save by the present ranks
 
     def __init__(
         self,
@@ -210,24 +220,49 @@ class RunFiles:
             self._save_model(f"epoch-{self.state.progress.epoch:04d}", metrics)
             self._writer.run(lambda: _remove_all_but(keep, self.run_dir))
 
-    def save(self) -> None:
+    def save(self, *, alone: bool = False) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped.
 
         At most one state is being written: this waits for the previous one, not for models.
+
+        Args:
+            alone: rank 0 writes all of it, without a call to the others.
+
+        Raises:
+            LostRankError: see `Communicator.broadcast`; not with `alone`.
         """
-        self._save(self._write_state)
+        self._save(self._write_state, alone=alone)
 
     def _write_state(self, write: Callable[[], None]) -> None:
         self._state_written = self._writer.run(write)
 
-    def _save(self, run: Callable[[Callable[[], None]], None]) -> None:
+    def _save(self, run: Callable[[Callable[[], None]], None], *, alone: bool = False) -> None:
         self._held = None
-        if self.comm.rank == 0:
+        sharded = self.config.checkpoint.sharded and self.comm.world > 1 and not alone
+        if self.comm.rank == 0 or sharded:
             with self.comm.status.slow("saving"):
                 wait([self._state_written] if self._state_written is not None else [])
                 self._writer.busy()
-                options = {"run": run, "copies": self._copies, "check": self._prepare}
+                options: dict[str, Any] = {"run": run, "copies": self._copies, "check": self._prepare}
+                options["shard"] = self._next_shard() if sharded else None
                 save_state(self.run_dir, self.state, self.config, **options)
+        self.unsaved = False
+
+    def _next_shard(self) -> Shard:
+        """Begin a save by all ranks: rank 0, which has completed the one before, says its name."""
+        name = self._save_name = self.comm.broadcast(secrets.token_hex(8))
+
+        def is_broken() -> bool:
+            with suppress(LostRankError):
+                self.comm.check()
+                return self._save_name != name
+            return True
+
+        return Shard(name, self.comm.rank, self.comm.world, self.config.comm.timeout_s, is_broken)
+
+    def give_up(self) -> None:
+        """Give up a sharded save that is not complete, because its ranks are no longer together."""
+        self.unsaved, self._save_name = self._save_name != "", ""
 
     def save_in_turn(self) -> None:
         """As `save`, in mid-epoch; warns where the previous save is not complete, so that the run waits for it.
@@ -235,7 +270,8 @@ class RunFiles:
         Where ranks come and go, the state is copied now and written by `confirm`: until all ranks have ended the step,
         they would repeat it with fewer ranks if this one was lost, and a run that resumed from the file would differ.
         """
-        if self._state_written is not None and not self._state_written.done() and not self._warned:
+        late = self._state_written is not None and not self._state_written.done()
+        if late and self.comm.rank == 0 and not self._warned:
             self._warned = True
             log.warning(
                 "the run waits for its saves: writing one to %s takes longer than the time from one to the next. Raise "
@@ -269,7 +305,9 @@ class RunFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait until everything is written, also after an error."""
+        """Wait until everything is written, also after an error, but then not for other ranks."""
+        if error[0] is not None:
+            self.give_up()
         self.wait()
 
     def wait(self) -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from ds2.system.tensor_file import (
     ModuleTensors,
     load,
     optimizer_tensors,
+    read_digest,
     restore_optimizer,
     save,
     with_prefix,
@@ -50,6 +54,7 @@ _PLANNED_BY = ("batching.", "augment.speed", "augment.tempo", "train.seed", "dat
 _FIXED = ("model.", "features.", "alphabet.", "data.sample_rate_hz", "train.freeze", "optim.layer_rates", "optim.name")
 _FREE = ("model.dropout", "model.stochastic_depth")  # of these, what changes training only and fits any weights
 _MAX_NAMED = 12  # weights in a message
+_POLL_S = 0.05
 _STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the features
 
 
@@ -152,14 +157,116 @@ def state_file(run_dir: Path) -> Path:
     return run_dir / "trainer.safetensors"
 
 
-def save_state(run_dir: Path, state: TrainState, config: Config, **options: Any) -> None:
-    """Write what `read_state` reads; `options` are those of `ds2.system.tensor_file.save`.
+@dataclass(frozen=True)
+class Shard:
+    """The part of a rank in a state that all ranks write together, each a file of its own.
+
+    Attributes:
+        save: a word that no other save has, so that a file of another one is never taken for one of this.
+        rank, world: of the process that writes it.
+        wait_s: how long rank 0 waits for the files of the others, from the end of its own.
+        is_broken: whether a rank is gone, so that the state will not be complete; called in the thread that writes.
+    """
+
+    save: str
+    rank: int
+    world: int
+    wait_s: float
+    is_broken: Callable[[], bool]
+
+    def file(self, run_dir: Path, rank: int) -> Path:
+        """The file of a rank: not *.safetensors, for it is no model or state by itself."""
+        return run_dir / f"trainer.{self.save}.{rank}-of-{self.world}.shard"
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the tensors that this rank writes, the same in any process: about as many bytes as other ranks."""
+        total, before, own = sum(value.nbytes for value in tensors.values()), 0, {}
+        for name, value in tensors.items():
+            if min(before * self.world // max(total, 1), self.world - 1) == self.rank:
+                own[name] = value
+            before += value.nbytes
+        return own
+
+    def wait(self, run_dir: Path) -> dict[str, str] | None:
+        """Return the digests of the files of all ranks by name, once all are there; None where a rank is gone.
+
+        Raises:
+            CheckpointError: they are not there after `wait_s`.
+        """
+        files = [self.file(run_dir, rank) for rank in range(self.world)]
+        waited_s = 0.0  # without the time in which this process was stopped, since others may be stopped with it
+        while missing := {*files} - {*run_dir.glob(f"trainer.{self.save}.*.shard")}:
+            if self.is_broken():
+                return None
+            if waited_s > self.wait_s:
+                names = ", ".join(sorted(file.name for file in missing))
+                raise CheckpointError(
+                    f"{run_dir}: other ranks have not written {names} within comm.timeout_s={self.wait_s:g} s: give "
+                    "a run_dir that all hosts share, or set checkpoint.sharded=false"
+                )
+            time.sleep(_POLL_S)
+            waited_s += _POLL_S
+        return {file.name: read_digest(file) for file in files}
+
+
+def save_state(
+    run_dir: Path,
+    state: TrainState,
+    config: Config,
+    *,
+    shard: Shard | None = None,
+    run: Callable[[Callable[[], None]], None] = lambda write: write(),
+    check: Callable[[], None] = lambda: None,
+    copies: dict[str, Tensor] | None = None,
+) -> None:
+    """Write what `read_state` reads: one file, or with `shard` the part of this rank.
+
+    Rank 0 writes a file without tensors that names the shards once all of them are on the disk; until then the state
+    before it holds. Shards that the state does not name are removed afterwards.
+
+    Args:
+        run_dir: the folder.
+        state: what is written.
+        config: of the run.
+        shard: the part of this rank.
+        run, check, copies: as in `ds2.system.tensor_file.save`.
 
     Raises:
-        CheckpointError: the file cannot be written; the old one is untouched.
+        CheckpointError: a file cannot be written; the old state is untouched.
     """
+    path, tensors = state_file(run_dir), _named(state.tensors())
     metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
-    save(state_file(run_dir), _named(state.tensors()), metadata, **options)
+
+    def write_whole(write: Callable[[], None]) -> None:
+        with _replace_shards(run_dir, ()):
+            write()
+
+    def write_shard(write: Callable[[], None]) -> None:
+        assert shard is not None
+        if shard.is_broken():
+            return
+        write()
+        if shard.rank == 0 and (shards := shard.wait(run_dir)) is not None:
+            with _replace_shards(run_dir, shards):
+                save(path, {}, {**metadata, "shards": shards}, check=check)
+
+    if shard is None:
+        save(path, tensors, metadata, lambda write: run(partial(write_whole, write)), copies, check)
+    else:
+        own, file = shard.of(tensors), shard.file(run_dir, shard.rank)
+        save(file, own, {"kind": "shard"}, lambda write: run(partial(write_shard, write)), copies, check)
+
+
+@contextmanager
+def _replace_shards(run_dir: Path, names: Collection[str]) -> Iterator[None]:
+    """Let the block write a state that has the shards of these names, then remove all that were there, but for them.
+
+    Looked for before, since a process that is stopped after the block may find those of a later state.
+    """
+    others = [path for path in run_dir.glob("trainer.*.shard") if path.name not in names]
+    yield
+    for path in others:
+        path.unlink(missing_ok=True)
 
 
 def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:

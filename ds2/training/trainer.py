@@ -280,6 +280,7 @@ class Trainer:
         comm = self.comm
         assert isinstance(comm, ElasticCommunicator)
         self.statistics.release()  # a copy of the model must not hold connections
+        self.files.give_up()
         while True:
             try:
                 view = comm.regroup(self._commits, hurry=lambda: interrupts.received)

@@ -69,23 +69,33 @@ def test_sigterm_at_torchrun_saves_and_another_number_of_ranks_goes_on(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    endless = (*SMOOTH, "train.epochs=100000", f"run_dir={broken}")  # ended by the signal, however late it comes
+    sharded = "checkpoint.sharded=true"
+    endless = (
+        *SMOOTH,
+        "train.epochs=100000",
+        sharded,
+        f"run_dir={broken}",
+    )  # ended by the signal, however late it comes
     run = train(2, clean(tiny_overrides, whole, *SMOOTH), ("launcher", "0", "1", *tiny_overrides, *STEPS, *endless))
     assert run.returncode != 0
     assert (stopped := re.search(r"stopped after step (\d+): SIGTERM", run.stdout)), run.stdout
     step = load(broken / "trainer.safetensors")[1]["progress"]["step"]
     assert step == int(stopped[1])
-    run = train(3, clean(tiny_overrides, broken, *SMOOTH, f"train.epochs={step // 3 + 3}"))
+    assert len({*broken.glob("*.shard")}) == 2
+    run = train(3, clean(tiny_overrides, broken, *SMOOTH, f"train.epochs={step // 3 + 3}", sharded))
     assert run.returncode == 0, run.stdout
+    assert len({*broken.glob("*.shard")}) == 3
     assert sorted(losses(broken)) == list(range(1, 3 * (step // 3 + 3) + 1))
     assert {s: loss for s, loss in losses(broken).items() if s <= 9} == pytest.approx(losses(whole), rel=1e-4)
 
 
+@pytest.mark.parametrize("sharded", ["false", "true"])
 def test_ranks_that_torchrun_starts_again_after_one_was_killed_go_on_from_the_last_save(
-    tiny_overrides: list[str], tmp_path: Path
+    tiny_overrides: list[str], tmp_path: Path, sharded: str
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    job = ("kill", "1", "5", *tiny_overrides, *STEPS, "checkpoint.every_steps=2", f"run_dir={broken}")
+    saves = ("checkpoint.every_steps=2", f"checkpoint.sharded={sharded}")
+    job = ("kill", "1", "5", *tiny_overrides, *STEPS, *saves, f"run_dir={broken}")
     run = train(2, job, clean(tiny_overrides, whole), options=("--max-restarts", "1"))
     assert run.returncode == 0, run.stdout
     told = r"ds2: rank 0 on \S+ failed at step 5, .*: lost contact with another rank"

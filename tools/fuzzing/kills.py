@@ -28,10 +28,10 @@ import numpy as np
 import soundfile
 from dispatch import mpirun, new_parser, parse
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.files import read_log
+from ds2.system.tensor_file import load
 
 RATE_HZ = 16000
 TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
@@ -172,7 +172,7 @@ def corpus(folder: Path) -> Path:
 def trained(folder: Path) -> object:
     """Every tensor of the trainer state, the last loss that was logged for each step, and which models there are."""
     file = folder / "run" / "trainer.safetensors"
-    tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load_file(file).items()}
+    tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load(file)[0].items()}
     lines = read_log(folder / "run" / "log.jsonl")
     losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
     models = [name for name in ("best.safetensors", "last.safetensors") if (folder / "run" / name).is_file()]

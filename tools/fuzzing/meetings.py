@@ -9,9 +9,10 @@ loader with its cache of audio above torch's `DataLoader` (`ds2.data`), and the 
 Simulated are the clock, threads, processes with their locks and signals, what their connections carry, the loader's
 workers, and the disk (`fuzzing.disks`), which may be full or slow for a while. Processes are started, asked to leave,
 stopped and killed at random moments, also between two calls that read and write a file, workers are slow or end, the
-cache is damaged, and the power may be cut. A step changes the one weight by the number of its ranks and the sum of
-their audio, in which each utterance is a power of two: a step that was taken by other ranks than the log says, or whose
-utterances were not each taken once, changes all losses after it.
+cache is damaged, and the power may be cut. In a quarter of the seeds all ranks write a part of each state. A step
+changes the one weight by the number of its ranks and the sum of their audio, in which each utterance is a power of two:
+a step that was taken by other ranks than the log says, or whose utterances were not each taken once, changes all losses
+after it.
 
 After every event: the state is complete, none before the last one that was saved, and the log has all of its steps.
 After every run: each step is in the log once, each loss, evaluation, model and the last state are those of the ranks
@@ -36,6 +37,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +80,7 @@ from ds2.training.dev_set import DevEvaluator, DevMonitor
 from ds2.training.inputs import EpochBatches, PreparedBatches
 from ds2.training.metrics import RunLog
 from ds2.training.run_folder import RunFiles
-from ds2.training.state import TrainState, state_file
+from ds2.training.state import Shard, TrainState, state_file
 from ds2.training.stopping import Interrupts
 from ds2.training.trainer import Committed, Trainer
 
@@ -95,7 +97,7 @@ KINDS = (
     *("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join", "cut power", "bad disk"),
     "damage cache",
 )
-AT_A_CALL = (0.01, 0.04)  # how often something happens just between two calls that need each other
+AT_A_CALL, AT_A_SAVE = (0.01, 0.04), 0.1  # how often something happens just between two calls that need each other
 PRIME = 65521
 SETTINGS = {"optim": {"name": "sgd", "momentum": 0.0}}  # that a state names: all others would be read each time
 
@@ -266,7 +268,7 @@ class Stream:
         """Send to some ranks and wait for what others have sent."""
         world, group, arrived = self._world, self._group, dict[int, bytes]()
         for rank in self.links:
-            self._check(rank)
+            self.check(rank)
             if rank in sent:
                 slow_s = world.draw.uniform(0, 2) if world.draw.random() < SLOW else 0.0
                 self._to[rank].append(world.now_s + slow_s + world.draw.expovariate(200), sent[rank])
@@ -283,7 +285,7 @@ class Stream:
                     arrived[rank] = data
                     open_.remove(rank)
             for rank in self.links if open_ else ():
-                self._check(rank)
+                self.check(rank)
             if open_:
                 for rank in open_:
                     self._from[rank].reader = world.running
@@ -294,7 +296,7 @@ class Stream:
             raise LostRankError(group.reason)
         return arrived
 
-    def _check(self, rank: int) -> None:
+    def check(self, rank: int) -> None:
         """Raise LostRankError as the watchdog does: rank 0 hears all, the others hear rank 0."""
         process, world, group = self._processes[rank], self._world, self._group
         items = self._from[rank].items
@@ -342,6 +344,11 @@ class Group(TcpGroup):
     def barrier(self) -> None:
         self._stream.exchange(dict.fromkeys(self._stream.links, b""), self._stream.links)
 
+    def check(self) -> None:
+        """Raise LostRankError if a rank is gone."""
+        for rank in self._stream.links:
+            self._stream.check(rank)
+
     def close(self) -> None:
         self._stream.close()
 
@@ -379,6 +386,12 @@ class SimulatedCommunicator(ElasticCommunicator):
         self.rank, self.world, self.group = group.rank, group.size, group
         idle = SimpleNamespace(stop=lambda: None, drop=lambda: None)
         self.watchdog, self._progress = cast(Any, idle), cast(Any, idle)
+
+    def check(self) -> None:
+        """See `Communicator`; what the watchdog has noticed by now."""
+        if isinstance(self.group, Group):
+            self.group.check()
+        super().check()
 
     def superseded(self) -> bool:
         """See `Communicator`; then a signal may come."""
@@ -460,12 +473,17 @@ def after_step(weight: int, step: int, ranks: int, content: int) -> int:
     return (31 * weight + 7 * step + ranks + content) % PRIME
 
 
-_STEPS: dict[bytes, int] = {}
+_STEPS: dict[tuple[bytes, ...], int] = {}
+
+
+def shards_in(run_dir: Any) -> list[Any]:
+    """The shards of states in a run folder."""
+    return sorted(run_dir.glob("trainer.*.shard"))
 
 
 def step_of(path: Any) -> int:
     """The step of a state, which must be complete."""
-    content = path.read_bytes()
+    content = path.read_bytes(), *(shard.read_bytes() for shard in shards_in(path.parent))
     if content not in _STEPS:
         _STEPS[content] = tensor_file.load(path)[1]["progress"]["step"]
     return _STEPS[content]
@@ -612,15 +630,16 @@ def save_model(path: Any, model: Any, features: Any, alphabet: Any, config: Any,
 class World:
     """One run: processes, their clock and what they share."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw: random.Random, *, sharded: bool) -> None:
         self.draw, self.disk = draw, Disk(draw, self.pause)
+        CONFIG.checkpoint.sharded = sharded
         self.run_dir, self.saved, DiskPath.disk = cast(Any, DiskPath("/run")), 0, self.disk
         self.stack = getcurrent()  # the event loop's, to which a thread that waits returns
         self.now_s, self.running, self.over = 0.0, cast("Thread | None", None), False
         self._events: list[tuple[float, int, Thread | Callable[[], None], int]] = []
         self._numbers = itertools.count()
         self.faults: list[str] = []
-        self._seen: list[bytes | None] = []  # the state and the log at the last look
+        self._seen: list[bytes | None] = []  # the log and the state at the last look
         self.processes: list[Process] = []
         self.by_member: dict[str, Process] = {}
         self.calls: set[tuple[int, str]] = set()
@@ -675,9 +694,10 @@ class World:
         if self.running is not None:
             self.running.sleep(seconds)
 
-    def pause(self) -> None:
-        """Let a signal come now and then."""
-        if self.running is None or not self.events or self.draw.random() >= self._at_a_call:
+    def pause(self, *, saves: bool = False) -> None:
+        """Let a signal come now and then; more often where all ranks save, which happens seldom."""
+        often = AT_A_SAVE if saves else self._at_a_call
+        if self.running is None or not self.events or self.draw.random() >= often:
             return
         self.events -= 1
         kind = self.draw.choice(("kill", "stop", "stop", "stop", "cut power"))
@@ -701,7 +721,7 @@ class World:
     def look(self) -> None:
         """Note a fault where the state is not complete, is an old one, or counts on lines that the log lacks."""
         path = state_file(self.run_dir)
-        files = [file.find() for file in (path, self.run_dir / "log.jsonl")]
+        files = [file.find() for file in (self.run_dir / "log.jsonl", path, *shards_in(self.run_dir))]
         content = [file and file.data for file in files]
         if content == self._seen:
             return
@@ -815,13 +835,16 @@ class World:
 
 @contextmanager
 def _atomic_file(world: World, path: Path) -> Iterator[Path]:
-    world.pause()
+    saves = path.name.startswith("trainer.") and CONFIG.checkpoint.sharded
+    world.pause(saves=saves)
     with file_system.atomic_file(path) as partial_file:
-        world.pause()
+        world.pause(saves=saves)
         yield partial_file
         world.disk.check_space()
         world.sleep(world.disk.slowness * world.draw.expovariate(10))
-        world.pause()
+        world.pause(saves=saves)
+    if saves:
+        world.pause(saves=saves)
     if path == state_file(world.run_dir):
         world.saved = step_of(path)
 
@@ -861,6 +884,7 @@ def simulated(world: World) -> Iterator[None]:
         Thread=lambda target, **_: SimpleNamespace(start=lambda: world.process.spawn(target)),
     )
     server = SimpleNamespace(getsockname=lambda: ("", 1), close=lambda: None)
+    secrets = SimpleNamespace(token_hex=lambda count: draw.randbytes(count).hex())
     board = SimpleNamespace(add_custom_scalars=_nothing, add_scalar=_nothing, close=_nothing)
     changed: list[tuple[Any, str, Any]] = [
         *[(module, "os", world.disk) for module in (elastic, file_system, run_folder, audio_cache)],
@@ -873,7 +897,7 @@ def simulated(world: World) -> Iterator[None]:
         (file_system, "parse_json", _line),
         (elastic, "threading", threads),
         (elastic, "socket", SimpleNamespace(create_server=lambda *_, **__: server)),
-        (elastic, "secrets", SimpleNamespace(token_hex=lambda count: draw.randbytes(count).hex())),
+        *[(module, "secrets", secrets) for module in (elastic, run_folder)],
         (elastic, "_own_address", lambda: "127.0.0.1"),
         (elastic, "SILENT_S", SILENT_S),
         (elastic, "_POLL_S", POLL_S),
@@ -949,7 +973,7 @@ def run_seed(seed: int) -> Result:
     """Run one seed."""
     draw = random.Random(seed)
     try:
-        world = World(draw)
+        world = World(draw, sharded=seed % 8 < 2)
         with simulated(world):
             world.run()
             world.check()
@@ -1004,6 +1028,31 @@ def _remove_all(files: RunFiles) -> None:
 
 def _in_place(path: Path, original: Any = file_system.atomic_file) -> Any:
     return nullcontext(path) if path.suffix == ".safetensors" else original(path)
+
+
+def _name_at_once(shard: Shard, run_dir: Path) -> dict[str, str]:
+    return {shard.file(run_dir, rank).name: "" for rank in range(shard.world)}
+
+
+@contextmanager
+def _remove_shards_first(run_dir: Path, names: Iterable[str]) -> Iterator[None]:
+    for path in shards_in(run_dir):
+        if path.name not in names:
+            path.unlink()
+    yield
+
+
+@contextmanager
+def _look_for_shards_last(run_dir: Path, names: Iterable[str]) -> Iterator[None]:
+    yield
+    for path in shards_in(run_dir):
+        if path.name not in names:
+            path.unlink()
+
+
+def _shard_of_any_save(files: RunFiles, original: Any = RunFiles._next_shard) -> Shard:
+    shard = original(files)
+    return replace(shard, save="a")
 
 
 def _all_but_joiners(commits: Sequence[int]) -> list[int]:
@@ -1066,6 +1115,16 @@ FAULTS = planted(
     ("a woken rank 0 writes into the log", RunLog, "_replace_by_copy", lambda _: True),
     ("a woken rank 0 removes the files of the next one", RunFiles, "take_over", _remove_all),
     ("a woken rank 0 replaces the state that the next one has read", RunFiles, "take_over", _nothing),
+    ("a state names shards that are not complete", Shard, "wait", _name_at_once),
+    (
+        "the shards of a state are removed before the next one is complete",
+        states,
+        "_replace_shards",
+        _remove_shards_first,
+    ),
+    ("a woken rank 0 removes the shards of the next one", states, "_replace_shards", _look_for_shards_last),
+    ("shards of two saves have one name", RunFiles, "_next_shard", _shard_of_any_save),
+    ("a save of ranks that are gone is not given up", RunFiles, "give_up", _nothing),
     ("a run that resumes begins its epoch again", training, "resolve_position", _begin_again),
     ("a process that was left behind counts its commits", _TRAINER, "__setattr__", _never_set("_commits", JOINER)),
     ("a rank that lacks the state is taken for one that has it", trainers, "ranks_with_state", _all_but_joiners),

@@ -18,7 +18,16 @@ from torch import nn
 
 from ds2.model.norm import SequenceBatchNorm
 from ds2.system import tensor_file
-from ds2.system.tensor_file import CheckpointError, ModuleTensors, load, read_header, save, write_tensors
+from ds2.system.tensor_file import (
+    CheckpointError,
+    ModuleTensors,
+    load,
+    read_digest,
+    read_header,
+    read_metadata,
+    save,
+    write_tensors,
+)
 
 
 def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:
@@ -128,6 +137,21 @@ def test_a_newer_format_asks_for_a_newer_ds2(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="install a newer ds2"):
         load(tmp_path / "a.safetensors")
+
+
+def test_shards_are_files_of_the_same_folder_and_a_format_of_their_own(tmp_path: Path) -> None:
+    save(tmp_path / "b", {"w": torch.ones(2)}, {})
+    save(tmp_path / "a", {"v": torch.ones(1)}, {"kind": "trainer", "shards": {"b": read_digest(tmp_path / "b")}})
+    tensors, metadata = load(tmp_path / "a")
+    assert tensors.keys() == {"v", "w"} and metadata == {"format": 3, "kind": "trainer"}
+    assert read_metadata(tmp_path / "a") == metadata
+    for shards in ({f"../{tmp_path.name}/b": read_digest(tmp_path / "b")}, ["b"], {"b": 1}):
+        save(tmp_path / "a", {}, {"shards": shards})
+        with pytest.raises(CheckpointError, match=r"metadata\.shards"):
+            load(tmp_path / "a")
+    (tmp_path / "b").write_bytes(b"not a file of ours")
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        read_digest(tmp_path / "b")
 
 
 def test_every_changed_byte_is_detected(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 from ds2.cli import main
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
+from ds2.distributed.process_group import LostRankError
 from ds2.system import tensor_file
 from ds2.system.files import atomic_file
 from ds2.system.tensor_file import CheckpointError, load
@@ -25,8 +27,10 @@ from ds2.system.tensor_file import save as write_tensors
 from ds2.training import run_folder
 from ds2.training.loop import train
 from ds2.training.run_folder import BackgroundWriter, RunFiles, make_folder, sole_use
-from ds2.training.state import save_state, state_file
+from ds2.training.state import Shard, save_state, state_file
 from ds2.training.trainer import Trainer
+
+T = TypeVar("T")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +252,164 @@ def test_a_rank_0_that_wakes_up_removes_no_file_of_the_next_one(files: RunFiles,
     files.comm.superseded = stopped_here  # type: ignore[method-assign]
     files.take_over()
     assert newer.is_dir() and older.is_dir() != removed
+
+
+class SharedRanks(Ranks):
+    """A rank of several that come and go: what rank 0 broadcast last is what the others receive."""
+
+    broken = False
+    sent: ClassVar[list[Any]] = []
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.rank, self.world = rank, world
+
+    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
+        if self.rank == 0:
+            self.sent.append(value)
+        return cast(T, self.sent[-1])
+
+    def check(self) -> None:
+        if self.broken:
+            raise LostRankError("rank 1 on host ended")
+
+
+MakeRanks = Callable[[int], list[RunFiles]]
+
+
+@pytest.fixture(name="make_ranks")
+def _make_ranks(tiny_config: Callable[..., Config], tmp_path: Path) -> Iterator[MakeRanks]:
+    """Make the run folders of so many ranks, which write shards of one state."""
+    made: list[RunFiles] = []
+
+    def make(world: int, *settings: str) -> list[RunFiles]:
+        trainer = Trainer(tiny_config("checkpoint.sharded=true", *settings), tmp_path / "run")
+        rest = (trainer.config, trainer.state, trainer.alphabet, "fp32", trainer.dev_data)
+        made.extend(RunFiles(tmp_path / "run", *rest, SharedRanks(rank, world)) for rank in range(world))
+        return made[-world:]
+
+    yield make
+    for files in made:
+        files.give_up()
+
+
+def shards(files: RunFiles) -> int:
+    return len({*files.run_dir.glob("*.shard")})
+
+
+def test_a_state_of_shards_is_complete_once_all_ranks_have_written_theirs(make_ranks: MakeRanks) -> None:
+    first, second, third = make_ranks(3)
+    state = first.state
+    first.save(alone=True)
+    first.wait()
+    whole, _ = load(state_file(first.run_dir))
+    for step in (1, 2):
+        state.progress.step = step
+        for files in (first, second):
+            files.save()
+        second.wait()
+        time.sleep(0.2)
+        assert load(state_file(first.run_dir))[1]["progress"]["step"] == step - 1
+        third.save()
+        assert saved_step(first) == step and shards(first) == 3
+        parts, _ = load(state_file(first.run_dir))
+        assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+    first.save(alone=True)
+    first.wait()
+    assert shards(first) == 0 and load(state_file(first.run_dir))[0].keys() == whole.keys()
+
+
+@pytest.mark.parametrize("how", ["lost", "regroup", "error"])
+def test_a_save_whose_rank_is_gone_leaves_the_state_before_it_and_is_made_up_for(
+    make_ranks: MakeRanks, how: str
+) -> None:
+    first, second = make_ranks(2)
+    for files in (first, second):
+        files.save()
+    assert saved_step(first) == 0 and not first.unsaved
+    first.state.progress.step = 1
+    first.save()
+    if how == "lost":
+        cast(SharedRanks, first.comm).broken = True
+    elif how == "regroup":
+        first.give_up()
+        assert first.unsaved
+    else:
+        first.__exit__(KeyError, KeyError(), None)
+    assert saved_step(first) == 0
+    cast(SharedRanks, first.comm).broken = False
+    first.state.progress.step = 2
+    for files in (first, second):
+        files.save()
+    assert saved_step(first) == 2 and shards(first) == 2 and not first.unsaved
+
+
+def test_shards_of_a_step_that_former_ranks_held_back_are_not_written(make_ranks: MakeRanks) -> None:
+    files = make_ranks(2)[1]
+    cast(SharedRanks, files.comm).sent.append("save")
+    files.save_in_turn()
+    files.give_up()
+    files.confirm()
+    files.wait()
+    assert shards(files) == 0
+
+
+def test_a_run_folder_that_hosts_do_not_share_is_named(make_ranks: MakeRanks) -> None:
+    first = make_ranks(2, "comm.timeout_s=0.2")[0]
+    first.save()
+    with pytest.raises(CheckpointError, match=r"1-of-2\.shard within comm\.timeout_s=0\.2 s: give a run_dir that all"):
+        first.wait()
+
+
+def test_a_state_that_is_replaced_while_its_shards_are_read_is_read_again(
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = make_ranks(2)
+    for files in ranks:
+        files.save()
+    assert saved_step(ranks[0]) == 0
+    read, opened = tensor_file.safe_open, list[str]()
+
+    def replaced_before_the_second_file(path: str, **options: str) -> Any:
+        opened.append(path)
+        if len(opened) == 2:
+            monkeypatch.undo()
+            ranks[0].state.progress.step = 1
+            for files in ranks:
+                files.save()
+            ranks[0].wait()
+        return read(path, **options)
+
+    monkeypatch.setattr(tensor_file, "safe_open", replaced_before_the_second_file)
+    assert load(state_file(ranks[0].run_dir))[1]["progress"]["step"] == 1 and opened[1].endswith(".shard")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda shard: shard.unlink(), "has a shard that is missing or damaged: there is no checkpoint"),
+        (lambda shard: shard.write_bytes(shard.read_bytes()[:-9]), "missing or damaged: .* not a whole safetensors"),
+        (lambda shard: write_tensors(shard, {"model.x": torch.ones(1)}, {}), "is another file than was written there"),
+    ],
+)
+def test_a_state_without_one_of_its_shards_is_refused(
+    make_ranks: MakeRanks, damage: Callable[[Path], None], says: str
+) -> None:
+    ranks = make_ranks(2)
+    for files in ranks:
+        files.save()
+    ranks[0].wait()
+    damage(next(ranks[0].run_dir.glob("*.1-of-2.shard")))
+    with pytest.raises(CheckpointError, match=says):
+        load(state_file(ranks[0].run_dir))
+
+
+def test_each_tensor_is_in_the_shard_of_one_rank() -> None:
+    tensors = {str(size): torch.ones(size) for size in (5, 1, 0, 700, 3, 300, 40, 300, 0)}
+    for world in (1, 2, 3, 20):
+        of_ranks = [Shard("a", rank, world, 1.0, lambda: False).of(tensors) for rank in range(world)]
+        assert sorted(name for part in of_ranks for name in part) == sorted(tensors)
+    assert all(sum(map(torch.numel, Shard("a", rank, 2, 1.0, bool).of(tensors).values())) > 300 for rank in (0, 1))
 
 
 def test_steps_have_short_garbage_collections(
