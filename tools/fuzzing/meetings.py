@@ -646,6 +646,7 @@ class World:
         self._links: dict[tuple[int, str, str], Link] = {}
         self.dev_utterances = self.draw.choice((DEV_UTTERANCES, [], []))
         self.events, self._at_a_call = self.draw.randint(3, 12), self.draw.choice(AT_A_CALL)
+        self._events_of_saves = self.events if sharded else 0
 
     @property
     def process(self) -> Process:
@@ -695,11 +696,12 @@ class World:
             self.running.sleep(seconds)
 
     def pause(self, *, saves: bool = False) -> None:
-        """Let a signal come now and then; more often where all ranks save, which happens seldom."""
-        often = AT_A_SAVE if saves else self._at_a_call
-        if self.running is None or not self.events or self.draw.random() >= often:
+        """Let a signal come now and then; where all ranks save, which is seldom, more often and up to as many again."""
+        events, often = (self._events_of_saves, AT_A_SAVE) if saves else (self.events, self._at_a_call)
+        if self.running is None or not events or self.draw.random() >= often:
             return
-        self.events -= 1
+        self.events -= not saves
+        self._events_of_saves -= saves
         kind = self.draw.choice(("kill", "stop", "stop", "stop", "cut power"))
         if kind == "kill":
             self.process.kill()
