@@ -48,6 +48,7 @@ RARE = {
     "a rank that lacks the state is taken for one that has it": 394,
     "no state is written before the first step": 429,
     "a view that another process made is replaced": 107,
+    "a woken rank 0 removes the shards of the next one": 1625,
     "a damaged cache is not noticed": 522,
 }
 
