@@ -214,14 +214,16 @@ def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_ever
         received.append(b"".join(chunks))
         await socket.send('{"text": "c"}')
 
-    async def measured() -> list[serving.Heard]:
+    async def measured() -> list[serving.Replies]:
         async with serve(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             return await serving._clients(f"ws://127.0.0.1:{port}/", audio, 3, 0.1, 0.4, 0.0)
 
     clients = asyncio.run(measured())
-    latencies = [seconds for heard in clients for seconds in heard.latencies]
-    assert [heard.number for heard in clients] == [0, 1, 0] and all(heard.texts == ["a b c"] for heard in clients)
+    latencies = [seconds for replies in clients for seconds in replies.latencies]
+    assert [replies.number for replies in clients] == [0, 1, 0] and all(
+        replies.texts == ["a b c"] for replies in clients
+    )
     assert len(latencies) == 3 * 4 and min(latencies) >= answer_s
     samples = [np.frombuffer(sent, "<i2") for sent in received]
     assert sorted(int(own.max()) // 10_000 for own in samples) == [0, 0, 1]
@@ -230,10 +232,10 @@ def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_ever
 
 
 def test_the_serving_benchmark_counts_texts_that_differ_from_those_of_the_same_audio() -> None:
-    from benchmarks.serving import Heard, other_texts
+    from benchmarks.serving import Replies, other_texts
 
-    same = [Heard(0, 3, [0.1], [text]) for text in ("a b", "a", "a b")]
-    others = [Heard(0, 4, [0.1], ["a"]), Heard(1, 3, [0.1], ["c"]), Heard(0, 3, [0.1, 0.1], ["a b c"])]
+    same = [Replies(0, 3, [0.1], [text]) for text in ("a b", "a", "a b")]
+    others = [Replies(0, 4, [0.1], ["a"]), Replies(1, 3, [0.1], ["c"]), Replies(0, 3, [0.1, 0.1], ["a b c"])]
     assert (other_texts(same + others), other_texts(others)) == (1, 0)
 
 

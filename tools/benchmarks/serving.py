@@ -45,8 +45,8 @@ _PLACES = 16  # of a file, where streams begin
 
 
 @dataclass
-class Heard:
-    """What one client heard."""
+class Replies:
+    """The replies to one client."""
 
     number: int  # of its file
     place: int  # of its file, where it began
@@ -56,53 +56,53 @@ class Heard:
 
 async def stream(
     url: str, audio: Sequence[bytes], number: int, chunk_s: float, seconds: float, spread_s: float
-) -> Heard:
+) -> Replies:
     """Send a file again and again in real time."""
     data, size = audio[number], round(chunk_s * RATE_HZ) * 2
-    heard = Heard(number, random.randrange(_PLACES))
+    replies = Replies(number, random.randrange(_PLACES))
     async with connect(url, max_size=None, open_timeout=120, ping_interval=None) as ws:
         await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ}}))
         await asyncio.sleep(1.0 + random.random() * max(spread_s, chunk_s))
-        start_s, at = time.perf_counter(), heard.place * (len(data) // 2 // _PLACES) * 2
+        start_s, at = time.perf_counter(), replies.place * (len(data) // 2 // _PLACES) * 2
         for chunk in range(round(seconds / chunk_s)):
             spoken_s = start_s + chunk * chunk_s
             await asyncio.sleep(max(0.0, spoken_s - time.perf_counter()))
             piece = (data + data)[at : at + size]
             at = (at + size) % len(data)
             await ws.send(piece)
-            heard.texts.append(json.loads(await ws.recv()).get("text", ""))
-            heard.latencies.append(time.perf_counter() - spoken_s)
-            if heard.latencies[-1] > _LATE_S:
+            replies.texts.append(json.loads(await ws.recv()).get("text", ""))
+            replies.latencies.append(time.perf_counter() - spoken_s)
+            if replies.latencies[-1] > _LATE_S:
                 break
         await ws.send('{"eof" : 1}')
-        heard.texts.append(json.loads(await ws.recv()).get("text", ""))
-    heard.texts = [" ".join(filter(None, heard.texts))]
-    return heard
+        replies.texts.append(json.loads(await ws.recv()).get("text", ""))
+    replies.texts = [" ".join(filter(None, replies.texts))]
+    return replies
 
 
-async def _clients(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[Heard]:
+async def _clients(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[Replies]:
     return await asyncio.gather(*(stream(url, audio, n % len(audio), *times) for n in range(streams)))
 
 
-def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[Heard]:
+def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[Replies]:
     return asyncio.run(_clients(url, audio, streams, *times))
 
 
 def over_sockets(
     url: str, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float, spread_s: float, processes: int
-) -> list[Heard]:
-    """What clients in several processes heard."""
+) -> list[Replies]:
+    """The replies to clients in several processes."""
     shares = [len(range(first, streams, processes)) for first in range(min(processes, streams))]
     with ProcessPoolExecutor(len(shares)) as pool:
         running = [pool.submit(_process, url, audio, share, chunk_s, seconds, spread_s) for share in shares]
-        return [heard for one in running for heard in one.result()]
+        return [replies for one in running for replies in one.result()]
 
 
-def other_texts(clients: Sequence[Heard]) -> int:
+def other_texts(clients: Sequence[Replies]) -> int:
     """Count the clients whose text is not the most frequent one of their audio."""
     texts: defaultdict[tuple[int, int, int], Counter[str]] = defaultdict(Counter)
-    for heard in clients:
-        texts[heard.number, heard.place, len(heard.latencies)][heard.texts[0]] += 1
+    for replies in clients:
+        texts[replies.number, replies.place, len(replies.latencies)][replies.texts[0]] += 1
     return sum(counts.total() - max(counts.values()) for counts in texts.values())
 
 
@@ -195,8 +195,8 @@ def main(arguments: list[str] | None = None) -> int:
             clients = over_sockets(options.url, audio, streams, *times, options.processes)
             differ += other_texts(clients)
             chunks = round(min(options.row_s, options.seconds) / options.chunk_s)
-            starts = range(0, max(len(heard.latencies) for heard in clients), chunks)
-            parts = [[s for heard in clients for s in heard.latencies[at : at + chunks]] for at in starts]
+            starts = range(0, max(len(replies.latencies) for replies in clients), chunks)
+            parts = [[s for replies in clients for s in replies.latencies[at : at + chunks]] for at in starts]
         for part in parts:
             row |= {name: 1000 * float(np.percentile(part, percent)) for name, percent in percentiles.items()}
             table.print_row(row)
