@@ -177,7 +177,7 @@ class Disk:
     """
 
     O_RDONLY, SEEK_SET = os.O_RDONLY, os.SEEK_SET
-    strerror = staticmethod(os.strerror)
+    strerror, fsencode = staticmethod(os.strerror), staticmethod(os.fsencode)
 
     def __init__(self, draw: random.Random, pause: Callable[[], None]) -> None:
         self._draw, self._pause = draw, pause
