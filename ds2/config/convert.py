@@ -106,7 +106,7 @@ def to_config(composed: DictConfig) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML."""
-    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+    write_text(path, OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)), resolve=True))
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

@@ -27,6 +27,18 @@ def test_the_commit_is_named_without_a_write_to_the_repository(tmp_path: Path) -
 
 def test_collections_leave_out_what_was_there_before() -> None:
     gc.unfreeze()
-    with short_collections():
-        assert gc.get_freeze_count() > len(gc.get_objects())
-    assert gc.get_freeze_count() == 0
+    try:
+        with short_collections():
+            assert gc.get_freeze_count() > len(gc.get_objects())
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as before this test, or all later ones would look through the modules again
+
+
+def test_what_was_frozen_before_stays_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    for _ in range(2):
+        with short_collections():
+            assert before // 2 < gc.get_freeze_count() <= before  # frozen objects may go, none are added
+    assert before // 2 < gc.get_freeze_count() <= before
