@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,8 @@ while True:
     sys.stdin.readline()
 """
 ON_GPUS = """
+import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,10 +59,18 @@ from ds2.distributed import elastic
 torch.cuda.device_count = lambda: 2
 torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=f"GPU-{index}")
 torch.cuda.set_device = lambda device: None
-members = elastic.Members(Path(sys.argv[1]), CommConfig(max_ranks=4))
-for name in sys.argv[2:]:
-    print(members.take_device(name), flush=True)
-sys.stdin.readline()
+processes = []
+for line in sys.stdin:  # the names of devices, for a process of the run; or the number of one to be killed
+    if line.strip().isdigit():
+        os.kill(processes[int(line)], signal.SIGKILL)
+        os.waitpid(processes[int(line)], 0)
+        print("killed", flush=True)
+        continue
+    processes.append(os.fork())  # to import torch in each would take seconds
+    if not processes[-1]:
+        members = elastic.Members(Path(sys.argv[1]), CommConfig(max_ranks=4))
+        print(*(members.take_device(name) for name in line.split()), flush=True)
+        signal.pause()
 """
 
 
@@ -71,11 +82,13 @@ class Other:
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", script, str(folder), *arguments]
         environment = {**os.environ, "PYTHONPATH": path}
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
+        )
 
-    def ask(self) -> None:
+    def ask(self, line: str = "") -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
     def line(self) -> str:
@@ -98,7 +111,8 @@ def _start(tmp_path: Path) -> Iterator[Callable[..., Other]]:
 
     yield start
     for other in others:
-        other.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(other.process.pid, signal.SIGKILL)  # and those that it has forked
         other.process.communicate()
 
 
@@ -213,15 +227,17 @@ def test_a_process_that_is_stopped_while_it_waits_to_join_is_not_taken_in_again_
 def test_processes_of_a_host_share_its_gpus_and_a_new_one_takes_that_of_a_lost_one(
     start: Callable[..., Other],
 ) -> None:
-    processes = [start(ON_GPUS, name) for name in ("cuda:1",)]
-    assert processes[0].line() == "cuda:1"
+    processes = start(ON_GPUS)
+
+    def answer(line: str) -> str:
+        processes.ask(line)
+        return processes.line()
+
+    assert answer("cuda:1") == "cuda:1"
     for expected in ("cuda:0", "cuda:0", "cuda:1"):  # two a GPU, from the first one that is free
-        processes.append(start(ON_GPUS, "auto"))
-        assert processes[-1].line() == expected
-    processes[1].process.kill()
-    processes[1].process.wait()
-    processes.append(start(ON_GPUS, "cuda", "cpu"))
-    assert [processes[-1].line() for _ in range(2)] == ["cuda:0", "cpu"]
+        assert answer("auto") == expected
+    assert answer("1") == "killed"
+    assert answer("cuda cpu") == "cuda:0 cpu"
 
 
 def test_a_process_is_superseded_by_a_view_without_it_and_not_by_one_that_it_has_yet_to_read(tmp_path: Path) -> None:
