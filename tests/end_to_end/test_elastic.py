@@ -127,7 +127,7 @@ def test_what_rank_0_needs_is_imported_before_the_ranks_meet(tiny_overrides: lis
 
 def test_a_process_that_was_left_behind_forgets_the_step_that_it_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is alone then, it reads the others' state of a step that it took too, and must not log its own loss."""
-    comm = Mock(spec=ElasticCommunicator, rank=0, world=1, elastic=True)
+    comm = Mock(spec=ElasticCommunicator, rank=0, world=1, elastic=True, device=torch.device("cpu"))
     comm.regroup.side_effect = [LeftBehindError("the others went on"), View(1, [], fresh=False)]
     comm.allgather = lambda number: [number]
     for name in ("EpochBatches", "share_cores"):
@@ -269,7 +269,7 @@ def test_a_signal_that_the_former_ranks_agreed_on_does_not_end_a_rank_among_othe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process that is alone is signalled in the step after which another one joins it."""
-    comm = Mock(spec=ElasticCommunicator, rank=0, world=2, elastic=True)
+    comm = Mock(spec=ElasticCommunicator, rank=0, world=2, elastic=True, device=torch.device("cpu"))
     comm.regroup.return_value = View(1, [])
     comm.allgather = lambda number: [number, 0]
     for name in ("EpochBatches", "share_cores"):
