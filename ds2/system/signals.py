@@ -141,7 +141,7 @@ def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
 
 def init_worker() -> None:
     """Ignore stop signals in a worker process, whose parent handles them, and end the worker when the parent ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 

@@ -19,14 +19,14 @@ from ds2.system.signals import Stopped
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns SIGINT, SIGTERM or SIGUSR1 into a flag that ranks agree on between steps; a second SIGINT stops at once.
+    """Turns stop signals into a flag that ranks agree on between steps; a second SIGINT stops at once.
 
-    SIGUSR1 is the one that mpirun passes on to its ranks. Slurm sends SIGTERM twice, to the ranks and through srun:
-    only Ctrl-C, which a person repeats, means haste.
+    SIGUSR1 is the one that mpirun passes on to its ranks, SIGHUP that of a closed terminal, which nohup ignores. Slurm
+    sends SIGTERM twice, to the ranks and through srun: only Ctrl-C, which a person repeats, means haste.
     """
 
     received: int = 0  # by this process
@@ -35,7 +35,8 @@ class Interrupts:
     _at_once: bool = False
 
     def __enter__(self) -> Interrupts:
-        self._old = {s: signal.signal(s, self._handle) for s in _SIGNALS}
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._old = {s: signal.signal(s, self._handle) for s in _SIGNALS if s != signal.SIGHUP or not ignored}
         return self
 
     def __exit__(

@@ -16,6 +16,7 @@ from support.paths import ROOT
 from support.run_log import losses
 
 from ds2.config.schema import Config
+from ds2.system.signals import handle_signals
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.training.loop import train
 from ds2.training.stopping import Interrupts
@@ -34,6 +35,15 @@ def test_launchers_may_repeat_themselves(number: signal.Signals, caplog: pytest.
         assert interrupts.received == number
     assert caplog.text.count("saving after this step") == 1 and number.name in caplog.text
     assert signal.getsignal(number) == former
+
+
+@pytest.mark.parametrize(("handler", "received"), [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)])
+def test_a_closed_terminal_stops_a_run_unless_it_runs_under_nohup(handler: signal.Handlers, received: int) -> None:
+    with handle_signals([signal.SIGHUP], handler):
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.received == received
+        assert signal.getsignal(signal.SIGHUP) == handler
 
 
 def test_ctrl_c_twice_stops_at_once_even_after_another_signal() -> None:

@@ -137,7 +137,7 @@ def test_an_interrupt_of_the_group_leaves_the_workers_running(tmp_path: Path, ut
     assert len(workers) == 2
     for worker in workers:
         assert worker.pid is not None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             os.kill(worker.pid, number)
     seen += running
     assert_same(batches(utterances, make_config(tmp_path)), seen)
