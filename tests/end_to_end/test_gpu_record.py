@@ -74,9 +74,9 @@ def test_tests_that_passed_and_were_skipped_are_counted(tmp_path: Path, right: b
 
 NO_GPU = """
 import runpy, sys
-import torch
-torch.cuda.is_available = lambda: True
-torch.cuda.get_device_name = lambda index: "GPU"
+from types import SimpleNamespace
+cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda index: "GPU")
+sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # to import the real one takes seconds
 sys.argv = ["gpu_tests.py", "run", "--two-gpus", "--commit", "abc"]
 sys.path.insert(0, "tools")
 runpy.run_path("tools/gpu_tests.py", run_name="__main__")
