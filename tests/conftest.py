@@ -75,6 +75,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Keep what was imported out of garbage collections, which otherwise look through all of it again and again."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker trains, and training imports these
+        with suppress(ImportError):
+            import torch._dynamo
+            import torch.utils.tensorboard  # noqa: F401
     gc.freeze()
 
 

@@ -37,18 +37,18 @@ def short_collections() -> Iterator[None]:
     Libraries leave hundreds of thousands of objects that stay for ever. A full collection that visits them takes 0.1 to
     0.2 s, in which no thread runs Python: a server answers no client, a training launches nothing on its GPU. And
     Python delays it until a quarter as many objects are new: meanwhile what has ended, such as thousands of
-    connections, stays in memory. Where something is frozen already, whoever froze it has seen to that.
+    connections, stays in memory. Where a caller has frozen objects, these stay frozen and no others are.
     """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.collect()
+        gc.freeze()
     gc.collect()  # sets the number of objects that the quarter refers to
     try:
         yield
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def memory_bytes() -> int:
