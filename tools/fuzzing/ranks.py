@@ -4,10 +4,11 @@
     python tools/fuzz.py ranks --runs 5 --device cuda --settings train.graphs=off      ranks share GPUs
 
 Each run trains with 1 to 4 ranks that come and go (comm.max_ranks). In each, rank 0 and another rank are killed, one is
-stopped and one joins; what else happens is drawn. Its log says how many ranks took each step. The expected losses are
-those of trainings with a fixed number of ranks over Gloo, each of which resumes where the one before was stopped. Every
-loss and every tensor of the last state must have the same bits, every step must be there once, and no file may remain
-half written. The exit status is 1 if a run differs. Ranks are forked: libraries load once.
+stopped and one joins; what else happens is drawn. With even seeds all ranks write a part of each state. The log says
+how many ranks took each step. The expected losses are those of trainings with a fixed number of ranks over Gloo, each
+of which resumes where the one before was stopped. Every loss and every tensor of the last state must have the same
+bits, every step must be there once, and no file may remain half written. The exit status is 1 if a run differs. Ranks
+are forked: libraries load once.
 
 How long no step ended counts from the last loss of a series: a rank that is stopped while the others meet after the end
 of another one is a loss of its own, which they wait for anew.
@@ -111,9 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             expected(base / "compiled", settings, {step: step for step in range(1, options.ranks + 1)})
         while runs < options.runs and time.monotonic() - started < options.seconds:
             seed, runs = options.seed + runs, runs + 1
-            folder = base / str(seed)
+            folder, sharded = base / str(seed), f"checkpoint.sharded={seed % 2 == 0}".lower()
             try:
-                one_run(folder, settings, options, random.Random(seed), count)
+                one_run(folder, (sharded, *settings), options, random.Random(seed), count)
             except Fault as fault:
                 count.faults.append(f"seed {seed}: {fault}")
                 print(count.faults[-1], file=sys.stderr)
