@@ -27,8 +27,7 @@ from ds2_ops.recurrent.primitives import Array, on_gpu, product, stream_handle, 
 
 THREADS, TILE_COLUMNS, TILE_DEPTH = 256, 128, 8
 _TILE_ROWS, _FEW_ROWS = (32, 64, 96, 128), 8  # below so many rows of a group a thread makes one sum
-_SMS = 132  # of an H200
-_BLOCKS = 2 * _SMS  # that fill it: how many splits of a long sum are made
+_BLOCKS = 2  # of a multiprocessor: in so many parts a long sum is divided
 _MIN_DEPTH = 512  # of a split
 _NUMBERS = {"float32": "Fp32", "float16": "Fp16", "bfloat16": "Bf16", "float64": "Fp64"}
 _MOST = 2**31 - 1
@@ -53,6 +52,7 @@ class Convolution:
         dtype: of all arrays on a GPU: "float32", "float16", "bfloat16" or "float64".
         flip: turn the taps around, the mathematician's convolution; False: cross-correlation, as frameworks have it.
         device: number of the GPU.
+        sms: multiprocessors among which work is divided; None: those of the GPU, or, without one, 1.
 
     Attributes:
         shapes: of the arrays "x" (N, C, H, W), "weight" (K, C / G, R, S) and "y" (N, K, P, Q).
@@ -76,6 +76,7 @@ class Convolution:
         dtype: str = "float32",
         flip: bool = False,
         device: int = 0,
+        sms: int | None = None,
     ) -> None:
         if dtype not in _NUMBERS:
             raise ValueError(f"dtype is {dtype!r}, allowed are {', '.join(_NUMBERS)}")
@@ -95,6 +96,7 @@ class Convolution:
         self.size, self.taps, self.stride, self.padding = size, taps, stride, padding
         self.out: Pair = (out[0], out[1])
         self.dtype, self.flip, self.device = dtype, flip, device
+        self._sms = _multiprocessors(device) if sms is None else sms
         self.shapes = {
             "x": (images, channels, *size),
             "weight": (outputs, channels // groups, *taps),
@@ -149,7 +151,7 @@ class Convolution:
         if kind != "weight_gradient" or rows < _FEW_ROWS:
             return 1
         tiles = self.groups * -(-rows // _tile_rows(rows)) * -(-columns // TILE_COLUMNS)
-        return max(1, min(_BLOCKS // tiles, depth // _MIN_DEPTH))
+        return max(1, min(_BLOCKS * self._sms // tiles, depth // _MIN_DEPTH))
 
     def _run(self, kind: str, arrays: dict[str, Any], result: str, workspace: Any, stream: Any, beta: float) -> None:
         if all(on_cpu(array) for array in arrays.values()):
@@ -186,7 +188,7 @@ class Convolution:
                 )
             ]
         splits = self._splits(kind)
-        tile = _tile_rows(rows, 0 if splits > 1 else self.groups * -(-columns // TILE_COLUMNS))
+        tile = _tile_rows(rows, 0 if splits > 1 else self.groups * -(-columns // TILE_COLUMNS), self._sms)
         grid = splits * self.groups * -(-rows // tile) * -(-columns // TILE_COLUMNS)
         sum_bytes = 8 if self.dtype == "float64" else 4
         smem_bytes = 2 * TILE_DEPTH * (tile + 4 + TILE_COLUMNS) * sum_bytes
@@ -212,13 +214,21 @@ class Convolution:
         return tuple(numbers.items())
 
 
-def _tile_rows(rows: int, others: int = 0) -> int:
-    """Rows of a tile that pads the last one least; with `others` tiles beside it, that which fills the GPU best.
+def _multiprocessors(device: int) -> int:
+    """Of a GPU; 1 where there is none, and arrays are on the CPU."""
+    try:
+        return runtime.attribute(device, "MULTIPROCESSOR_COUNT")
+    except RuntimeError:
+        return 1
+
+
+def _tile_rows(rows: int, others: int = 0, sms: int = 1) -> int:
+    """Rows of a tile that pads the last one least; with `others` tiles beside it, that which fills the `sms` best.
 
     A round of blocks takes a time that grows with the rows of a tile, and as 32 more for the data.
     """
     if others:
-        return min(reversed(_TILE_ROWS), key=lambda tile: -(-others * -(-rows // tile) // _SMS) * (tile + 32))
+        return min(reversed(_TILE_ROWS), key=lambda tile: -(-others * -(-rows // tile) // sms) * (tile + 32))
     return min(reversed(_TILE_ROWS), key=lambda tile: -(-rows // tile) * tile)
 
 

@@ -103,7 +103,7 @@ def allowed(wanted: Tensor, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each_case
 def test_the_kernels_on_the_cpu(case: dict[str, Any], dtype: str) -> None:
-    op = Convolution(**case, dtype=dtype)
+    op = Convolution(**case, dtype=dtype, sms=132)
     arrays = drawn(op, DTYPES[dtype])
     for kind, wanted in of_torch(op, arrays).items():
         result = torch.ones(op.shapes[result_name(kind)], dtype=DTYPES[dtype])
@@ -112,14 +112,37 @@ def test_the_kernels_on_the_cpu(case: dict[str, Any], dtype: str) -> None:
 
 
 def test_the_sum_over_positions_is_split_where_there_are_few_tiles() -> None:
-    op = Convolution(**CASES["split sums"])
+    op = Convolution(**CASES["split sums"], sms=132)
     assert op._splits("weight_gradient") == 2 and op.workspace_bytes == 2 * 8 * 2 * 4 * 4
     assert op._splits("forward") == 1
 
 
+@pytest.mark.parametrize(("sms", "splits"), [(1, 2), (24, 48), (128, 256), (170, 340), (1000, 390)])
+def test_a_long_sum_fills_the_multiprocessors_that_the_gpu_has(
+    sms: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to parts of 512 positions: of 200,000 there are 390."""
+    monkeypatch.setattr(convolution.runtime, "attribute", lambda device, name: sms if device == 3 else 0)
+    op = Convolution(images=5, channels=1, outputs=8, size=(200, 200), taps=(1, 1), device=3)
+    assert op._splits("weight_gradient") == splits
+    assert (
+        Convolution(images=5, channels=1, outputs=8, size=(200, 200), taps=(1, 1), sms=7)._splits("weight_gradient")
+        == 14
+    )
+
+
+def test_without_a_gpu_nothing_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(device: int, name: str) -> int:
+        raise RuntimeError("no CUDA driver")
+
+    monkeypatch.setattr(convolution.runtime, "attribute", no_driver)
+    assert Convolution(**CASES["plain"]).workspace_bytes == 0
+
+
 def test_small_tiles_fill_the_gpu_where_there_are_few() -> None:
-    assert [convolution._tile_rows(128, others) for others in (13, 100, 3136)] == [32, 128, 128]
-    assert convolution._tile_rows(96, 13924) == 96 and convolution._tile_rows(384, 121) == 128
+    assert [convolution._tile_rows(128, others, 132) for others in (13, 100, 3136)] == [32, 128, 128]
+    assert convolution._tile_rows(96, 13924, 132) == 96 and convolution._tile_rows(384, 121, 132) == 128
+    assert [convolution._tile_rows(128, 13, sms) for sms in (13, 26, 52)] == [128, 64, 32]
     assert convolution._tile_rows(40) == 64
 
 
