@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ds2.audio.augment import (
     NoiseSource,
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class LoaderError(UserError):
-    """Processes that load audio end again and again; the message names the batch."""
+    """Processes that load audio end again and again, or have no shared memory; the message names the way out."""
 
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
@@ -178,7 +178,7 @@ class SpeechLoader:
         self._planned = _PlannedBatches()
         self._loader = self._new_loader()
 
-    def _new_loader(self) -> DataLoader[Batch | AudioError]:
+    def _new_loader(self) -> DataLoader[Batch | UserError]:
         return DataLoader(
             self._dataset,
             batch_size=None,
@@ -208,10 +208,10 @@ class SpeechLoader:
                 need it.
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
-            LoaderError: a worker was killed, and another one before any batch arrived.
+            LoaderError: a worker was killed, and another one before any batch arrived; shared memory is full.
         """
         self._planned.start(plans)
-        batches: Iterator[Batch | AudioError] | None = None
+        batches: Iterator[Batch | UserError] | None = None
         progress = True
         while True:
             item, lost = None, ""
@@ -234,10 +234,10 @@ class SpeechLoader:
                 return
             self._planned.missing.popleft()
             progress = True
-            if isinstance(item, AudioError):
+            if isinstance(item, UserError):
                 # A new error: raising `item` makes a reference cycle of this frame and its traceback, and torch takes
                 # seconds to stop each worker that is collected as part of a cycle.
-                raise AudioError(str(item))
+                raise type(item)(str(item))
             yield item
 
     def _why_lost(self) -> str:
@@ -250,7 +250,7 @@ class SpeechLoader:
         )
 
 
-def _iterate(loader: DataLoader[Batch | AudioError]) -> Iterator[Batch | AudioError]:
+def _iterate(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]:
     """Start a loader and remove torch's handler of SIGCHLD.
 
     When a worker ends, that handler raises an error wherever this process is, also in the middle of a training step.
@@ -323,8 +323,8 @@ def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) 
     return _Augmentation(augment, noise)
 
 
-class _BatchDataset(Dataset["Batch | AudioError"]):
-    """Maps (epoch, positions) to a batch, or to the AudioError of an utterance, which torch would change if raised."""
+class _BatchDataset(Dataset["Batch | UserError"]):
+    """Maps (epoch, positions) to a batch, or to an error, which torch would change if raised."""
 
     def __init__(
         self,
@@ -340,20 +340,30 @@ class _BatchDataset(Dataset["Batch | AudioError"]):
         self.label_ends = np.cumsum([0, *map(len, labels)])
         self.labels = np.fromiter((label for row in labels for label in row), np.int64, int(self.label_ends[-1]))
 
-    def __getitem__(self, key: tuple[int, list[int]]) -> Batch | AudioError:
+    def __getitem__(self, key: tuple[int, list[int]]) -> Batch | UserError:
         epoch, positions = key
         try:
             waveforms = [self._waveform(epoch, position) for position in positions]
         except AudioError as error:
             return error
         labels = [self.labels[self.label_ends[p] : self.label_ends[p + 1]] for p in positions]
-        return Batch(
+        batch = Batch(
             _padded(waveforms),
             torch.tensor([len(w) for w in waveforms], dtype=torch.int64),
             _padded(labels),
             torch.tensor([len(row) for row in labels], dtype=torch.int64),
             torch.tensor(positions, dtype=torch.int64),
         )
+        if get_worker_info() is not None:
+            try:  # here: in the thread that sends batches an error is printed, and the parent waits for ever
+                for tensor in vars(batch).values():
+                    tensor.share_memory_()
+            except RuntimeError as error:
+                return LoaderError(
+                    f"a process that loads audio could not pass on a batch ({error}): give shared memory more room "
+                    "(docker run --ipc=host), or take data.workers=0"
+                )
+        return batch
 
     def _waveform(self, epoch: int, position: int) -> np.ndarray:
         waveform = self.audio[position]

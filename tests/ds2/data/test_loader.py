@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -141,6 +142,17 @@ def test_an_interrupt_of_the_group_leaves_the_workers_running(tmp_path: Path, ut
             os.kill(worker.pid, number)
     seen += running
     assert_same(batches(utterances, make_config(tmp_path)), seen)
+
+
+def test_full_shared_memory_ends_the_run(tmp_path: Path, utterances: list[Utterance]) -> None:
+    loader = loader_of(utterances, make_config(tmp_path, workers=1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # of what workers allocate, too
+    try:
+        with pytest.raises(LoaderError, match="give shared memory more room"):
+            next(loader.epoch(PLAN, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def kill(process: multiprocessing.process.BaseProcess) -> None:
