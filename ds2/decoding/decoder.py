@@ -174,14 +174,22 @@ class ChangedDecoder(Decoder):
 
     def best(self, decodings: Sequence[ChangedDecoding], *, words: bool = False) -> list[list[Hypothesis]]:
         best = self.decoder.best([d.decoding for d in decodings], words=words)
-        return [[self.change(h) for h in row] for row in best]
+        return [[d.change(h) for h in row] for d, row in zip(decodings, best, strict=True)]
 
     def finish(self, decodings: Sequence[ChangedDecoding]) -> list[list[list[Hypothesis]]]:
         nbest = self.decoder.finish([d.decoding for d in decodings])
-        return [[[self.change(h) for h in row] for row in rows] for rows in nbest]
+        return [[[d.change(h) for h in row] for row in rows] for d, rows in zip(decodings, nbest, strict=True)]
 
     def step(self, decodings: Sequence[ChangedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         self.decoder.step([d.decoding for d in decodings], log_probs, lengths)
+
+
+def batch_key(decoder: Decoder) -> tuple[int, int]:
+    """Decoders with the same key step, read and finish each other's decodings: they change what one decoder gives."""
+    changes = 0
+    while isinstance(decoder, ChangedDecoder):
+        changes, decoder = changes + 1, decoder.decoder
+    return changes, id(decoder)
 
 
 class ChangedDecoding(Decoding):

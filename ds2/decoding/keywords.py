@@ -112,25 +112,23 @@ def texts_of(graph: PhraseGraph) -> list[str]:
 def only_keywords(hypothesis: Hypothesis, graph: PhraseGraph) -> Hypothesis:
     """Return the hypothesis with `[unk]` for each stretch of words that are no keyword.
 
-    From left to right the longest keyword is taken. The confidence of `[unk]` is the lowest of its words. A hypothesis
-    without words, of a stream that goes on, is changed in its text alone.
+    From left to right the longest keyword is taken. It is one word of the hypothesis, as `[unk]` is; the confidence is
+    the lowest of what they were. A hypothesis without words, of a stream that goes on, is changed in its text alone.
     """
     texts = hypothesis.text.split()
     spans = list(_spans(texts, graph))
     timed = hypothesis.words if len(hypothesis.words) == len(texts) else ()
+    written = [" ".join(texts[first:last]) if is_keyword else OTHERS for first, last, is_keyword in spans]
     words: list[Word] = []
-    for first, last, is_keyword in spans:
-        own = timed[first:last]
-        if own and not is_keyword:
-            own = (Word(OTHERS, own[0].start_s, own[-1].end_s, min(word.confidence for word in own)),)
-        words += own
-    text = " ".join(" ".join(texts[first:last]) if is_keyword else OTHERS for first, last, is_keyword in spans)
+    for text, (first, last, _) in zip(written, spans, strict=True):
+        if own := timed[first:last]:
+            words.append(Word(text, own[0].start_s, own[-1].end_s, min(word.confidence for word in own)))
     fixed = sum(
         last - first if is_keyword else 1
         for first, last, is_keyword in spans
         if last < hypothesis.fixed_words  # the next word is fixed too, so it does not extend this one
     )
-    return replace(hypothesis, text=text, words=tuple(words), fixed_words=fixed)
+    return replace(hypothesis, text=" ".join(written), words=tuple(words), fixed_words=fixed)
 
 
 def _spans(texts: Sequence[str], graph: PhraseGraph) -> Iterable[tuple[int, int, bool]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds2.audio.stream import Resampler, SampleBlocks
 from ds2.config.schema import Config, ConfigError
-from ds2.decoding.decoder import Decoder
+from ds2.decoding.decoder import Decoder, batch_key
 from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords
 from ds2.model.structure import lookahead_parts_ms
@@ -63,6 +63,7 @@ class Session:
         hot_words: HotWords | None = None,
     ) -> None:
         self.pipeline, self.decoder, self.hot_words = pipeline, pipeline.decoder, hot_words
+        self.batch_key = batch_key(self.decoder)
         self.sample_rate_hz = sample_rate_hz or pipeline.features.sample_rate_hz
         self.block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
         if self.block_frames < 1:
@@ -363,7 +364,7 @@ def _forward(blocks: Sequence[tuple[Session, NDArray[np.float32]]], failed: Fail
 def decode_logits(
     sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int], failed: Failed = raise_failure
 ) -> None:
-    """Decode the next frames of sessions of one pipeline; those with the same decoder share a batch.
+    """Decode the next frames of sessions of one pipeline; those with the same `batch_key` share a batch.
 
     A frame is quiet if its likeliest label is the blank or white space.
 
@@ -386,10 +387,10 @@ def decode_logits(
         selected = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
         sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], selected, frames[rows])
 
-    rows_by_decoder: dict[int, list[int]] = {}
+    rows_by_key: dict[tuple[int, int], list[int]] = {}
     for row, session in enumerate(sessions):
-        rows_by_decoder.setdefault(id(session.decoder), []).append(row)
-    for rows in rows_by_decoder.values():
+        rows_by_key.setdefault(session.batch_key, []).append(row)
+    for rows in rows_by_key.values():
         run_contained(rows, step, fail)
     quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
     counts = np.array(lengths)
@@ -459,10 +460,10 @@ def _final(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:
 def _by_decoder(
     sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]], failed: Failed
 ) -> dict[int, Hypothesis]:
-    """Return the hypothesis of each session that does not fail, by id; those with the same decoder share a batch."""
-    groups: dict[int, list[Session]] = {}
+    """Return the hypothesis of each session that does not fail, by id; those with one `batch_key` share a batch."""
+    groups: dict[tuple[int, int], list[Session]] = {}
     for session in sessions:
-        groups.setdefault(id(session.decoder), []).append(session)
+        groups.setdefault(session.batch_key, []).append(session)
     hypotheses: dict[int, Hypothesis] = {}
 
     def run(group: Sequence[Session]) -> None:

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from ds2.decoding.hypothesis import Hypothesis, Word
-from ds2.decoding.lexicon import HotWords
+from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
 from ds2.serve.limits import BrokenError, FullError, Limits
@@ -141,17 +141,23 @@ class Engine:
         hot_words: HotWords | None = None,
         phrases: Sequence[str] = (),
         interim_words: bool = False,
+        false_alarms: float | None = None,
     ) -> Live:
         """Open a session; takes time for hot words and phrases. Arguments as of `EngineClient.open`.
 
         Raises:
             FullError: all sessions are taken.
             AudioError: a sample rate outside the allowed range.
-            LexiconError: hot words that the decoder cannot look for.
-            PhraseError: phrases that cannot be read.
+            LexiconError, PhraseError, DecodeError: as `EngineClient.open`.
         """
         self._check_free()
-        recogniser = self.recogniser.only_phrases(phrases) if phrases else self.recogniser
+        recogniser = self.recogniser
+        if phrases and hot_words:
+            raise LexiconError("hot words with phrases or keywords: a session takes one of the three")
+        if phrases and false_alarms is not None:
+            recogniser = recogniser.only_keywords(phrases, false_alarms)
+        elif phrases:
+            recogniser = recogniser.only_phrases(phrases)
         live = recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
         live.wants_words = interim_words
         with self._lock:
@@ -326,6 +332,7 @@ class EngineClient(ABC):
         hot_words: HotWords | None = None,
         phrases: Sequence[str] = (),
         interim_words: bool = False,
+        false_alarms: float | None = None,
     ) -> EngineSession:
         """Open a session.
 
@@ -333,18 +340,20 @@ class EngineClient(ABC):
             sample_rate_hz, endpoints, hot_words: as for `Live`.
             phrases: as `Recogniser.only_phrases` takes them; only these are recognised.
             interim_words: the open segment's results have words with times, which a beam search aligns each time.
+            false_alarms: an hour; with them `phrases` are keywords, as `Recogniser.only_keywords` takes them.
 
         Raises:
             FullError: all sessions are taken, or the server is ending. If the engine is in another process and there
                 are neither hot words nor phrases, this error and the following are raised by the first call of the
                 session instead.
             AudioError: a sample rate outside the allowed range.
-            LexiconError: hot words that the decoder cannot look for.
+            LexiconError: hot words that the decoder cannot look for, or keywords that the language model lacks.
             PhraseError: phrases that cannot be read.
+            DecodeError: keywords for a decoder that was not measured, or with fewer false alarms than can be had.
         """
         if self.ending:
             raise FullError("this server is ending: try again later")
-        handle = self.open_handle(sample_rate_hz, endpoints, hot_words, phrases, interim_words)
+        handle = self.open_handle(sample_rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms)
         opening = asyncio.ensure_future(handle)
         try:
             return EngineSession(self, await asyncio.shield(opening), sample_rate_hz)
@@ -365,6 +374,7 @@ class EngineClient(ABC):
         hot_words: HotWords | None,
         phrases: Sequence[str],
         interim_words: bool,
+        false_alarms: float | None,
     ) -> Any:
         """As `open`; return the session's handle for the other methods."""
 
@@ -439,10 +449,13 @@ class LocalRecogniser(EngineClient):
         hot_words: HotWords | None,
         phrases: Sequence[str],
         interim_words: bool,
+        false_alarms: float | None,
     ) -> Live:
         if not hot_words and not phrases:
             return self.engine.open(sample_rate_hz, endpoints, interim_words=interim_words)
-        return await self.phrases.run(self.engine.open, sample_rate_hz, endpoints, hot_words, phrases, interim_words)
+        return await self.phrases.run(
+            self.engine.open, sample_rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms
+        )
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Hot words and phrases as clients send them: a table, a list, or a prompt; read in bounded time."""
+"""Hot words, phrases and keywords as clients send them: a table, a list, or a prompt; read in bounded time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES, HotWords, LexiconError
-from ds2.decoding.phrases import compile_phrases
+from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
 from ds2.serve.limits import BadRequestError, FullError, check_number
 from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet
@@ -19,6 +20,8 @@ MAX_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the c
 MAX_WAITING = 256  # requests whose phrases wait to be read
 _JSON_CHARACTERS = 8 * MAX_CHARACTERS  # a character may take six as an escape
 _WEIGHT = Range(-1e6, 1e6)  # as decode.hot_word_bonus may be
+KEYWORDS = ("only_keywords", "false_alarms")  # fields, the same in all protocols
+_FALSE_ALARMS = Range(0, 1e6, above=True)  # as of --false-alarms
 _PROMPT_WORDS = 5  # of a phrase in a prompt; more words are a sentence, not a hot phrase
 _SEPARATORS = re.compile(r"[,;.:!?\n]+")
 _T = TypeVar("_T")
@@ -87,6 +90,39 @@ class PhraseReader:
             PhraseError: phrases that cannot be read, or that the network cannot write.
         """
         return await self.run(self._grammar, value, field) if value else ()
+
+    async def only(
+        self, settings: Mapping[str, Any], field: str, place: str = ""
+    ) -> tuple[tuple[str, ...], float | None]:
+        """Return all that a session recognises, and None for phrases; for keywords the false alarms an hour of each.
+
+        Args:
+            settings: of a client: phrases, or the fields `KEYWORDS`; any of them JSON or what JSON gives.
+            field: of the phrases.
+            place: of the settings, before their names in errors.
+
+        Raises:
+            LimitError: as `grammar`; phrases and keywords; false alarms that are no number, or without keywords.
+            PhraseError: as `grammar`.
+            LexiconError: keywords for a decoder that finds none.
+        """
+        phrases = await self.grammar(settings.get(field), place + field)
+        (named, rate), alarms = (place + name for name in KEYWORDS), settings.get(KEYWORDS[1])
+        keywords = await self.grammar(settings.get(KEYWORDS[0]), named)
+        if phrases and keywords:
+            raise BadRequestError(f"{place}{field} and {named}: give one of the two")
+        if not keywords:
+            if alarms is not None:
+                raise BadRequestError(f"{rate} is of keywords: give {named} with it")
+            return phrases, None
+        if not self.characters:
+            raise LexiconError(
+                f"{named}: decode.method=beam alone finds keywords among all words; {place}{field} needs none"
+            )
+        if isinstance(alarms, str):
+            with suppress(ValueError):
+                alarms = parse_json(alarms)
+        return keywords, check_number(FALSE_ALARMS if alarms is None else alarms, rate, _FALSE_ALARMS)
 
     def _grammar(self, value: Any, field: str) -> tuple[str, ...]:
         value = self._parsed(_checked(value, field), field)

@@ -82,6 +82,7 @@ class OpenSession:
     hot_words: dict[str, float | None]
     phrases: list[str]
     interim_words: bool
+    false_alarms: float | None
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,12 @@ class WorkerLink:
         answer: Answer | Failure = Answer(message.call, None)
         try:
             live = self.engine.open(
-                message.sample_rate_hz, message.endpoints, message.hot_words, message.phrases, message.interim_words
+                message.sample_rate_hz,
+                message.endpoints,
+                message.hot_words,
+                message.phrases,
+                message.interim_words,
+                message.false_alarms,
             )
             with self._lock:
                 wanted = message.session in self._opening
@@ -411,10 +417,11 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         hot_words: HotWords | None,
         phrases: Sequence[str],
         interim_words: bool,
+        false_alarms: float | None,
     ) -> int:
         session = next(self._numbers)
         message = OpenSession(
-            0, session, sample_rate_hz, endpoints, dict(hot_words or {}), list(phrases), interim_words
+            0, session, sample_rate_hz, endpoints, dict(hot_words or {}), list(phrases), interim_words, false_alarms
         )
         if not hot_words and not phrases:
             self._post(message)

@@ -47,6 +47,7 @@ _ONLY = {  # settings with the one value that they may have
     "redact": None,
     "replace": None,
     "search": None,
+    "only_keywords": None,
     "callback": None,
 }
 

@@ -5,7 +5,8 @@ audio/pcma). An utterance, which the protocol calls an item, ends with the clien
 turn_detection of type server_vad, when the speaker pauses; the events speech_started and speech_stopped then say where.
 A delta is never withdrawn: with turn detection words are sent once no later audio can change them, the rest before
 `completed`, whose transcript is the deltas together. silence_duration_ms of turn_detection is applied; threshold, a
-volume, is not.
+volume, is not. Our extension `only_keywords`: each keyword comes as a segment event, before `completed`, with its
+confidence; it has no speaker.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from starlette.websockets import WebSocket
 
 from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
+from ds2.decoding.hypothesis import Word
 from ds2.decoding.lexicon import HotWords, LexiconError
-from ds2.recognition.session import NEVER, Endpoints
+from ds2.decoding.phrases import OTHERS
+from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.limits import BadRequestError, LimitError, SessionOverError, check_number
+from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Client, SampleReader, json_object
 
 RATE_HZ = 24000
@@ -43,6 +47,7 @@ class Realtime(Client):
     silence_ms: float | None = _DEFAULT_SILENCE_MS  # of turn detection; None: it is off
     hot_words: HotWords | None = None
     phrases: tuple[str, ...] = ()
+    false_alarms: float | None = None  # of keywords
     format = "audio/pcm"
     item: str | None = None  # the open item, once some of its words were recognised
     last_item: str | None = None  # the item before
@@ -85,16 +90,15 @@ class Realtime(Client):
 
     async def _append(self, socket: WebSocket, audio: Any) -> None:
         endpoints = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
-        result = await self.accept_audio(
-            _decode_base64(audio), _FORMATS[self.format][0], endpoints, self.hot_words, self.phrases
-        )
+        settings = _FORMATS[self.format][0], endpoints, self.hot_words, self.phrases
+        result = await self.accept_audio(_decode_base64(audio), *settings, false_alarms=self.false_alarms)
         for segment in result.final:
             words = segment.hypothesis.words  # none with decode.times=false
             await self._start_item(socket, words[0].start_s if words else segment.start_s)
             end_ms = round(1000 * (self.cleared_s + segment.end_s))
             stopped = {"audio_end_ms": end_ms, "item_id": self.item}
             await self.send(socket, _event("input_audio_buffer.speech_stopped", **stopped))
-            await self._complete_item(socket, segment.hypothesis.text)
+            await self._complete_item(socket, [segment])
         if result.partial and self.silence_ms is not None and result.start_s is not None:
             await self._start_item(socket, result.start_s)
             await self._send_words(socket, result.partial.split()[: result.fixed_words])
@@ -104,7 +108,7 @@ class Realtime(Client):
         if self.session is not None and not self._is_empty():
             final = await self.flush()
             self.committed_s = self.session.accepted_s
-            await self._complete_item(socket, " ".join(segment.hypothesis.text for segment in final))
+            await self._complete_item(socket, final)
 
     def _is_empty(self) -> bool:
         """Whether nothing was appended since the last commit."""
@@ -123,8 +127,9 @@ class Realtime(Client):
             started = {"audio_start_ms": round(1000 * (self.cleared_s + start_s)), "item_id": self.item}
             await self.send(socket, _event("input_audio_buffer.speech_started", **started))
 
-    async def _complete_item(self, socket: WebSocket, text: str) -> None:
+    async def _complete_item(self, socket: WebSocket, final: Sequence[Segment]) -> None:
         """Send the events of an item that ended."""
+        text = " ".join(segment.hypothesis.text for segment in final)
         if self.item is None:
             self.item, self.sent_words = _new_item(), 0
         item, before = self.item, self.last_item
@@ -134,7 +139,22 @@ class Realtime(Client):
         await self._send_words(socket, text.split())
         self.last_item, self.completed_s, self.item = item, accepted_s, None
         of_item = {"item_id": item, "content_index": 0}
+        words = [word for segment in final for word in segment.hypothesis.words]
+        for word in words if self.false_alarms is not None else ():
+            if word.text != OTHERS:
+                await self.send(socket, _event(f"{_TRANSCRIPTION}.segment", **self._keyword(word), **of_item))
         await self.send(socket, _event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
+
+    def _keyword(self, word: Word) -> dict[str, Any]:
+        times = {"start": round(self.cleared_s + word.start_s, 3), "end": round(self.cleared_s + word.end_s, 3)}
+        confidence = round(word.confidence, 4)
+        return {
+            "id": f"seg_{secrets.token_hex(10)}",
+            "text": word.text,
+            "speaker": "",
+            **times,
+            "confidence": confidence,
+        }
 
     async def _send_words(self, socket: WebSocket, words: Sequence[str]) -> None:
         """Send the words of the open item that are final and were not sent yet."""
@@ -160,19 +180,20 @@ class Realtime(Client):
             taken = ", ".join(f"{name} at {rate_hz}" for name, (rate_hz, _) in _FORMATS.items())
             raise BadRequestError(f"session.audio.input.format={audio_format!r} is none of {taken}")
         transcription = _object(audio_input, "transcription")
-        hot_words, phrases = await self._hot_words(transcription), self.phrases
-        if "phrases" in transcription:  # our extension: only these
-            phrases = await self.engine.phrases.grammar(transcription["phrases"], "transcription.phrases")
+        hot_words, only = await self._hot_words(transcription), (self.phrases, self.false_alarms)
+        if transcription.keys() & {"phrases", *KEYWORDS}:  # our extensions: only these
+            only = await self.engine.phrases.only(transcription, "phrases", "transcription.")
         silence_ms = self._silence_ms(audio_input)
-        previous = (self.hot_words, self.phrases, self.silence_ms, self.format)
-        if (hot_words, phrases, silence_ms, kind) == previous:
+        previous = (self.hot_words, (self.phrases, self.false_alarms), self.silence_ms, self.format)
+        if (hot_words, only, silence_ms, kind) == previous:
             return
         if not self._is_empty():
             raise BadRequestError(
                 "format, turn_detection and transcription change before audio, after a commit or "
                 "input_audio_buffer.clear"
             )
-        self.hot_words, self.phrases, self.silence_ms = hot_words, phrases, silence_ms
+        self.hot_words, self.silence_ms = hot_words, silence_ms
+        self.phrases, self.false_alarms = only
         self.format, self.sample_reader = kind, _FORMATS[kind][1]
         self._clear()
 

@@ -97,10 +97,10 @@ class Transcriptions:
             phrases = self.engine.phrases
             hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
             hot_words |= await phrases.table(form.get("hot_words"), "hot_words")  # our extension: with weights
-            only = await phrases.grammar(form.get("phrases"), "phrases")  # our extension: JSON, only these phrases
+            only, alarms = await phrases.only(form, "phrases")  # our extensions: JSON, only these phrases or keywords
             await run_in_threadpool(upload.copy, file)
         endpoints = Endpoints() if stream else NEVER
-        session = await self.engine.open(self.engine.sample_rate_hz, endpoints, hot_words, only)
+        session = await self.engine.open(self.engine.sample_rate_hz, endpoints, hot_words, only, false_alarms=alarms)
         segments = self._segments(session, upload)
         if stream:
             return await _events(segments, session, request, with_words="word" in granularities)

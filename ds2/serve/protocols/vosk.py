@@ -7,7 +7,8 @@ time, is false. `phrase_list` makes phrases likelier; in Vosk's own server nothi
 which stands for everything else, is dropped. `grammar` is a list of the only phrases that are recognised; with "[unk]"
 in it other speech becomes that word, without it all speech becomes phrases. Our extensions: `hot_words`, phrases with
 weights, the syntax of `ds2.decoding.phrases` in `grammar`, and `endpoints`, when a segment ends: {"silence_s": 2.4,
-"after_speech_s": 0.8, "longest_s": 20}.
+"after_speech_s": 0.8, "longest_s": 20}. `only_keywords` in place of `grammar` finds these phrases among all words, with
+`false_alarms` an hour of each; in results each is one word, and other speech "[unk]".
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.limits import BadRequestError, check_number
+from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Client, json_object
 
 _DEFAULT_RATE_HZ = 8000
@@ -38,6 +40,7 @@ class Vosk(Client):
     rate_hz, words = _DEFAULT_RATE_HZ, True
     hot_words: HotWords | None = None
     phrases: tuple[str, ...] = ()
+    false_alarms: float | None = None  # of keywords
     endpoints = Endpoints()
 
     def refusal(self, message: str) -> dict[str, Any]:
@@ -47,8 +50,8 @@ class Vosk(Client):
         """`eof` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
-                data = message["bytes"]
-                result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words, self.phrases)
+                settings = self.rate_hz, self.endpoints, self.hot_words, self.phrases
+                result = await self.accept_audio(message["bytes"], *settings, false_alarms=self.false_alarms)
                 await self.send(socket, self._reply(result.final) if result.final else {"partial": result.partial})
                 continue
             command = json_object(message.get("text") or "")
@@ -68,18 +71,21 @@ class Vosk(Client):
             raise BadRequestError("config is an object")
         if config.get("max_alternatives"):
             raise BadRequestError("config.max_alternatives is not offered by this server: leave it out")
-        before = self.rate_hz, self.hot_words, self.phrases, self.endpoints
+        before = self._of_session()
         if keys := [key for key in ("phrase_list", "hot_words") if key in config]:
             tables = [await self.engine.phrases.table(_without_unknown(config[key]), f"config.{key}") for key in keys]
             self.hot_words = {phrase: weight for table in tables for phrase, weight in table.items()} or None
-        if "grammar" in config:
-            self.phrases = await self.engine.phrases.grammar(config["grammar"], "config.grammar")
+        if config.keys() & {"grammar", *KEYWORDS}:
+            self.phrases, self.false_alarms = await self.engine.phrases.only(config, "grammar", "config.")
         if "endpoints" in config:
             self.endpoints = _endpoints(config["endpoints"])
         self.rate_hz = int(check_number(config.get("sample_rate", self.rate_hz), "config.sample_rate", _RATE_HZ))
         self.words = bool(config.get("words", self.words))
-        if self.session is not None and (self.rate_hz, self.hot_words, self.phrases, self.endpoints) != before:
+        if self.session is not None and self._of_session() != before:
             raise BadRequestError("config may change nothing but words after the first audio")
+
+    def _of_session(self) -> tuple[Any, ...]:
+        return self.rate_hz, self.endpoints, self.hot_words, self.phrases, self.false_alarms
 
     def _reply(self, final: Sequence[Segment]) -> dict[str, Any]:
         reply: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in final)}

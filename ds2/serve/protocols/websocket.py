@@ -103,6 +103,7 @@ class Client:
         hot_words: HotWords | None = None,
         phrases: Sequence[str] = (),
         interim_words: bool = False,
+        false_alarms: float | None = None,
     ) -> StreamResult:
         """Decode audio, of the format that `sample_reader` reads; the first samples open the session.
 
@@ -116,7 +117,7 @@ class Client:
         samples, final = self._samples.accept(data), list[Segment]()
         self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
-            self.session = await self.engine.open(rate_hz, endpoints, hot_words, phrases, interim_words)
+            self.session = await self.engine.open(rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms)
         self.interruptible = False
         while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final

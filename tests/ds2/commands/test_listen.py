@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from ds2_ops.install import install_command
 from numpy.typing import NDArray
+from support.serving import WAIT_S, printed_port, start_server, vosk
 
 from ds2.audio.read import read_audio
 from ds2.cli import main
@@ -120,6 +122,19 @@ def times_of(word: str, recogniser: Recogniser, samples: NDArray[np.float32]) ->
     return times
 
 
+def served(model: Path, samples: NDArray[np.float32], config: dict[str, Any]) -> list[tuple[str, float]]:
+    """The keywords that `ds2 serve` sends of the same audio, with their starts in seconds."""
+    server = start_server(str(model), "--workers", "1")  # keywords go to another process
+    try:
+        url, data = f"ws://127.0.0.1:{printed_port(server)}/", (samples * 32768).astype("<i2").tobytes()
+        answers = asyncio.run(vosk(url, data, config=config))
+    finally:
+        server.terminate()
+        server.communicate(timeout=WAIT_S)
+    words = [word for answer in answers for word in answer.get("result", [])]
+    return [(word["word"], word["start"]) for word in words if word["word"] != "[unk]"]
+
+
 def printed(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, float]]:
     """The words that `ds2 listen --format json` has printed, with their starts in seconds."""
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -162,7 +177,8 @@ def test_keywords_for_a_number_of_false_alarms_are_those_of_the_search(
     end_before_all_is_decoded(monkeypatch, signal.SIGINT)
     command = ["listen", str(model), "--device", "cpu", "--format", "json"]
     assert main([*command, "--keywords", word, "--false-alarms", "2"]) == 0
-    assert printed(capsys) == times_of(word, recogniser.only_keywords([word], 2.0), samples)
+    times = times_of(word, recogniser.only_keywords([word], 2.0), samples)
+    assert printed(capsys) == times == served(model, samples, {"only_keywords": [word], "false_alarms": 2})
     assert main([*command, "--keywords", word, "--false-alarms", "0.01"]) == 2
     assert "allow 0.1 or more" in capsys.readouterr().err
     assert main([*command, "--keywords", word, "--false-alarms", "2", "decode=greedy"]) == 2

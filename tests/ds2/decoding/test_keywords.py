@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.decoder import Decoder
+from ds2.decoding.decoder import Decoder, batch_key
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.keywords import BONUSES, keyword_bonus, keyword_decoder, measured_search, only_keywords
 from ds2.decoding.lexicon import LexiconError
@@ -111,6 +111,17 @@ def test_a_stream_in_any_pieces_is_the_whole(alphabet: Alphabet, seed: int) -> N
     assert decoding.finish() == whole
 
 
+def test_searches_for_other_keywords_share_a_batch() -> None:
+    inner, frames = search(NARROW), drawn(1, 120).repeat(1, 2, 1)
+    decoders = [keyword_decoder(inner, keywords, 8.0) for keywords in (["cat"], ["tea", "at"])]
+    assert batch_key(decoders[0]) == batch_key(decoders[1]) != batch_key(inner)
+    decodings, lengths = [decoder.start() for decoder in decoders], torch.tensor([120, 120])
+    decoders[0].step(decodings, frames, lengths)
+    apart = [decoder.decode(frames[:, :1], lengths[:1]) for decoder in decoders]
+    assert [row[0].text for row in decoders[0].best(decodings)] == [rows[0][0].text for rows in apart]
+    assert decoders[1].finish(decodings) == apart and apart[0] != apart[1]
+
+
 def hypothesis(text: str, *, words: bool = True, fixed: int = 0) -> Hypothesis:
     timed = tuple(Word(word, n + 0.25, n + 0.75, 1 / (n + 1)) for n, word in enumerate(text.split()))
     return Hypothesis(text, -1.0, (), timed if words else (), fixed_words=fixed)
@@ -135,6 +146,8 @@ def test_words_that_are_no_keywords_become_one(text: str, wanted: str) -> None:
     assert changed.text == " ".join(word.text for word in changed.words) == wanted
     assert only_keywords(hypothesis(text, words=False), graph).text == wanted
     if text:
+        keywords = {"cat", "cat at tea", "tack eat tack"}
+        assert {word.text for word in changed.words} <= {*keywords, OTHERS}  # each is one word
         assert changed.words[0].start_s == 0.25
         assert changed.words[-1].end_s == len(text.split()) - 0.25
         assert min(word.confidence for word in changed.words) == 1 / len(text.split())

@@ -49,8 +49,8 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
     to_engine = [
         [WorkerStarted()],
         [
-            OpenSession(0, 1, 16000, Endpoints(), {}, [], False),
-            OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"], True),
+            OpenSession(0, 1, 16000, Endpoints(), {}, [], False, None),
+            OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"], True, 0.5),
         ],
         [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [5, 0], bytearray(samples)), Flush(9, 2, 13.5)],
         [CloseSession(1), CountRefusal("429"), ReadMetrics(10)],

@@ -18,6 +18,7 @@ import pytest
 import soundfile
 from support.serving import RATE_HZ, WAIT_S, Running, samples_of, speech, until
 
+from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import Endpoints
@@ -202,6 +203,26 @@ def test_settings_that_the_server_refuses_are_shown(serve: Callable[..., Running
         page.locator("#state.bad", has_text="(ab").wait_for()
         until(lambda: page.inner_text("#microphone") == "Start microphone")
         assert page.locator(".recording").count() == 0
+
+
+@pytest.mark.slow
+def test_keywords_alone_are_shown(serve: Callable[..., Running], tmp_path: Path) -> None:
+    running = serve(decode=DecodeConfig(method="beam", beam=8, keyword_alarms=[0.1, 0.2, 0.5, 2.0, 9.0]))
+    with chromium_page(tmp_path) as page:
+        word = running.recogniser.transcribe(tmp_path / "spoken.wav").text.split()[0]
+        page.goto(running.web)
+        page.click("summary")
+        page.fill("#keywords", "a")
+        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
+        page.locator("#state", has_text="No words were recognised").wait_for()
+        page.click("#microphone")
+        page.locator("#partial", has_text="…").wait_for()
+        stop_microphone(page)
+        assert page.locator(".recording").count() == 0
+        page.fill("#keywords", f"a\n{word}")
+        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
+        until(lambda: page.inner_text("#state").startswith("Done: "))
+        assert set(json.loads(saved(page, "json"))["text"].split()) == {word}
 
 
 def start_microphone(page: Any, address: str, *, letters: int = 4) -> None:
