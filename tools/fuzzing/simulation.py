@@ -204,8 +204,9 @@ class LocalClient(EngineClient):
         hot_words: HotWords | None,
         phrases: Sequence[str],
         interim_words: bool,
+        false_alarms: float | None,
     ) -> Live:
-        return self.host.engine.open(sample_rate_hz, endpoints, hot_words, phrases, interim_words)
+        return self.host.engine.open(sample_rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
