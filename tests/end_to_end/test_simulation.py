@@ -38,11 +38,12 @@ def test_more_seeds(command: str, seeds: str) -> None:
 
 
 FAULTS = {"simulation": simulation.FAULTS, "meetings": meetings.FAULTS}
-# Faults of ranks that few seeds detect, and one that did: the search begins there.
+# Faults of ranks that few seeds detect, and one that did: the search begins there. After a change
+# of what runs it may be another, so the search goes on.
 RARE = {
     "a woken rank 0 replaces the log": 62,
     "a woken rank 0 writes into the log": 908,
-    "a woken rank 0 removes the files of the next one": 8078,
+    "a woken rank 0 removes the files of the next one": 2035,
     "a woken rank 0 replaces the state that the next one has read": 283,
     "a process that was left behind counts its commits": 171,
     "a rank that lacks the state is taken for one that has it": 394,
@@ -58,4 +59,4 @@ RARE = {
 def test_planted_faults_are_found(command: str, rare: dict[str, int]) -> None:
     simulate(command, "--seeds", "10000", "--faults", *(FAULTS[command].keys() - rare))
     for name, first in rare.items():
-        simulate(command, "--first", str(first), "--seeds", str(10000 - first), "--faults", name)
+        simulate(command, "--first", str(first), "--seeds", "10000", "--faults", name)
