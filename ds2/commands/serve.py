@@ -23,7 +23,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import describe_delays
 from ds2.system.machine import allow_files, usable_cores
-from ds2.system.signals import handle_signals, server_stop_signals
+from ds2.system.signals import handle_signals, stop_signals
 from ds2.system.tensor_file import identity
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
     else:
         server = make_server(LocalRecogniser(make(), limits), limits, port)
         listen(bound)
-        with handle_signals(server_stop_signals(), server.handle_exit):  # uvicorn installs its own later
+        with handle_signals(stop_signals(), server.handle_exit):  # uvicorn installs its own later
             print(message, flush=True)  # from here on clients are answered
             server.run(sockets=[bound])
     return 0

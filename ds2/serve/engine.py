@@ -36,6 +36,30 @@ transcripts = logging.getLogger("ds2.serve.transcripts")
 transcripts.setLevel(logging.WARNING)  # `ds2 serve --log-transcripts` sets INFO
 
 
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a client asks of a session.
+
+    Attributes:
+        sample_rate_hz, endpoints, hot_words: as for `Live`.
+        phrases: as `Recogniser.only_phrases` takes them; only these are recognised.
+        interim_words: the open segment's results have words with times, which a beam search aligns each time.
+        false_alarms: an hour; with them `phrases` are keywords, as `Recogniser.only_keywords` takes them.
+    """
+
+    sample_rate_hz: int
+    endpoints: Endpoints
+    hot_words: HotWords | None = None
+    phrases: Sequence[str] = ()
+    interim_words: bool = False
+    false_alarms: float | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a session with these takes time to open."""
+        return bool(self.hot_words or self.phrases)
+
+
 @dataclass
 class StreamResult:
     """The result of a chunk of samples: segments that became final, and the text of the open segment."""
@@ -134,16 +158,8 @@ class Engine:
         results([live])
         live.flush()
 
-    def open(
-        self,
-        sample_rate_hz: int,
-        endpoints: Endpoints,
-        hot_words: HotWords | None = None,
-        phrases: Sequence[str] = (),
-        interim_words: bool = False,
-        false_alarms: float | None = None,
-    ) -> Live:
-        """Open a session; takes time for hot words and phrases. Arguments as of `EngineClient.open`.
+    def open(self, settings: SessionSettings) -> Live:
+        """Open a session; takes time where `settings.is_slow`.
 
         Raises:
             FullError: all sessions are taken.
@@ -151,15 +167,17 @@ class Engine:
             LexiconError, PhraseError, DecodeError: as `EngineClient.open`.
         """
         self._check_free()
-        recogniser = self.recogniser
-        if phrases and hot_words:
+        recogniser, phrases, false_alarms = self.recogniser, settings.phrases, settings.false_alarms
+        if phrases and settings.hot_words:
             raise LexiconError("hot words with phrases or keywords: a session takes one of the three")
         if phrases and false_alarms is not None:
             recogniser = recogniser.only_keywords(phrases, false_alarms)
         elif phrases:
             recogniser = recogniser.only_phrases(phrases)
-        live = recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
-        live.wants_words = interim_words
+        live = recogniser.live(
+            sample_rate_hz=settings.sample_rate_hz, endpoints=settings.endpoints, hot_words=settings.hot_words
+        )
+        live.wants_words = settings.interim_words
         with self._lock:
             self._check_free()
             self._open.add(live)
@@ -325,27 +343,13 @@ class EngineClient(ABC):
     def close(self) -> None:
         """Stop, once all calls are answered."""
 
-    async def open(
-        self,
-        sample_rate_hz: int,
-        endpoints: Endpoints,
-        hot_words: HotWords | None = None,
-        phrases: Sequence[str] = (),
-        interim_words: bool = False,
-        false_alarms: float | None = None,
-    ) -> EngineSession:
+    async def open(self, settings: SessionSettings) -> EngineSession:
         """Open a session.
 
-        Args:
-            sample_rate_hz, endpoints, hot_words: as for `Live`.
-            phrases: as `Recogniser.only_phrases` takes them; only these are recognised.
-            interim_words: the open segment's results have words with times, which a beam search aligns each time.
-            false_alarms: an hour; with them `phrases` are keywords, as `Recogniser.only_keywords` takes them.
-
         Raises:
-            FullError: all sessions are taken, or the server is ending. If the engine is in another process and there
-                are neither hot words nor phrases, this error and the following are raised by the first call of the
-                session instead.
+            FullError: all sessions are taken, or the server is ending. If the engine is in another process and
+                `settings.is_slow` is false, this error and the following are raised by the first call of the session
+                instead.
             AudioError: a sample rate outside the allowed range.
             LexiconError: hot words that the decoder cannot look for, or keywords that the language model lacks.
             PhraseError: phrases that cannot be read.
@@ -353,10 +357,9 @@ class EngineClient(ABC):
         """
         if self.ending:
             raise FullError("this server is ending: try again later")
-        handle = self.open_handle(sample_rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms)
-        opening = asyncio.ensure_future(handle)
+        opening = asyncio.ensure_future(self.open_handle(settings))
         try:
-            return EngineSession(self, await asyncio.shield(opening), sample_rate_hz)
+            return EngineSession(self, await asyncio.shield(opening), settings.sample_rate_hz)
         except asyncio.CancelledError:
             opening.add_done_callback(self._close_opened)
             raise
@@ -367,15 +370,7 @@ class EngineClient(ABC):
             self.close_handle(opening.result())
 
     @abstractmethod
-    async def open_handle(
-        self,
-        sample_rate_hz: int,
-        endpoints: Endpoints,
-        hot_words: HotWords | None,
-        phrases: Sequence[str],
-        interim_words: bool,
-        false_alarms: float | None,
-    ) -> Any:
+    async def open_handle(self, settings: SessionSettings) -> Any:
         """As `open`; return the session's handle for the other methods."""
 
     @abstractmethod
@@ -442,20 +437,10 @@ class LocalRecogniser(EngineClient):
         self._thread = threading.Thread(target=self.engine.run, args=[self._receive], name="recogniser", daemon=True)
         self._thread.start()
 
-    async def open_handle(
-        self,
-        sample_rate_hz: int,
-        endpoints: Endpoints,
-        hot_words: HotWords | None,
-        phrases: Sequence[str],
-        interim_words: bool,
-        false_alarms: float | None,
-    ) -> Live:
-        if not hot_words and not phrases:
-            return self.engine.open(sample_rate_hz, endpoints, interim_words=interim_words)
-        return await self.phrases.run(
-            self.engine.open, sample_rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms
-        )
+    async def open_handle(self, settings: SessionSettings) -> Live:
+        if not settings.is_slow:
+            return self.engine.open(settings)
+        return await self.phrases.run(self.engine.open, settings)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         loop = asyncio.get_running_loop()

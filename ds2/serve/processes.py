@@ -42,10 +42,10 @@ from ds2.audio.read import AudioError
 from ds2.audio.stream import is_in_range
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
-from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.decoding.lexicon import LexiconError
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live, Segment
-from ds2.serve.engine import Answers, Chunk, Engine, EngineClient, StreamResult, resolve
+from ds2.serve.engine import Answers, Chunk, Engine, EngineClient, SessionSettings, StreamResult, resolve
 from ds2.serve.http import listen_shared, make_server
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
@@ -53,7 +53,7 @@ from ds2.system import UserError
 from ds2.system.files import temporary_folder
 from ds2.system.machine import short_collections
 from ds2.system.messages import decode, encode
-from ds2.system.signals import handle_signals, server_stop_signals
+from ds2.system.signals import handle_signals, stop_signals
 from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
@@ -73,16 +73,11 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Open a session. With hot words or phrases, which take time, `call` is not 0 and the message is answered."""
+    """Open a session. Where `settings.is_slow`, `call` is not 0 and the message is answered."""
 
     call: int
     session: int  # the worker's number for it
-    sample_rate_hz: int
-    endpoints: Endpoints
-    hot_words: dict[str, float | None]
-    phrases: list[str]
-    interim_words: bool
-    false_alarms: float | None
+    settings: SessionSettings
 
 
 @dataclass(frozen=True)
@@ -166,7 +161,17 @@ class Failure:
 _ERRORS: dict[str, type[UserError]] = {  # a class before those that it derives from
     kind.__name__: kind for kind in (FullError, LexiconError, AudioError, DecodeError, BrokenError, UserError)
 }
-_TO_ENGINE = (WorkerStarted, OpenSession, AcceptWaveforms, Flush, CloseSession, CountRefusal, ReadMetrics, Endpoints)
+_TO_ENGINE = (
+    WorkerStarted,
+    OpenSession,
+    AcceptWaveforms,
+    Flush,
+    CloseSession,
+    CountRefusal,
+    ReadMetrics,
+    SessionSettings,
+    Endpoints,
+)
 _TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
 
 
@@ -281,22 +286,14 @@ class WorkerLink:
 
     def _open(self, message: OpenSession) -> None:
         try:
-            live = self.engine.open(message.sample_rate_hz, message.endpoints, interim_words=message.interim_words)
-            self._sessions[message.session] = live
+            self._sessions[message.session] = self.engine.open(message.settings)
         except UserError as error:
             self._sessions[message.session] = error
 
     def _open_slowly(self, message: OpenSession) -> None:
         answer: Answer | Failure = Answer(message.call, None)
         try:
-            live = self.engine.open(
-                message.sample_rate_hz,
-                message.endpoints,
-                message.hot_words,
-                message.phrases,
-                message.interim_words,
-                message.false_alarms,
-            )
+            live = self.engine.open(message.settings)
             with self._lock:
                 wanted = message.session in self._opening
                 if wanted:
@@ -410,24 +407,13 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         self._waiting.clear()
         self._lost()
 
-    async def open_handle(
-        self,
-        sample_rate_hz: int,
-        endpoints: Endpoints,
-        hot_words: HotWords | None,
-        phrases: Sequence[str],
-        interim_words: bool,
-        false_alarms: float | None,
-    ) -> int:
+    async def open_handle(self, settings: SessionSettings) -> int:
         session = next(self._numbers)
-        message = OpenSession(
-            0, session, sample_rate_hz, endpoints, dict(hot_words or {}), list(phrases), interim_words, false_alarms
-        )
-        if not hot_words and not phrases:
-            self._post(message)
+        if not settings.is_slow:
+            self._post(OpenSession(0, session, settings))
             return session
         call, future = self._call()
-        self._post(replace(message, call=call))
+        self._post(OpenSession(call, session, settings))
         await future
         return session
 
@@ -512,7 +498,7 @@ class _Parent:
 
     def run(self) -> None:
         """Serve until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
-        with handle_signals(server_stop_signals(), lambda number, frame: self.end()):
+        with handle_signals(stop_signals(), lambda number, frame: self.end()):
             try:
                 self._serve()
             finally:

@@ -21,8 +21,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Item = TypeVar("Item")
 
 
-def server_stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a server: SIGHUP too, of a terminal that was closed, unless it is ignored, as by nohup."""
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a server or a training: SIGHUP, of a closed terminal, unless it is ignored, as by nohup."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGHUP)
 

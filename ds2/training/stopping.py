@@ -15,11 +15,11 @@ import torch
 
 from ds2.distributed.communicator import Communicator
 from ds2.system import UserError
-from ds2.system.signals import Stopped
+from ds2.system.signals import Stopped, stop_signals
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # the same on all ranks
 
 
 class Interrupts:
@@ -35,8 +35,7 @@ class Interrupts:
     _at_once: bool = False
 
     def __enter__(self) -> Interrupts:
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._old = {s: signal.signal(s, self._handle) for s in _SIGNALS if s != signal.SIGHUP or not ignored}
+        self._old = {s: signal.signal(s, self._handle) for s in (*stop_signals(), signal.SIGUSR1)}
         return self
 
     def __exit__(

@@ -52,7 +52,6 @@ from ds2.audio.features import Features
 from ds2.audio.stream import Pcm16
 from ds2.config.schema import FeaturesConfig
 from ds2.decoding.greedy import GreedyDecoder
-from ds2.decoding.lexicon import HotWords
 from ds2.inference.runner import BlockOutput, BlockRunner
 from ds2.model.acoustic import AcousticModel
 from ds2.recognition import session as sessions
@@ -60,7 +59,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints, Live
 from ds2.serve import engine as engines
 from ds2.serve import processes
-from ds2.serve.engine import Chunk, Engine, EngineClient, StreamResult, resolve
+from ds2.serve.engine import Chunk, Engine, EngineClient, SessionSettings, StreamResult, resolve
 from ds2.serve.http import application
 from ds2.serve.limits import Limits
 from ds2.serve.phrases import PhraseReader
@@ -197,16 +196,8 @@ class LocalClient(EngineClient):
         super().__init__(PhraseReader(ALPHABET, frozenset()), RATE_HZ)
         self.host = host
 
-    async def open_handle(
-        self,
-        sample_rate_hz: int,
-        endpoints: Endpoints,
-        hot_words: HotWords | None,
-        phrases: Sequence[str],
-        interim_words: bool,
-        false_alarms: float | None,
-    ) -> Live:
-        return self.host.engine.open(sample_rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms)
+    async def open_handle(self, settings: SessionSettings) -> Live:
+        return self.host.engine.open(settings)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()

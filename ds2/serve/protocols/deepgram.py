@@ -27,6 +27,7 @@ from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import Word
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
+from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Client, SampleReader, json_object
 
@@ -89,7 +90,8 @@ class Deepgram(Client):
                 raise BadRequestError(f"type={kind!r} is no message of this interface: {messages}")
 
     async def _accept(self, socket: WebSocket, data: bytes) -> None:
-        result = await self.accept_audio(data, self.rate_hz, self.endpoints, self.hot_words, interim_words=self.interim)
+        settings = SessionSettings(self.rate_hz, self.endpoints, self.hot_words, interim_words=self.interim)
+        result = await self.accept_audio(data, settings)
         assert self.session is not None
         for segment in result.final:
             await self._start_speech(socket, segment.hypothesis.text, segment.start_s)

@@ -25,6 +25,7 @@ from ds2.decoding.hypothesis import Word
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.phrases import OTHERS
 from ds2.recognition.session import NEVER, Endpoints, Segment
+from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, LimitError, SessionOverError, check_number
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Client, SampleReader, json_object
@@ -90,8 +91,10 @@ class Realtime(Client):
 
     async def _append(self, socket: WebSocket, audio: Any) -> None:
         endpoints = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
-        settings = _FORMATS[self.format][0], endpoints, self.hot_words, self.phrases
-        result = await self.accept_audio(_decode_base64(audio), *settings, false_alarms=self.false_alarms)
+        settings = SessionSettings(
+            _FORMATS[self.format][0], endpoints, self.hot_words, self.phrases, false_alarms=self.false_alarms
+        )
+        result = await self.accept_audio(_decode_base64(audio), settings)
         for segment in result.final:
             words = segment.hypothesis.words  # none with decode.times=false
             await self._start_item(socket, words[0].start_s if words else segment.start_s)

@@ -23,7 +23,7 @@ from ds2.audio.read import audio_blocks
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
-from ds2.serve.engine import EngineClient, EngineSession
+from ds2.serve.engine import EngineClient, EngineSession, SessionSettings
 from ds2.serve.limits import BadRequestError, BrokenError, FullError, LimitError, Limits
 from ds2.system import UserError
 
@@ -100,7 +100,8 @@ class Transcriptions:
             only, alarms = await phrases.only(form, "phrases")  # our extensions: JSON, only these phrases or keywords
             await run_in_threadpool(upload.copy, file)
         endpoints = Endpoints() if stream else NEVER
-        session = await self.engine.open(self.engine.sample_rate_hz, endpoints, hot_words, only, false_alarms=alarms)
+        settings = SessionSettings(self.engine.sample_rate_hz, endpoints, hot_words, only, false_alarms=alarms)
+        session = await self.engine.open(settings)
         segments = self._segments(session, upload)
         if stream:
             return await _events(segments, session, request, with_words="word" in granularities)

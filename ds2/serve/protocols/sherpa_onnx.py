@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket
 from ds2.audio.stream import as_samples
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.session import Endpoints, Segment
+from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError
 from ds2.serve.protocols.websocket import Client
 
@@ -59,7 +60,8 @@ class SherpaOnnx(Client):
         """`Done` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
-                result = await self.accept_audio(message["bytes"], _RATE_HZ, _ENDPOINTS, interim_words=True)
+                settings = SessionSettings(_RATE_HZ, _ENDPOINTS, interim_words=True)
+                result = await self.accept_audio(message["bytes"], settings)
                 for segment in result.final:
                     await self._send_segment(socket, segment, is_eof=False)
                 if result.partial != self.partial:

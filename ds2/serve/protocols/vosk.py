@@ -23,6 +23,7 @@ from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import Endpoints, Segment
+from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Client, json_object
@@ -50,8 +51,7 @@ class Vosk(Client):
         """`eof` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
-                settings = self.rate_hz, self.endpoints, self.hot_words, self.phrases
-                result = await self.accept_audio(message["bytes"], *settings, false_alarms=self.false_alarms)
+                result = await self.accept_audio(message["bytes"], self._settings())
                 await self.send(socket, self._reply(result.final) if result.final else {"partial": result.partial})
                 continue
             command = json_object(message.get("text") or "")
@@ -71,7 +71,7 @@ class Vosk(Client):
             raise BadRequestError("config is an object")
         if config.get("max_alternatives"):
             raise BadRequestError("config.max_alternatives is not offered by this server: leave it out")
-        before = self._of_session()
+        before = self._settings()
         if keys := [key for key in ("phrase_list", "hot_words") if key in config]:
             tables = [await self.engine.phrases.table(_without_unknown(config[key]), f"config.{key}") for key in keys]
             self.hot_words = {phrase: weight for table in tables for phrase, weight in table.items()} or None
@@ -81,11 +81,13 @@ class Vosk(Client):
             self.endpoints = _endpoints(config["endpoints"])
         self.rate_hz = int(check_number(config.get("sample_rate", self.rate_hz), "config.sample_rate", _RATE_HZ))
         self.words = bool(config.get("words", self.words))
-        if self.session is not None and self._of_session() != before:
+        if self.session is not None and self._settings() != before:
             raise BadRequestError("config may change nothing but words after the first audio")
 
-    def _of_session(self) -> tuple[Any, ...]:
-        return self.rate_hz, self.endpoints, self.hot_words, self.phrases, self.false_alarms
+    def _settings(self) -> SessionSettings:
+        return SessionSettings(
+            self.rate_hz, self.endpoints, self.hot_words, self.phrases, false_alarms=self.false_alarms
+        )
 
     def _reply(self, final: Sequence[Segment]) -> dict[str, Any]:
         reply: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in final)}

@@ -14,9 +14,8 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ds2.audio.stream import Pcm16
-from ds2.decoding.lexicon import HotWords
-from ds2.recognition.session import Endpoints, Segment
-from ds2.serve.engine import EngineClient, EngineSession, StreamResult
+from ds2.recognition.session import Segment
+from ds2.serve.engine import EngineClient, EngineSession, SessionSettings, StreamResult
 from ds2.serve.limits import (
     BAD_DATA,
     BROKEN,
@@ -95,29 +94,21 @@ class Client:
             raise SessionOverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error
         return None if message["type"] == "websocket.disconnect" else message
 
-    async def accept_audio(
-        self,
-        data: bytes,
-        rate_hz: int,
-        endpoints: Endpoints,
-        hot_words: HotWords | None = None,
-        phrases: Sequence[str] = (),
-        interim_words: bool = False,
-        false_alarms: float | None = None,
-    ) -> StreamResult:
+    async def accept_audio(self, data: bytes, settings: SessionSettings) -> StreamResult:
         """Decode audio, of the format that `sample_reader` reads; the first samples open the session.
 
         Raises:
             SessionOverError: they exceed the longest session; none of them are decoded.
             UserError: as `EngineClient.open` and `EngineSession.accept_waveform`.
         """
+        rate_hz = settings.sample_rate_hz
         accepted_s = self.session.accepted_s if self.session is not None else 0.0
         if self._samples is None:
             self._samples = self.sample_reader()
         samples, final = self._samples.accept(data), list[Segment]()
         self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
-            self.session = await self.engine.open(rate_hz, endpoints, hot_words, phrases, interim_words, false_alarms)
+            self.session = await self.engine.open(settings)
         self.interruptible = False
         while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final

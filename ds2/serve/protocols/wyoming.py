@@ -23,6 +23,7 @@ from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER
+from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Client, json_object
 
@@ -68,7 +69,7 @@ class Wyoming(Client):
 
     async def _accept(self, socket: WebSocket, payload: bytes) -> None:
         assert self.rate_hz is not None
-        result = await self.accept_audio(payload, self.rate_hz, NEVER, self.hot_words)
+        result = await self.accept_audio(payload, SessionSettings(self.rate_hz, NEVER, self.hot_words))
         await self._send_words(socket, result.partial.split()[: result.fixed_words])
 
     async def send_last_result(self, socket: WebSocket) -> None:

@@ -15,7 +15,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints
-from ds2.serve.engine import LocalRecogniser
+from ds2.serve.engine import LocalRecogniser, SessionSettings
 from ds2.serve.limits import Limits
 
 RULES = Endpoints(longest_s=0.5)
@@ -30,7 +30,7 @@ def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> Non
         engine = LocalRecogniser(recogniser_of(make_model()), Limits(batch=batch))
 
         async def talk() -> bytes:
-            sources = [await engine.open(RATE_HZ, RULES) for _ in range(6)]
+            sources = [await engine.open(SessionSettings(RATE_HZ, RULES)) for _ in range(6)]
             for _ in range(3):
                 await asyncio.gather(*(source.accept_waveform(samples_of(speech(3, 0.4))) for source in sources))
             return await engine.metrics()
@@ -51,7 +51,7 @@ def test_the_delay_of_last_words_is_counted_where_a_pause_ended_them(
     engine = LocalRecogniser(recogniser_of(make_model()), Limits())
 
     async def talk() -> tuple[int, str]:
-        source = await engine.open(RATE_HZ, RULES)
+        source = await engine.open(SessionSettings(RATE_HZ, RULES))
         answers = [await source.accept_waveform(samples_of(speech(3, 1.5))) for _ in range(2)]
         await source.flush()
         lines = (await engine.metrics()).decode().splitlines()
@@ -70,7 +70,7 @@ def test_results_that_nobody_waited_for_come_at_the_end(
     engine, samples = LocalRecogniser(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
 
     async def texts(*, leaves: bool) -> list[str]:
-        source = await engine.open(RATE_HZ, RULES)
+        source = await engine.open(SessionSettings(RATE_HZ, RULES))
         accepting = asyncio.create_task(source.accept_waveform(samples))
         final = []
         if leaves:

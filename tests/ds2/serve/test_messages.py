@@ -14,7 +14,7 @@ from ds2.audio.read import AudioError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import LexiconError
 from ds2.recognition.session import NEVER, Endpoints, Live, Segment
-from ds2.serve.engine import Chunk, Engine, StreamResult
+from ds2.serve.engine import Chunk, Engine, SessionSettings, StreamResult
 from ds2.serve.limits import BrokenError, FullError
 from ds2.serve.phrases import PhraseReader
 from ds2.serve.processes import (
@@ -37,7 +37,17 @@ from ds2.system import UserError
 from ds2.system.messages import MessageError
 from ds2.text.alphabet import Alphabet
 
-TO_ENGINE = (WorkerStarted, OpenSession, AcceptWaveforms, Flush, CloseSession, CountRefusal, ReadMetrics, Endpoints)
+TO_ENGINE = (
+    WorkerStarted,
+    OpenSession,
+    AcceptWaveforms,
+    Flush,
+    CloseSession,
+    CountRefusal,
+    ReadMetrics,
+    SessionSettings,
+    Endpoints,
+)
 TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
 WORD = Word("ab", 0.1, 0.5, 0.9)
 RESULT = StreamResult([Segment(0.0, 1.0, Hypothesis("ab", -1.5, (1, 2), (WORD,), -1.0))], "\ud800 c")
@@ -49,8 +59,8 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
     to_engine = [
         [WorkerStarted()],
         [
-            OpenSession(0, 1, 16000, Endpoints(), {}, [], False, None),
-            OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"], True, 0.5),
+            OpenSession(0, 1, SessionSettings(16000, Endpoints())),
+            OpenSession(7, 2, SessionSettings(8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"], True, 0.5)),
         ],
         [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [5, 0], bytearray(samples)), Flush(9, 2, 13.5)],
         [CloseSession(1), CountRefusal("429"), ReadMetrics(10)],
@@ -127,7 +137,7 @@ def test_a_remote_recogniser_works_in_any_loop_and_notices_its_end() -> None:
         await remote.start()
         foreign = ForeignTransport()
         remote.connection_made(foreign)  # type: ignore[arg-type]
-        sessions = [await remote.open(16000, Endpoints()) for _ in range(3)]
+        sessions = [await remote.open(SessionSettings(16000, Endpoints())) for _ in range(3)]
         calls = [asyncio.ensure_future(session.accept_waveform(np.zeros(10, np.float32))) for session in sessions]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
