@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, Source, parameters, run, translation_unit
+from ds2_ops.jit.launch import Launch, Source, multiprocessors, parameters, run, translation_unit
 
 _HANDLE_BYTES = 64
 _GRANULE = 2 << 20  # CUDA maps whole granules: a smaller allocation would map other tensors with it
@@ -27,7 +27,8 @@ _MAX_CHUNKS = 64  # one thread loads all chunks of a number
 _COUNTERS_BYTES = 4 * (MAX_NUMBERS // SUM_THREADS)
 
 EXCHANGE_THREADS = 512
-_EXCHANGE_BLOCKS = 264  # two for each multiprocessor of an H200: memory, not arithmetic, limits the speed
+_EXCHANGE_BLOCKS = 2  # of a multiprocessor: memory, not arithmetic, limits the speed
+_MAX_EXCHANGE_BLOCKS = 2048  # of any GPU
 _HEADER_BYTES = 512  # counters before the numbers
 
 
@@ -144,7 +145,7 @@ class PeerExchange:
     def takes(tensor: Tensor) -> bool:
         """Return whether a tensor is float32, contiguous, aligned to 16 bytes and not too large."""
         aligned = tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-        return aligned and 0 < tensor.numel() < 2**31 - _EXCHANGE_BLOCKS * EXCHANGE_THREADS
+        return aligned and 0 < tensor.numel() < 2**31 - _MAX_EXCHANGE_BLOCKS * EXCHANGE_THREADS
 
     def send(self, tensor: Tensor) -> None:
         """Copy the numbers (N,) to the other rank, on torch's current stream; they must not change until `add`.
@@ -164,7 +165,8 @@ class PeerExchange:
         """
         count = tensor.numel()
         what = lambda: f"the addition of {count} numbers of another rank"  # noqa: E731
-        launch = Launch(_add_source(), EXCHANGE_THREADS, grid=min(_EXCHANGE_BLOCKS, -(-count // EXCHANGE_THREADS)))
+        blocks = min(_EXCHANGE_BLOCKS * multiprocessors(tensor.device), _MAX_EXCHANGE_BLOCKS)
+        launch = Launch(_add_source(), EXCHANGE_THREADS, grid=min(blocks, -(-count // EXCHANGE_THREADS)))
         run(
             launch, [self._own, self._other, tensor, self._own + _HEADER_BYTES, count, launch.grid], what, tensor.device
         )

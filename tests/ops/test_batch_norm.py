@@ -116,8 +116,11 @@ def test_values_and_gradients(
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 1400, 22_400, 1_800_000])
 @pytest.mark.parametrize("channels", [8, 32, 72, 1152, 4000])
-def test_chunks_cover_all_rows_and_none_is_empty(rows: int, channels: int) -> None:
-    chunk_rows, chunks = Rows("bfloat16", rows, channels).chunk
+@pytest.mark.parametrize("sms", [1, 14, 132, 170])
+def test_chunks_cover_all_rows_and_follow_the_multiprocessors(rows: int, channels: int, sms: int) -> None:
+    of_rows = Rows("bfloat16", rows, channels, sms)
+    chunk_rows, chunks = of_rows.chunk
+    assert chunks == 1 or chunks * of_rows.columns <= 2 * sms
     assert (chunks - 1) * chunk_rows < rows <= chunks * chunk_rows
 
 

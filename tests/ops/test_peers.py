@@ -127,7 +127,7 @@ def _exchange(rank: int, boxes: list[Tensor], results: Tensor) -> None:
 def test_both_ranks_have_the_sum_time_after_time(backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_run(monkeypatch, peers, backwards)
     monkeypatch.setattr(peers, "_copy", copy)
-    monkeypatch.setattr(peers, "_EXCHANGE_BLOCKS", 5)
+    monkeypatch.setattr(peers, "multiprocessors", lambda device: 3)
     warm = torch.zeros(exchange_bytes(1), dtype=torch.uint8)  # alone, the other's words are one's own
     alone = PeerExchange(warm.data_ptr(), warm.data_ptr())
     alone.send(torch.ones(1))

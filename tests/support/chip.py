@@ -6,12 +6,14 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ds2_ops.jit.launch import Launch, Source
 from ds2_ops.recurrent import layer
 from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
 from support.kernel_on_cpu import CSRC, compile_kernel, host_arguments, patch_run
@@ -98,4 +100,4 @@ def _hold(library: ctypes.CDLL, arguments: Mapping[str, Any]) -> None:
 
 def small_chip(active: Mapping[int, int]) -> DeviceFacts:
     """Facts of a chip with so many clusters of a size, all that it has."""
-    return DeviceFacts(sms=max(c * n for c, n in active.items()), active_clusters=dict(active))
+    return replace(DEVICES["H200"], sms=max(c * n for c, n in active.items()), active_clusters=dict(active))

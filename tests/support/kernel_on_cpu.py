@@ -41,7 +41,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
 
 
 def patch_run(monkeypatch: pytest.MonkeyPatch, module: Any, backwards: bool = False) -> None:
-    """Make the launches of a module run on CPU tensors."""
+    """Make the launches of a module run on CPU tensors, with as many multiprocessors as an H200 has."""
 
     def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
         kernel = ctypes.CDLL(str(_library(launch.source))).run
@@ -49,6 +49,8 @@ def patch_run(monkeypatch: pytest.MonkeyPatch, module: Any, backwards: bool = Fa
         kernel(launch.grid, launch.threads, int(backwards), *host_arguments(launch.source, arguments))
 
     monkeypatch.setattr(module, "run", run)
+    if hasattr(module, "multiprocessors"):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
 
 
 def patch_launch_on(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:

@@ -8,7 +8,8 @@ from ds2_ops.jit.launch import Source
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.choose import grid_choices
-from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.problem import Choice, Problem
 from torch import Tensor
 
 from support.op_cases import (
@@ -24,7 +25,7 @@ from support.rounding import Arithmetic, allowed_against_stock, variances
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, weight_hh, h0, grad_y, grad_h_n
 CLIP = 1.0
-H200 = DeviceFacts()
+H200 = DEVICES["H200"]
 LARGEST_GRID_HIDDEN = {"bfloat16": 4224, "float16": 4224, "float32": 3072}  # of the whole-chip designs on it
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TF32_ERROR = 1e-3  # the bound for fp32, whose products go through TF32

@@ -15,12 +15,14 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dispatch import read_result
 from ds2_ops.recurrent.calibrate import few_kernels, listed
 from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.model import Constants, Processor, Timed, fit_factors, kind, step_us
 from ds2_ops.recurrent.plan.model import fit as fit_constants
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
@@ -55,8 +57,10 @@ def read(path: Path) -> Record:
     """
     content = read_result(path)
     clusters = {int(size): count for size, count in content["active_clusters"].items()}
-    capability = tuple(content.get("capability", DeviceFacts().capability))
-    facts = DeviceFacts(content["gpu"], capability, content["sms"], active_clusters=clusters)
+    capability = tuple(content.get("capability", DEVICES["H200"].capability))
+    facts = replace(
+        DEVICES["H200"], name=content["gpu"], capability=capability, sms=content["sms"], active_clusters=clusters
+    )
     frames = content["frames"] if isinstance(content["frames"], int) else content["frames"][0]  # later ones: unused
     max_sms, dtype = content.get("max_sms"), content.get("dtype", "bfloat16")
     problems = []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds2_ops.batch_norm.rows import BYTES, NUMBERS, Rows
 from ds2_ops.checks import refuse_second_derivative, why_no_gpu
-from ds2_ops.jit.launch import run
+from ds2_ops.jit.launch import multiprocessors, run
 
 
 def why_not(dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
@@ -108,7 +108,8 @@ class _BatchNorm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         channels, device = x.shape[-1], x.device
         bins, frames = (x.shape[1], x.shape[2]) if lengths is not None else (0, 0)
-        rows = Rows(_name(x.dtype), x.numel() // channels, channels, bins, frames, clip is not None)
+        sms = multiprocessors(device)
+        rows = Rows(_name(x.dtype), x.numel() // channels, channels, sms, bins, frames, clip is not None)
         limit = 0.0 if clip is None else clip
         partial = _partial(rows, device)
         _run(rows, "sum_rows", lengths, partial, x)

@@ -14,9 +14,9 @@ THREADS = 256
 NUMBERS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BYTES = 16  # of a load instruction
-# Two for each of an H200's 132 multiprocessors: both passes of 22,400 rows of 1152 take 121 us, with 528 blocks 139 us,
-# because every block of the second launch reads the sums of all chunks of its columns.
-_BLOCKS = 264
+# Of a multiprocessor: both passes of 22,400 rows of 1152 take 121 us on an H200, with four blocks 139 us, because every
+# block of the second launch reads the sums of all chunks of its columns.
+_BLOCKS = 2
 _MIN_ROWS = 4  # of a thread: fewer are not worth the start of a block
 _ROWS = (
     "const int* lengths, int rows, int channels, int chunk_rows, int chunks, int column_blocks, int bins, int frames"
@@ -54,6 +54,7 @@ class Rows:
     Attributes:
         dtype: of its elements, a key of `NUMBERS`.
         rows, channels: N and C.
+        sms: multiprocessors of the GPU.
         bins, frames: F and T where rows are (B, F, T) with lengths; 0 where all rows are valid.
         clipped: whether clipped ReLU follows.
     """
@@ -61,6 +62,7 @@ class Rows:
     dtype: str
     rows: int
     channels: int
+    sms: int
     bins: int = 0
     frames: int = 0
     clipped: bool = False
@@ -83,7 +85,7 @@ class Rows:
     @functools.cached_property
     def chunk(self) -> tuple[int, int]:
         """Rows of a chunk, and number of chunks."""
-        max_chunks, rows_at_once = _BLOCKS // self.columns, THREADS // self.lanes
+        max_chunks, rows_at_once = _BLOCKS * self.sms // self.columns, THREADS // self.lanes
         chunks = max(1, min(max_chunks, self.rows // (_MIN_ROWS * rows_at_once)))
         rows = -(-self.rows // chunks)
         rows += -rows % rows_at_once

@@ -16,6 +16,14 @@ Shape = tuple[int, ...]
 Arrays = dict[str, Any]
 
 
+def multiprocessors_of(device: int) -> int:
+    """Return the multiprocessors of a GPU by its number; 1 where there is none, and arrays are on the CPU."""
+    try:
+        return runtime.attribute(device, "MULTIPROCESSOR_COUNT")
+    except RuntimeError:
+        return 1
+
+
 def on_cpu(array: Any) -> bool:
     """Whether an array lies on the CPU."""
     if hasattr(array, "__dlpack_device__"):

@@ -17,7 +17,7 @@ import numpy as np
 
 from ds2_ops.batch_norm.rows import NUMBERS, Rows
 from ds2_ops.jit.launch import Launch
-from ds2_ops.primitives.arrays import Arrays, ContiguousOp
+from ds2_ops.primitives.arrays import Arrays, ContiguousOp, multiprocessors_of
 from ds2_ops.recurrent.primitives import product
 
 
@@ -55,7 +55,8 @@ class BatchNorm(ContiguousOp):
         if min(shape, default=0) < 1 or (ragged and len(shape) != 4):
             raise ValueError(f"shape is {shape}, allowed are sizes of 1 or more, (B, F, T, C) with ragged=True")
         bins, frames = (shape[1], shape[2]) if ragged else (0, 0)
-        self.rows = Rows(dtype, product(shape[:-1]), shape[-1], bins, frames, clip is not None)
+        sms = multiprocessors_of(device)
+        self.rows = Rows(dtype, product(shape[:-1]), shape[-1], sms, bins, frames, clip is not None)
         if shape[-1] % self.rows.numbers:
             raise ValueError(f"there are {shape[-1]} channels, allowed in {dtype} are multiples of {self.rows.numbers}")
         self.shape, self.ragged, self.eps, self.clip, self.device = shape, ragged, eps, clip, device

@@ -22,7 +22,7 @@ import numpy as np
 
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, Source, launch_on, names, parameters, translation_unit
-from ds2_ops.primitives.arrays import on_cpu, read_cpu, write_cpu
+from ds2_ops.primitives.arrays import multiprocessors_of, on_cpu, read_cpu, write_cpu
 from ds2_ops.recurrent.primitives import Array, on_gpu, product, stream_handle, workspace_address
 
 THREADS, TILE_COLUMNS, TILE_DEPTH = 256, 128, 8
@@ -96,7 +96,7 @@ class Convolution:
         self.size, self.taps, self.stride, self.padding = size, taps, stride, padding
         self.out: Pair = (out[0], out[1])
         self.dtype, self.flip, self.device = dtype, flip, device
-        self._sms = _multiprocessors(device) if sms is None else sms
+        self._sms = multiprocessors_of(device) if sms is None else sms
         self.shapes = {
             "x": (images, channels, *size),
             "weight": (outputs, channels // groups, *taps),
@@ -212,14 +212,6 @@ class Convolution:
             numbers |= dict(zip(letters, arrays[name].strides, strict=True))
         numbers |= dict(zip(("W_K", "W_C", "W_R", "W_S"), arrays["weight"].strides, strict=True))
         return tuple(numbers.items())
-
-
-def _multiprocessors(device: int) -> int:
-    """Of a GPU; 1 where there is none, and arrays are on the CPU."""
-    try:
-        return runtime.attribute(device, "MULTIPROCESSOR_COUNT")
-    except RuntimeError:
-        return 1
 
 
 def _tile_rows(rows: int, others: int = 0, sms: int = 1) -> int:

@@ -23,7 +23,8 @@ SMEM_BYTES = min(device.smem_bytes_per_block for device in DEVICES.values())
 
 def sources() -> dict[str, Source]:
     """Kernels by name, for the least shared memory of a block."""
-    of_rows = {dtype: Rows(dtype, 10_000, 32 if dtype == "float16" else 1152, 4, 50, clipped=True) for dtype in NUMBERS}
+    channels = {dtype: 32 if dtype == "float16" else 1152 for dtype in NUMBERS}
+    of_rows = {dtype: Rows(dtype, 10_000, channels[dtype], 132, 4, 50, clipped=True) for dtype in NUMBERS}
     kernels = ("sum_rows", "normalise", "sum_gradients", "backward_rows")
     return {f"{name} {dtype}": rows.launch(name).source for dtype, rows in of_rows.items() for name in kernels} | {
         "squares": SQUARES,

@@ -143,6 +143,7 @@ def test_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, package, None)
     for needs_cuda in (lambda: build.build(SOURCE), lambda: runtime.smem_bytes_per_block(0)):
         build.compiler_version.cache_clear()
+        runtime._driver.cache_clear()
         with pytest.raises(RuntimeError, match=r"cuda-core.*nvidia-cuda-nvrtc.*backend='gemm'"):
             needs_cuda()
 

@@ -16,13 +16,14 @@ from ds2_ops.recurrent import calibrate
 from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.model import Processor, step_us
-from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.problem import Choice, DoesNotFit, Problem
 from support.op_cases import relative_error
 from support.persistent_cases import inputs
 
 PROBLEM = Problem(4, 1152, "bfloat16", "relu", False)
 KEY = "relu bfloat16 H 1152 B 4 forward on 132 SMs"
-RANKED = [choice.name for choice in rank(PROBLEM, DeviceFacts())]
+H200 = replace(DEVICES["H200"], name="NVIDIA H200")  # as its driver says
+RANKED = [choice.name for choice in rank(PROBLEM, H200)]
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[l
     monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("DS2_OPS_CALIBRATE", raising=False)
     monkeypatch.setattr(calibrate, "measure", measure)
-    monkeypatch.setattr(calibrate, "device_facts", lambda index: DeviceFacts())
+    monkeypatch.setattr(calibrate, "device_facts", lambda index: H200)
     monkeypatch.setattr(runtime, "device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(runtime, "driver_version", lambda: "13.0")
     monkeypatch.setattr(calibrate, "sources_digest", lambda: "abc")
@@ -103,7 +104,7 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
     calibrate.adopt({KEY: RANKED[4]})
     assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[4]
     other = PROBLEM._replace(batch=8)
-    assert calibrate.choose_tile(other, 0, None).name == rank(other, DeviceFacts())[0].name
+    assert calibrate.choose_tile(other, 0, None).name == rank(other, H200)[0].name
     assert not measured
     calibrate.adopt({KEY: "of another version"})
     with pytest.warns(RuntimeWarning, match="'of another version' that was recorded .* model's choice runs instead"):
@@ -112,7 +113,7 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
 
 def test_two_different_gpus_in_one_job(measured: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "0")
-    gpus = [DeviceFacts(), DEVICES["A100"], replace(DEVICES["A100"], name="alike", sms=132)]
+    gpus = [H200, DEVICES["A100"], replace(DEVICES["A100"], name="alike", sms=132)]
     monkeypatch.setattr(calibrate, "device_facts", gpus.__getitem__)
     own = [rank(PROBLEM, facts)[0].name for facts in gpus]
     assert [calibrate.choose_tile(PROBLEM, index, None).name for index in range(3)] == own
@@ -216,7 +217,7 @@ def test_nothing_is_timed_where_it_must_not_be(
     if off == "setting":
         monkeypatch.setenv("DS2_OPS_CALIBRATE", "0")
     elif off == "recorded":
-        monkeypatch.setattr(calibrate, "device_facts", lambda index: DeviceFacts())
+        monkeypatch.setattr(calibrate, "device_facts", lambda index: H200)
     elif off == "captured":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

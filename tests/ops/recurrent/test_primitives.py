@@ -9,7 +9,8 @@ from ds2_ops.recurrent import primitives
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.cells import GATED, Options
 from ds2_ops.recurrent.plan.choose import choose
-from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from ds2_ops.recurrent.primitives import BackwardData, Forward
 from support.op_cases import CUDA, draw, nan_filled_memory, ragged_lengths
 from support.persistent_cases import CLIP, inputs, run
@@ -23,7 +24,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan for an H200 that is not here."""
 
     def plan(problem: Problem, index: int, max_sms: int | None) -> object:
-        return choose(problem, DeviceFacts(), max_sms)
+        return choose(problem, DEVICES["H200"], max_sms)
 
     monkeypatch.setattr(primitives, "choose_tile", plan)
 

@@ -7,13 +7,12 @@ CUDA programming guide for the compute capability. On a GPU that is there, `cali
 from ds2_ops.recurrent.plan.problem import DeviceFacts
 
 _SMEM_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # of a block, at most
+_CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15, 9: 9, 16: 7}  # that run at once on an H200, as its driver says
 
 
 def _device(name: str, capability: tuple[int, int], sms: int, l2_mib: int, clock_mhz: int) -> DeviceFacts:
-    clusters = DeviceFacts().active_clusters if capability == (9, 0) else {}
-    return DeviceFacts(
-        name, capability, sms, _SMEM_KIB[capability] << 10, clusters, clock_mhz=clock_mhz, l2_bytes=l2_mib << 20
-    )
+    clusters = _CLUSTERS if capability == (9, 0) else {}
+    return DeviceFacts(name, capability, sms, _SMEM_KIB[capability] << 10, clusters, clock_mhz, l2_mib << 20)
 
 
 DEVICES = {

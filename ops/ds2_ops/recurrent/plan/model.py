@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Constants = dict[str, dict[str, float]]
+CLOCK_MHZ = 1980  # of the H200 on which constants were measured
 # Time of a message of one word, measured alone.
 EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
 EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # not measured for 2 and 4: as for 8
@@ -79,7 +80,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Processor:
-    """Factors of a processor's clock and of its time for a message, relative to the GPU of the constants.
+    """Factors of a processor's clock and of its time for a message, relative to the H200 of the constants.
 
     Attributes:
         clock, exchange: these factors.

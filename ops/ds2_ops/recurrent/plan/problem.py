@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ds2_ops.jit.build import LAUNCH_REGISTERS
 from ds2_ops.jit.launch import Launch, names, parameters, translation_unit
 from ds2_ops.recurrent.cells import CELLS, Cell
-from ds2_ops.recurrent.plan.model import Processor, Work, step_us
+from ds2_ops.recurrent.plan.model import CLOCK_MHZ, Processor, Work, step_us
 
 THREADS = 256  # multiplying threads: 8 warps, so that each has more than 200 registers, most of them for weights
 FINISHERS = 128  # finishing threads: 4 warps for each group, or for each part of the only group
@@ -59,7 +59,7 @@ def check_rows(frames: int, batch: int) -> None:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a kernel may use on one GPU; the defaults are an H200's.
+    """What a kernel may use on one GPU.
 
     Attributes:
         name: for messages.
@@ -67,28 +67,26 @@ class DeviceFacts:
         sms: streaming multiprocessors.
         smem_bytes_per_block: largest dynamic shared memory of a block.
         active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
-        registers: of 32 bits, of each multiprocessor.
         clock_mhz: of the multiprocessors, from the driver; matrix instructions may lower it.
         l2_bytes: of the L2 cache.
+        registers: of 32 bits, of each multiprocessor.
         factors: of the links of its steps, where they were measured: see `Processor`.
     """
 
-    name: str = "NVIDIA H200"
-    capability: tuple[int, int] = (9, 0)
-    sms: int = 132
-    smem_bytes_per_block: int = 232_448
-    active_clusters: Mapping[int, int] = field(
-        default_factory=lambda: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15, 9: 9, 16: 7}
-    )
-    clock_mhz: int = 1980
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    smem_bytes_per_block: int
+    active_clusters: Mapping[int, int]
+    clock_mhz: int
+    l2_bytes: int
     registers: int = 65_536
-    l2_bytes: int = 50 * 2**20
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def processor(self) -> Processor:
         """Its speed for the performance model: arithmetic and trips to L2 take cycles."""
-        clock = self.clock_mhz / DeviceFacts.clock_mhz
+        clock = self.clock_mhz / CLOCK_MHZ
         return Processor(clock, 1 / clock, self.factors)
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 from ds2_ops.recurrent.plan.choose import choose
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Problem
 
-H200 = DeviceFacts()
+H200 = DEVICES["H200"]
 
 
 def problem(hidden: int, batch: int = 4, dtype: str = "bfloat16", backward: bool = False) -> Problem:
@@ -62,7 +63,7 @@ def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
 @pytest.mark.parametrize(
     ("wrong", "device", "max_sms", "message"),
     [
-        (problem(512), H200, 1, r"cluster of 8 or 16 .* 1 of 132 may be used on NVIDIA H200: raise max_sms"),
+        (problem(512), H200, 1, r"cluster of 8 or 16 .* 1 of 132 may be used on H200: raise max_sms"),
         (
             problem(512),
             replace(H200, name="T4", capability=(7, 5)),

@@ -6,12 +6,12 @@ from ds2_ops.jit.build import check_registers
 from ds2_ops.recurrent.cells import GATED, PLAIN
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_units, largest_cluster_hidden
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_SAMPLES,
     NUMBERS,
     THREADS,
-    DeviceFacts,
     DoesNotFit,
     Problem,
 )
@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.compiled import assert_no_spills
 
-H200 = DeviceFacts()
+H200 = DEVICES["H200"]
 
 
 def problem(hidden: int, batch: int = 4, dtype: str = "bfloat16", backward: bool = False) -> Problem:

@@ -7,7 +7,8 @@ import pytest
 from ds2_ops.jit import build as builder
 from ds2_ops.jit.build import Binary, build
 from ds2_ops.recurrent.plan.choose import space
-from ds2_ops.recurrent.plan.problem import DeviceFacts, Problem
+from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.problem import Problem
 from support import compiled
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -15,7 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 def tile(layout: str, hidden: int, cell: str) -> str:
     """One of those that every tile's tests hold to their registers."""
-    choices = space(Problem(64, hidden, "bfloat16", cell, True), DeviceFacts())
+    choices = space(Problem(64, hidden, "bfloat16", cell, True), DEVICES["H200"])
     return next(choice.launch.source.text for choice in choices if choice.work.layout.startswith(layout))
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.model import Processor, step_us
 from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Problem
 from support.paths import ROOT
 
 from tools.planning.fit import read
 
-H200 = DeviceFacts()
+H200 = DEVICES["H200"]
 
 
 @pytest.mark.parametrize("sms", [96, 64, 32])

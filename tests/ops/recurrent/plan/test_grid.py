@@ -45,7 +45,7 @@ def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
 
 def test_fewer_multiprocessors_hold_less() -> None:
     assert choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 100).launch.grid <= 100
-    with pytest.raises(DoesNotFit, match=r"the 20 multiprocessors that may be used on NVIDIA H200 \(132 in all\)"):
+    with pytest.raises(DoesNotFit, match=r"the 20 multiprocessors that may be used on H200 \(132 in all\)"):
         choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 20)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from ds2_ops.recurrent.plan.choose import choose, rank
+from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.model import Processor, fitted, kind, step_us, terms
-from ds2_ops.recurrent.plan.problem import DeviceFacts, Problem
+from ds2_ops.recurrent.plan.problem import Problem
 from support.paths import ROOT
 
 from tools.planning import fit, sweep
@@ -74,7 +75,7 @@ def test_halves_share_no_problem_and_miss_none() -> None:
 
 def test_regret() -> None:
     problem = Problem(4, 512, "bfloat16", "relu", False)
-    a, b, c = rank(problem, DeviceFacts())[:3]
+    a, b, c = rank(problem, DEVICES["H200"])[:3]
     measured = Measured(problem, [(a, 2.0), (b, 1.0), (c, 4.0)])
     order = {a.name: 0, b.name: 1, c.name: 2}
     assert measured.regret(lambda choice: order[choice.name], 1) == 2.0
@@ -142,7 +143,7 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_another_processor() -> None:
-    choice = choose(Problem(4, 1152, "bfloat16", "relu", False), DeviceFacts())
+    choice = choose(Problem(4, 1152, "bfloat16", "relu", False), DEVICES["H200"])
     here = choice.step_us
     assert step_us(choice.work, processor=Processor(clock=2.0, exchange=0.5)) == pytest.approx(here / 2)
     assert here / 2 < step_us(choice.work, processor=Processor(clock=2.0)) < here

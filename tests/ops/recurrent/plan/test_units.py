@@ -3,14 +3,15 @@
 import pytest
 from ds2_ops.recurrent.cells import CELLS, GATED
 from ds2_ops.recurrent.plan.choose import choose
-from ds2_ops.recurrent.plan.problem import NUMBERS, DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.devices import DEVICES
+from ds2_ops.recurrent.plan.problem import NUMBERS, DoesNotFit, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from hypothesis import given
 from hypothesis import strategies as st
 from support.compiled import assert_no_spills
 from support.persistent_cases import one_a_kernel
 
-H200 = DeviceFacts()
+H200 = DEVICES["H200"]
 
 
 @given(
