@@ -213,7 +213,7 @@ class GraphedPasses(Passes):
 
     Passes run launch by launch, with the same kernels on the same shapes and so the same bits, when a shape comes for
     the first time; while running averages still weigh batches by their number; for batches that count nothing; and,
-    where a shape is not recorded yet, once half of the GPU's memory is in use. Graphs share their working memory, whose
+    where a shape is not recorded yet, once half of the memory that other processes leave is in use. Graphs share their working memory, whose
     size the largest shape decides: a larger one deletes all graphs. At most `MAX_GRAPHS` are kept, those used last.
 
     With several ranks, the sums of shared batch norm are part of a recording, and so are those of gradients where these
@@ -309,6 +309,6 @@ class GraphedPasses(Passes):
 
 
 def _fits_twice() -> bool:
-    """Return whether the memory of passes fits twice: for single launches and for recordings."""
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return 2 * torch.cuda.max_memory_allocated() <= total
+    """Return whether the memory of passes fits twice, for single launches and for recordings, beside other processes."""
+    free, _ = torch.cuda.mem_get_info()
+    return 2 * torch.cuda.max_memory_allocated() <= torch.cuda.memory_reserved() + free

@@ -600,3 +600,15 @@ def test_layers_side_by_side_where_they_cannot_be_are_refused_with_the_reason(
     expected = rf"train\.wavefront=on cannot run: {re.escape(reason)}.*set train\.wavefront=auto or off"
     with pytest.raises(ConfigError, match=expected):
         choose_wavefront(config, "bf16", torch.device("cpu"), graphed=True)
+
+
+@pytest.mark.parametrize(("others_gib", "fits"), [(0, True), (19, True), (21, False)])
+def test_recordings_leave_other_processes_their_memory(
+    others_gib: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of 30 GiB, of which this process holds 32, on a GPU of 80."""
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 32 * gib)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((80 - 32 - others_gib) * gib, 80 * gib))
+    assert passes._fits_twice() is fits
