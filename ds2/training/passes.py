@@ -211,10 +211,11 @@ class RecordedPasses:
 class GraphedPasses(Passes):
     """Passes that are recorded when a shape occurs for the second time, and then launched as two graphs.
 
-    Passes run launch by launch, with the same kernels on the same shapes and so the same bits, when a shape comes for
-    the first time; while running averages still weigh batches by their number; for batches that count nothing; and,
-    where a shape is not recorded yet, once half of the memory that other processes leave is in use. Graphs share their working memory, whose
-    size the largest shape decides: a larger one deletes all graphs. At most `MAX_GRAPHS` are kept, those used last.
+    Passes run launch by launch, with the same kernels on the same shapes and so the same bits, when a shape comes
+    for the first time; while running averages still weigh batches by their number; for batches that count nothing;
+    and, where a shape is not recorded yet, once half of the memory that other processes leave is in use. Graphs
+    share their working memory, whose size the largest shape decides: a larger one deletes all graphs. At most
+    `MAX_GRAPHS` are kept, those used last.
 
     With several ranks, the sums of shared batch norm are part of a recording, and so are those of gradients where these
     overlap the backward pass: on a stream that forks from the pass whenever a bucket is complete. Where sums cannot be
@@ -309,6 +310,6 @@ class GraphedPasses(Passes):
 
 
 def _fits_twice() -> bool:
-    """Return whether the memory of passes fits twice, for single launches and for recordings, beside other processes."""
+    """Return whether passes fit twice beside other processes: for single launches and for recordings."""
     free, _ = torch.cuda.mem_get_info()
     return 2 * torch.cuda.max_memory_allocated() <= torch.cuda.memory_reserved() + free
