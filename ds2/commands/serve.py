@@ -33,7 +33,7 @@ _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused con
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP; 0."""
+    """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP; 0. A recogniser that hangs ends it with 1."""
     overrides, arguments = split_overrides(arguments)
     options = make_parser().parse_args(arguments)
     try:
@@ -85,11 +85,14 @@ def run(arguments: Sequence[str]) -> int:
         processes.run()
         bound.close()
     else:
-        server = make_server(LocalRecogniser(make(), limits), limits, port)
+        recogniser = LocalRecogniser(make(), limits)
+        server = make_server(recogniser, limits, port)
         listen(bound)
         with handle_signals(stop_signals(), server.handle_exit):  # uvicorn installs its own later
             print(message, flush=True)  # from here on clients are answered
             server.run(sockets=[bound])
+        if recogniser.hangs:
+            os._exit(1)  # a thread that hangs in a GPU's driver can keep Python from its end
     return 0
 
 

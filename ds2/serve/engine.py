@@ -7,6 +7,7 @@ takes more from its client, so a client that sends faster than its audio is deco
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import queue
@@ -34,6 +35,9 @@ from ds2.system import UserError
 log = logging.getLogger(__name__)
 transcripts = logging.getLogger("ds2.serve.transcripts")
 transcripts.setLevel(logging.WARNING)  # `ds2 serve --log-transcripts` sets INFO
+HANGS_S = 20.0  # an engine whose turn lasts so long hangs; a turn of 64 sessions takes some two seconds of a busy core
+_TICKS = 20  # in that time; the time in which all of the process is paused does not count
+_STDERR = 2  # its number, which is there without an object of Python's too
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class Engine:
         self._warm_up()
         self._open: set[Live] = set()
         self._lock = threading.Lock()  # sessions with hot words are opened in another thread
+        self._turn: Sequence[Chunk] = ()  # the chunks of the present turn
 
     def _warm_up(self) -> None:
         """Decode a second of silence, so that no client waits for what is built once, such as a search's kernels."""
@@ -194,18 +199,37 @@ class Engine:
             self._open.discard(live)
             self.metrics.sessions.set(len(self._open))
 
-    def run(self, receive: Callable[[bool], Sequence[Chunk | None]]) -> None:
+    def run(self, receive: Callable[[bool], Sequence[Chunk | None]], hangs: Callable[[Sequence[Chunk]], None]) -> None:
         """Decode chunks until None arrives and no chunk waits.
 
         Args:
             receive: returns the chunks that arrived since the last call; called with True it waits for one.
+            hangs: called once, in another thread, with the chunks of a turn that lasts longer than `HANGS_S`.
         """
         waiting: list[Chunk] = []
-        ending = False
-        while waiting or not ending:
-            arrived = receive(not waiting)
-            ending = ending or None in arrived
-            waiting = self.turn(waiting, [chunk for chunk in arrived if chunk is not None])
+        ending, ended = False, threading.Event()
+        threading.Thread(target=self._watch, args=[hangs, ended], name="watch of the recogniser", daemon=True).start()
+        try:
+            while waiting or not ending:
+                arrived = receive(not waiting)
+                ending = ending or None in arrived
+                chunks = [chunk for chunk in arrived if chunk is not None]
+                self._turn = [*waiting, *chunks]
+                waiting = self.turn(waiting, chunks)
+                self._turn = ()
+        finally:
+            ended.set()
+
+    def _watch(self, hangs: Callable[[Sequence[Chunk]], None], ended: threading.Event) -> None:
+        turn, ticks = self._turn, 0
+        while not ended.wait(HANGS_S / _TICKS):
+            ticks = ticks + 1 if turn and turn is self._turn else 0
+            turn = self._turn
+            if ticks == _TICKS:
+                log.critical("the recogniser hangs: it has decoded one batch for %g s; its threads are at", HANGS_S)
+                faulthandler.dump_traceback(file=_STDERR)  # code, no words
+                hangs(turn)
+                return
 
     def turn(self, waiting: Sequence[Chunk], arrived: Sequence[Chunk]) -> list[Chunk]:
         """Accept chunks, answer those that are decoded to their end, and decode a block of the others in one batch.
@@ -330,6 +354,7 @@ class EngineClient(ABC):
     def __init__(self, phrases: PhraseReader, sample_rate_hz: int) -> None:
         self.phrases, self.sample_rate_hz = phrases, sample_rate_hz
         self.ending = False
+        self.lost: Callable[[], None] = lambda: None  # called, in the event loop, once nothing is answered any more
 
     async def start(self) -> None:
         """Start, in the event loop that will use it."""
@@ -424,6 +449,9 @@ class LocalRecogniser(EngineClient):
         recogniser: with a unidirectional model.
         limits: as for `Engine`.
 
+    Attributes:
+        hangs: whether the engine hangs; all calls then raise BrokenError.
+
     Raises:
         ConfigError: a bidirectional model.
     """
@@ -431,18 +459,35 @@ class LocalRecogniser(EngineClient):
     def __init__(self, recogniser: Recogniser, limits: Limits) -> None:
         phrases = PhraseReader(recogniser.alphabet, recogniser.decoder.hot_characters)
         super().__init__(phrases, recogniser.features.sample_rate_hz)
-        self.engine = Engine(recogniser, limits)
+        self.engine, self.hangs = Engine(recogniser, limits), False
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._receiver: _LoopReceiver | None = None
-        self._thread = threading.Thread(target=self.engine.run, args=[self._receive], name="recogniser", daemon=True)
+        self._thread = threading.Thread(
+            target=self.engine.run, args=[self._receive, self._hang], name="recogniser", daemon=True
+        )
         self._thread.start()
 
+    def _hang(self, chunks: Sequence[Chunk]) -> None:
+        """End all calls with an error."""
+
+        def end() -> None:
+            self.hangs = True
+            _deliver([(chunk, BrokenError()) for chunk in [*chunks, *self._receive(False)] if chunk is not None])
+            self.lost()
+
+        assert self._receiver is not None  # the chunks came through it
+        self._receiver.loop.call_soon_threadsafe(end)
+
     async def open_handle(self, settings: SessionSettings) -> Live:
+        if self.hangs:
+            raise BrokenError()
         if not settings.is_slow:
             return self.engine.open(settings)
         return await self.phrases.run(self.engine.open, settings)
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
+        if self.hangs:
+            raise BrokenError()
         loop = asyncio.get_running_loop()
         if self._receiver is None or self._receiver.loop is not loop:
             self._receiver = _LoopReceiver(loop)
@@ -461,7 +506,8 @@ class LocalRecogniser(EngineClient):
 
     def close(self) -> None:
         self._chunks.put(None)
-        self._thread.join()
+        if not self.hangs:
+            self._thread.join()
 
     def _receive(self, block: bool) -> list[Chunk | None]:
         chunks: list[Chunk | None] = [self._chunks.get()] if block else []

@@ -263,7 +263,9 @@ def make_server(engine: EngineClient, limits: Limits, port: int) -> Server:
         ssl_certfile=limits.tls.certificate if limits.tls else None,
         ssl_keyfile=limits.tls.key if limits.tls else None,
     )
-    return Server(config)
+    server = Server(config)
+    engine.lost = lambda: setattr(server, "should_exit", True)
+    return server
 
 
 class HttpConnection(H11Protocol):

@@ -366,14 +366,11 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
     Args:
         end: of the socket pair.
         phrases, sample_rate_hz: as for `EngineClient`.
-        lost: called when the other process has ended.
     """
 
-    def __init__(
-        self, end: socket.socket, phrases: PhraseReader, sample_rate_hz: int, lost: Callable[[], None]
-    ) -> None:
+    def __init__(self, end: socket.socket, phrases: PhraseReader, sample_rate_hz: int) -> None:
         super().__init__(phrases, sample_rate_hz)
-        self._end, self._lost = end, lost
+        self._end = end
         self._numbers, self._unpacker = itertools.count(1), Unpacker(_TO_WORKER)
         self._waiting: dict[int, asyncio.Future[Any]] = {}  # by the number of the call
         self._unsent: list[Any] = []
@@ -405,7 +402,7 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         self._transport = None
         resolve([(future, BrokenError()) for future in self._waiting.values()])
         self._waiting.clear()
-        self._lost()
+        self.lost()
 
     async def open_handle(self, settings: SessionSettings) -> int:
         session = next(self._numbers)
@@ -477,8 +474,7 @@ def _run_worker(
 ) -> None:
     """Serve on an address that others share, until SIGTERM or until the engine's process has ended."""
     os.setpgrp()  # the first process handles Ctrl-C and ends the others in order
-    phrases = PhraseReader(alphabet, hot_characters)
-    engine = RemoteRecogniser(end, phrases, sample_rate_hz, lambda: setattr(server, "should_exit", True))
+    engine = RemoteRecogniser(end, PhraseReader(alphabet, hot_characters), sample_rate_hz)
     server = make_server(engine, limits, address[1])
     server.run(sockets=[listen_shared(*address)])
 
@@ -583,7 +579,7 @@ class Workers(_Parent):
 
     def _serve(self) -> None:
         with short_collections():
-            self.engine.run(self._receive)
+            self.engine.run(self._receive, lambda chunks: os._exit(1))  # workers tell their clients, and end
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

@@ -553,7 +553,7 @@ class Run:
         link = WorkerLink(self.engine, cast(Any, peer))
         self.host.links.append(link)
         phrases = PhraseReader(ALPHABET, frozenset())
-        return RemoteRecogniser(cast(Any, LoopSocket(self.loop, peer)), phrases, RATE_HZ, lambda: None)
+        return RemoteRecogniser(cast(Any, LoopSocket(self.loop, peer)), phrases, RATE_HZ)
 
     async def main(self) -> str:
         """Run all to their end and check the promises; return a digest of what the clients saw."""

@@ -131,7 +131,8 @@ def test_a_remote_recogniser_works_in_any_loop_and_notices_its_end() -> None:
     lost = list[bool]()
     ours, theirs = socket.socketpair()
     phrases = PhraseReader(Alphabet(("", "a", "b")), frozenset("ab"))
-    remote = RemoteRecogniser(theirs, phrases, 16000, lambda: lost.append(True))
+    remote = RemoteRecogniser(theirs, phrases, 16000)
+    remote.lost = lambda: lost.append(True)
 
     async def talk() -> list[Any]:
         await remote.start()
