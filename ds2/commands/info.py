@@ -90,6 +90,7 @@ def summary(model: AcousticModel) -> str:
         (kernel_f, kernel_t), (stride_f, stride_t) = shape.kernel, shape.stride
         bins = -(-bins // stride_f)
         name = f"convolution {index + 1}: {kernel_f} x {kernel_t}, stride {stride_f} x {stride_t}"
+        name += ", causal" * shape.causal
         rows.append((name, f"{shape.channels} x {bins}", f"{_count(conv):,}"))
     described = [(_module_name(config, index, model), _count(m)) for index, m in enumerate(model.recurrent_modules)]
     for (name, count), group in groupby(described):

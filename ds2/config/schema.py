@@ -116,13 +116,14 @@ class ConvConfig:
     kernel: list[int] = numbers([41, 11], 1, 10_001, lengths=(2,))
     stride: list[int] = numbers([2, 2], 1, 10_001, lengths=(2,))
     channels: int = number(32, 1, 65_536)
+    causal: bool = False  # sees no future frames; else the kernel is centred, and half of it is ahead
 
 
 @dataclass
 class ModelConfig:
     """The network: convolutions, recurrent layers with residual skips, row convolutions (Diamos et al. 2016)."""
 
-    convs: list[ConvConfig] = field(  # 2-D convolutions over the features: [{kernel:[F,T],stride:[F,T],channels:N}]
+    convs: list[ConvConfig] = field(  # 2-D, over the features: [{kernel:[F,T],stride:[F,T],channels:N,causal:false}]
         default_factory=lambda: [ConvConfig(), ConvConfig(kernel=[21, 11], stride=[2, 1], channels=32)]
     )
     # Of recurrent layers; gru_before: reset before the product.

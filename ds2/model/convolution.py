@@ -12,7 +12,7 @@ from torch.nn import functional
 from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.model.norm import Ragged, SequenceBatchNorm, fold_norm_after, values_in_layout
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-from ds2.model.structure import TimeWindow, frames_after
+from ds2.model.structure import TimeWindow, frames_after, frames_ahead
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,19 @@ class MaskedConv(nn.Module):
     """2-D convolution over frequency and time, batch norm and clipped ReLU, which ignore padding (paper, Figure 7).
 
     Kernels are odd and zeros are added on both sides, (k - 1) / 2 each, so ceil(T / stride) frames come out and output
-    frame t is centred on input frame t * stride: it sees (k - 1) / 2 input frames to either side.
+    frame t is centred on input frame t * stride: it sees (k - 1) / 2 input frames to either side. A causal convolution
+    has all its zeros before the first frame: output frame t sees input frame t * stride and k - 1 before it.
 
     Args:
         channels_in: C of the input.
-        conv: kernel and stride as [frequency, time], output channels.
+        conv: kernel and stride as [frequency, time], output channels, causal or not.
     """
 
     def __init__(self, channels_in: int, conv: ConvConfig, config: ModelConfig) -> None:
         super().__init__()
         self.kernel, self.clip = tuple(conv.kernel), config.clip
         self.stride = conv.stride[0], conv.stride[1]
+        self.past = conv.kernel[1] - 1 - frames_ahead(conv)  # input frames
         self.weight = nn.Parameter(torch.empty(conv.channels, channels_in, *self.kernel))
         nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
         self.norm = SequenceBatchNorm(conv.channels, config.batch_norm_momentum, axis=1) if config.batch_norm else None
@@ -66,9 +68,12 @@ class MaskedConv(nn.Module):
         Returns:
             (B, C', F', T') and its lengths; 0 past each of them.
         """
-        z = self._convolve(x, context)
+        frames = frames_after(x.shape[3], self.stride[1])
+        if late := self.past - self.kernel[1] // 2:  # zeros before x move the centred windows of `_convolve`
+            x = functional.pad(x, (late, -late % (2 * self.stride[1])))  # on a CPU, pairs of frames stay pairs
+        z = self._convolve(x, context)[..., :frames]
         lengths = frames_after(ragged.lengths, self.stride[1])
-        after = Ragged.of(lengths, z.shape[3], z.device, ragged.keys, ragged.share)
+        after = Ragged.of(lengths, frames, z.device, ragged.keys, ragged.share)
         if self.norm is not None and self.norm.fused(z):
             return self.norm.clipped(z, after.lengths, after.count.times(z.shape[2]), self.clip, context), after
         valid = values_in_layout(after.valid[:, None, None, :].to(z.dtype), z)
@@ -79,7 +84,7 @@ class MaskedConv(nn.Module):
     def folded(self, bins: int, delay_in: int) -> ConvWeights:
         """Describe the layer in evaluation for so many bins, whose input is late by so many frames."""
         weight, bias = fold_norm_after(self.weight, self.bias, self.norm)
-        window = TimeWindow(self.kernel[1], (self.kernel[1] - 1) // 2, self.stride[1], delay_in)
+        window = TimeWindow(self.kernel[1], self.past, self.stride[1], delay_in)
         return ConvWeights(weight, bias, self.stride, self.clip, bins, window)
 
     def _convolve(self, x: Tensor, context: PassContext) -> Tensor:

@@ -8,7 +8,7 @@ from ds2_ops.recurrent.cells import CELLS
 from torch import Tensor
 
 from ds2.config.check import check_allowed
-from ds2.config.schema import ConfigError, ModelConfig
+from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.system.machine import memory_bytes
 
 Frames = TypeVar("Frames", int, Tensor)
@@ -53,6 +53,11 @@ def frames_after(frames: Frames, stride: int) -> Frames:
     return (frames + stride - 1) // stride
 
 
+def frames_ahead(conv: ConvConfig) -> int:
+    """Future input frames that a convolution sees."""
+    return 0 if conv.causal else conv.kernel[1] // 2
+
+
 def time_stride(config: ModelConfig) -> int:
     """Feature frames an output frame stands for."""
     stride = 1
@@ -73,7 +78,7 @@ def lookahead_parts_ms(config: ModelConfig, step_s: float) -> dict[str, float]:
     """Lookahead of the convolutions, of the row convolutions and, infinite, of backward layers."""
     step_ms, convs_ms = step_s * 1000, 0.0
     for conv in config.convs:
-        convs_ms += (conv.kernel[1] - 1) // 2 * step_ms
+        convs_ms += frames_ahead(conv) * step_ms
         step_ms *= conv.stride[1]
     parts = {"convolutions": convs_ms, "row convolutions": config.row_convs * config.row_conv_context * step_ms}
     return parts | ({"bidirectional": float("inf")} if config.bidirectional else {})
@@ -123,7 +128,7 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
             "set model.max_lookahead_ms=0 to allow a bidirectional model"
             if config.bidirectional
             else "lower model.row_convs, model.row_conv_context or the time kernels or time strides of model.convs, "
-            "or raise model.max_lookahead_ms"
+            "set causal: true in model.convs, or raise model.max_lookahead_ms"
         )
         raise ConfigError(
             f"the model looks {total_ms:g} ms ahead ({sums} ms), allowed by model.max_lookahead_ms are "

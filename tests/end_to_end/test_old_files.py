@@ -47,6 +47,8 @@ def as_the_first_version_wrote(path: Path) -> None:
     old: dict[str, Any] = {
         name: {key: config[name][key] for key in keys.split()} for name, keys in FIRST_VERSION.items()
     }
+    convs = [{key: conv[key] for key in ("kernel", "stride", "channels")} for conv in config["model"]["convs"]]
+    old["model"]["convs"] = convs
     kept = {"format": 1, "kind": stored["kind"], "config": {**old, "run_dir": "x", "device": "auto"}}
     if "progress" in stored:
         kept["progress"] = {name: stored["progress"][name] for name in PROGRESS.split()}

@@ -12,11 +12,13 @@ from support.exported import log_energies, of_energies, sound, streamed
 from support.spectra import rounding
 from torch import Tensor, nn
 
+from ds2.config.schema import ConvConfig
 from ds2.export.model import Exported, ExportError, Network, SourcePosition, TorchModel, collect
 from ds2.export.operations import TorchOperations
 from ds2.model.checkpoint import LoadedModel
 
 Make = Callable[..., LoadedModel]
+CAUSAL = [ConvConfig([11, 7], [3, 2], 4, causal=True), ConvConfig([5, 5], [2, 2], 5, causal=True)]
 SHAPES: list[dict[str, Any]] = [
     {},
     {"nonlinearity": "tanh", "batch_norm": False},
@@ -28,6 +30,7 @@ SHAPES: list[dict[str, Any]] = [
     {"norm": "rms"},
     {"norm": "rms", "cell": "lstm", "batch_norm": False},
     {"convs": []},
+    {"convs": CAUSAL},
 ]
 # In float64 what remains is rounding of 2^-53 a sum, through sums of hundreds of terms and tens of frames: 1e-12 or so.
 EXACT = 1e-9

@@ -33,6 +33,14 @@ CONVS = {
         ConvConfig(kernel=[3, 5], stride=[2, 3], channels=2),
         ConvConfig(kernel=[3, 3], stride=[1, 2], channels=2),
     ],
+    "causal": [
+        ConvConfig(kernel=[5, 11], stride=[2, 2], channels=3, causal=True),
+        ConvConfig(kernel=[3, 5], stride=[1, 3], channels=2, causal=True),
+    ],
+    "causal first": [
+        ConvConfig(kernel=[3, 5], stride=[2, 3], channels=2, causal=True),
+        ConvConfig(kernel=[3, 7], stride=[1, 1], channels=2),
+    ],
 }
 
 

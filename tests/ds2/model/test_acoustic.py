@@ -27,6 +27,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gru": {"cell": "gru", "skip": 0},
     "gru, reset before": {"cell": "gru_before"},
     "no convolutions": {"convs": []},
+    "causal first": {"convs": [ConvConfig([7, 5], [2, 2], 3, causal=True), ConvConfig([5, 3], [2, 1], 4)]},
+    "nothing ahead": {
+        "convs": [ConvConfig([7, 5], [2, 3], 3, causal=True), ConvConfig([5, 3], [2, 2], 4, causal=True)],
+        "row_convs": 0,
+    },
     "stochastic depth, inner classifiers": {"stochastic_depth": 0.5, "intermediate": [2, 1]},
 }
 BIDIRECTIONAL: dict[str, dict[str, Any]] = {
@@ -125,7 +130,10 @@ def test_bad_bins_are_named() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"max_lookahead_ms": 190.0}, r"looks 200 ms ahead \(convolutions 40 \+ row convolutions 160 ms\).*row_convs"),
+        (
+            {"max_lookahead_ms": 190.0},
+            r"looks 200 ms ahead \(convolutions 40 \+ row convolutions 160 ms\).*row_convs.*causal: true",
+        ),
         ({"max_lookahead_ms": 800.0, "bidirectional": True}, r"bidirectional inf.*model\.max_lookahead_ms=0"),
         ({"convs": [ConvConfig([4, 5])]}, r"model\.convs\[0\]\.kernel is \[4, 5\], allowed are two odd sizes"),
         ({"convs": [ConvConfig([5, 5], [2, 0])]}, r"model\.convs\[0\]\.stride=\[2, 0\]: allowed are 2 numbers from 1"),
@@ -222,6 +230,10 @@ def test_summary_states_what_counts() -> None:
     assert f"{model.parameter_count:,}" in text
     assert "200 ms = 40 ms convolutions + 160 ms row convolutions" in text
     assert "module: 2 rnn, 1 row convolution of 3 taps, skip" in text
+    causal = summary(make(**VARIANTS["causal first"]))
+    assert "convolution 1: 7 x 5, stride 2 x 2, causal " in causal
+    assert "convolution 2: 5 x 3, stride 2 x 1 " in causal
+    assert "180 ms = 20 ms convolutions" in causal
 
 
 def test_a_batch_without_a_frame_has_no_output() -> None:

@@ -19,6 +19,28 @@ def test_convolution_lengths(kernel: int, stride: int) -> None:
         assert after.lengths.tolist() == [-(-frames // stride)]
 
 
+@pytest.mark.parametrize("frames", [1, 9, 24])
+@pytest.mark.parametrize("stride", [(2, 2), (2, 1), (1, 3)])
+@pytest.mark.parametrize("channels", [(1, 8), (8, 16), (16, 12)])
+def test_a_causal_convolution_has_all_its_zeros_before_the_start(
+    channels: tuple[int, int], stride: tuple[int, int], frames: int
+) -> None:
+    conv = MaskedConv(channels[0], ConvConfig([5, 7], list(stride), channels[1], causal=True), config()).double()
+    x = torch.randn(2, channels[0], 9, frames, dtype=torch.float64, requires_grad=True)
+    lengths = [frames, frames // 2]
+    valid = ragged(frames, lengths).valid[:, None, None]
+    found, _ = conv(x * valid, ragged(frames, lengths))
+    plain = functional.conv2d(functional.pad(x * valid, (6, 0)), conv.weight, conv.bias, stride, (2, 0))
+    plain = (
+        functional.hardtanh(plain, 0.0, conv.clip)
+        * ragged(found.shape[3], [-(-n // stride[1]) for n in lengths]).valid[:, None, None]
+    )
+    torch.testing.assert_close(found, plain)
+    grad = torch.randn_like(plain)
+    for ours, theirs in zip(*(torch.autograd.grad(z, (x, conv.weight), grad) for z in (found, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("frames", [4, 37, 38, 40])
 @pytest.mark.parametrize("stride", [(2, 2), (2, 1), (1, 4), (2, 3)])
 @pytest.mark.parametrize("kernel", [(5, 11), (3, 5), (3, 1)])
