@@ -17,18 +17,23 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn, cast, get_type_hints
+from typing import Any, ClassVar, NoReturn, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from ds2.config import schema
-from ds2.config.allowed import KEY, REMOVED
+from ds2.config.allowed import KEY, REMOVED, Range
 from ds2.config.check import check
 from ds2.config.schema import AlphabetConfig, Config, ConfigError
 from ds2.system.files import write_text
-from ds2.system.plain import FieldError, UnknownField, from_plain
+from ds2.system.plain import NAMES, FieldError, UnknownField, from_plain, short_repr
 
 FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
 _SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
@@ -78,9 +83,14 @@ def read_yaml(text: str) -> Any:
 @functools.cache
 def text_keys() -> frozenset[str]:
     """Return the settings that are texts or lists of texts, by dotted key."""
+    return frozenset(key for key, (_, kind) in _declared().items() if kind in (str, list[str]))
+
+
+@functools.cache
+def _declared() -> dict[str, tuple[Field[Any], Any]]:
+    """The declarations and types of the settings, by dotted key."""
     sections = [("", Config), *((f"{field.name}.", kind) for field, kind in _fields(Config) if is_dataclass(kind))]
-    kinds = {f"{prefix}{field.name}": kind for prefix, owner in sections for field, kind in _fields(owner)}
-    return frozenset(key for key, kind in kinds.items() if kind in (str, list[str]))
+    return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -187,17 +197,32 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
     full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         _unknown(full_key)
-    raise ConfigError(f"{key}: {shape_hint(key) or detail}") from error
+    hint = "" if isinstance(cause, InterpolationResolutionError) else expected(key, cause.value)
+    raise ConfigError(f"{key}: {hint or detail}") from error
 
 
-def shape_hint(key: str) -> str:
-    """Return how to write a list or a mapping for this key; empty for single values and unknown keys."""
-    value: Any = Config()
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    if isinstance(value, list):
+def expected(key: str, value: object) -> str:
+    """Return what a setting takes, for an error; empty for sections and unknown keys.
+
+    Args:
+        key: dotted; `[N]` at its end is an entry of a list.
+        value: the wrong one.
+    """
+    name, entry, _ = key.partition("[")
+    declared, kind = _declared().get(name, (None, None))
+    if declared is None or is_dataclass(kind):
+        return ""
+    if get_origin(kind) is list and not entry:
         return f"takes a list, in brackets even of one: {key}=[A,B]"
-    return f"takes a mapping: {key}={{KEY:VALUE}}" if isinstance(value, dict) else ""
+    if get_origin(kind) is dict:
+        return f"takes a mapping: {key}={{KEY:VALUE}}"
+    single: Any = get_args(kind)[0] if entry else kind
+    allowed = declared.metadata.get(KEY)
+    kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else NAMES.get(single, "a mapping")
+    limits = f"; allowed are {allowed}" if isinstance(allowed, Range) else ""
+    shown = "" if entry or declared.default == MISSING else _key("", Config, declared, {}).default
+    default = f" (default {shown})" if shown else ""
+    return f"takes {kinds}, not {'null' if value is None else short_repr(value)}{limits}{default}"
 
 
 def _unknown(key: str) -> NoReturn:

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.config.convert import nearest_key, read_yaml, shape_hint, text_keys, to_config
+from ds2.config.convert import expected, nearest_key, read_yaml, text_keys, to_config
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.system.files import write_text
 
@@ -57,8 +57,9 @@ def decode_settings(
         near = nearest_key(str(error.full_key)) if unknown else None
         hint = f"; did you mean {near!r}?" if near else ""
         key = f"{error.full_key}: " if error.full_key else ""
-        blamed = [k for k, _, value in (c.partition("=") for c in changes) if k == error.full_key or value[:1] == "{"]
-        reason = next(filter(None, map(shape_hint, blamed)), str(error).splitlines()[0])
+        blamed = [str(error.full_key), *(k for k, _, value in (c.partition("=") for c in changes) if value[:1] == "{")]
+        reasons = (expected(name, error.value) for name in blamed if not unknown or name != error.full_key)
+        reason = next(filter(None, reasons), str(error).splitlines()[0])
         raise ConfigError(f"{place}: {key}{reason}{hint}") from error
     return to_config(cast(DictConfig, merged)).decode
 
@@ -70,7 +71,7 @@ def _words(key: str, value: str) -> list[str]:
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{key}={value} is no list: {' '.join(str(error).split())}") from error
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ConfigError(f"{key}={value}: {shape_hint(key)}")
+        raise ConfigError(f"{key}={value}: {expected(key, words)}")
     return words
 
 

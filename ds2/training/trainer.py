@@ -162,6 +162,9 @@ class Trainer:
         self.crf = self._build_crf()
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
+        if self.crf is not None and self.comm.rank == 0:
+            # For decoding. Not before the state, which may be refused: the folder's own must stay then.
+            save_ngram(self.crf.model, run_dir / "denominator.lm")
         self._compare_dev_set()
         choose_factors(self.progress, self.comm)
         dev = self.dev.utterances
@@ -228,14 +231,12 @@ class Trainer:
         return use_graphs(config, self.comm, launched_sums, no_loss, self.model.why_torch(self.precision))
 
     def _build_crf(self) -> Crf | None:
-        """Make what CTC-CRF needs, equal on all ranks; its model of labels is saved in the run folder, for decoding."""
+        """Make what CTC-CRF needs, equal on all ranks."""
         if self.config.train.objective == "ctc":
             return None
         with self.comm.in_turn():
             crf = Crf.of(self.config.train, self.alphabet, self.utterances)
         self.comm.agree({"denominator": crf.digest}, "give all hosts the same train.denominator_text")
-        if self.comm.rank == 0:
-            save_ngram(crf.model, self.run_dir / "denominator.lm")
         return crf
 
     @property

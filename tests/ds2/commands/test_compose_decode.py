@@ -31,6 +31,14 @@ def test_mistakes_are_named(override: str, tmp_path: Path) -> None:
         resolve_options([override], tmp_path / "best.safetensors", Config(run_dir="run"))
 
 
+@pytest.mark.parametrize("others", [[], ["decode=beam"]])
+def test_a_wrong_value_gets_what_the_setting_takes(others: list[str], tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"decode\.beam: takes a whole number, not 'wide'; allowed are numbers from 1"
+    ):
+        resolve_options([*others, "decode.beam=wide"], tmp_path / "best.safetensors", Config(run_dir="run"))
+
+
 @pytest.mark.parametrize("others", [[], ["decode=beam"], ["decode.beam=9"]])
 @pytest.mark.parametrize("value", ["{zero:5}", "zero"])
 def test_a_value_that_is_no_list_gets_the_form_of_lists(value: str, others: list[str], tmp_path: Path) -> None:

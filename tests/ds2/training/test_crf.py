@@ -11,6 +11,7 @@ from support import kernel_on_cpu
 from ds2.config.schema import Config
 from ds2.lm.files import load_ngram
 from ds2.lm.label_graph import LabelScorer
+from ds2.system.tensor_file import CheckpointError
 from ds2.training.ctc import Crf, ctc_losses, feasible_rows
 from ds2.training.trainer import Trainer
 
@@ -91,6 +92,15 @@ def test_the_model_of_labels_lies_in_the_run_folder_for_decoding(trainer: Traine
     assert crf is not None
     saved = load_ngram(trainer.run_dir / "denominator.lm")
     assert saved.vocabulary == crf.model.vocabulary and torch.equal(saved.log_prob, crf.model.log_prob)
+
+
+def test_a_refused_start_leaves_the_model_of_labels_of_the_run(trainer: Trainer, tiny_config: MakeConfig) -> None:
+    file = trainer.run_dir / "denominator.lm"
+    (trainer.run_dir / "best.safetensors").touch()
+    before = file.read_bytes()
+    with pytest.raises(CheckpointError, match="of another run"):
+        Trainer(tiny_config(CRF, "train.denominator_order=1"), trainer.run_dir)
+    assert file.read_bytes() == before
 
 
 def test_kernels_train_as_products_do(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
