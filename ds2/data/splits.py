@@ -8,6 +8,7 @@ recordings. So a start costs one `stat` a file and reads at most 16 MiB, whateve
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -186,30 +187,29 @@ _TEXTS = 0  # the key of the row that holds the number of utterances and a diges
 Record = NDArray[np.int64]
 
 
-def describe_changes(path: Path, utterances: Sequence[Utterance]) -> str:
+def report_changes(path: Path, utterances: Sequence[Utterance], report: Callable[[str], object]) -> None:
     """Compare a corpus with its record of the last start, and write the new record.
 
     Args:
         path: of the record; it need not exist.
-
-    Returns:
-        One line: what changed, that nothing changed, or that there is nothing to compare with.
+        report: takes one line: what changed, that nothing changed, or that there is nothing to compare with. Called
+            before the record is written: a process that is killed between the two leaves it to the next start.
 
     Raises:
         OSError: the record cannot be written.
     """
-    now = _record(utterances)
-    before = _read(path)
+    now, before = _record(utterances), _read(path)
+    if before is None:
+        report("corpus: no record of an earlier start to compare with")
+    else:
+        report(f"corpus since the last start: {_difference(before, now)}")
     with atomic_file(path) as partial, partial.open("wb") as file:
         np.save(file, now, allow_pickle=False)
-    if before is None:
-        return "corpus: no record of an earlier start to compare with"
-    return f"corpus since the last start: {_difference(before, now)}"
 
 
 def _read(path: Path) -> Record | None:
     try:
-        record = np.load(path, allow_pickle=False)
+        record = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
     fits = isinstance(record, np.ndarray) and record.dtype == np.int64 and record.shape[1:] == (_COLUMNS,)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds2.config.convert import not_default, save_config
 from ds2.config.schema import Config
-from ds2.data.splits import describe_changes
+from ds2.data.splits import report_changes
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
@@ -73,7 +73,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                 trainer.files.wait()
         if comm.rank == 0:
             save_config(config, run_dir / "config.yaml")
-            log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
+            report_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances], log.info)
         board = _board(trainer)
         _log_again(trainer, board)
         _log_start(trainer, board)

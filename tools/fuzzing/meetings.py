@@ -936,7 +936,7 @@ def simulated(world: World) -> Iterator[None]:
         (training, "Trainer", SimulatedTrainer),
         (training, "progress_bar", lambda *_, **__: BAR),
         (training, "git_commit", lambda: ""),
-        (training, "describe_changes", lambda *_: ""),
+        (training, "report_changes", _nothing),
         (training, "save_config", _nothing),
         (RunLog, "settings", _nothing),
         (time, "monotonic", lambda: world.now_s),

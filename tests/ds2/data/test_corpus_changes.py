@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from ds2.data.manifest import Utterance
-from ds2.data.splits import describe_changes
+from ds2.data.splits import report_changes
 
 RATE = 16000
 
@@ -26,6 +26,12 @@ def utterances(tmp_path: Path) -> list[Utterance]:
         soundfile.write(path, 0.1 * rng.standard_normal(RATE), RATE)
         made.append(Utterance(path, 1.0, f"text {number}"))
     return made
+
+
+def describe_changes(record: Path, utterances: list[Utterance]) -> str:
+    lines: list[str] = []
+    report_changes(record, utterances, lines.append)
+    return lines[0]
 
 
 def rewrite(path: Path, content: bytes, *, same_time: bool) -> None:
@@ -65,6 +71,21 @@ def test_audio_reversed_in_place_is_noticed(tmp_path: Path, utterances: list[Utt
     assert "3 of 5 sampled recordings have other content" in line
     assert ("3 files were modified at the same size" in line) != same_time
     assert "unchanged" in describe_changes(record, utterances)  # since the start before
+
+
+def test_changes_that_a_killed_process_did_not_report_are_those_of_the_next_start(
+    tmp_path: Path, utterances: list[Utterance]
+) -> None:
+    record = tmp_path / "record.npy"
+    describe_changes(record, utterances)
+    reverse(utterances[0].audio_filepath, same_time=True)
+
+    def killed(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        report_changes(record, utterances, killed)
+    assert "1 of 5 sampled recordings have other content" in describe_changes(record, utterances)
 
 
 def test_files_texts_and_sizes_are_counted(tmp_path: Path, utterances: list[Utterance]) -> None:
