@@ -1,4 +1,4 @@
-"""Seeded augmentation of waveforms, in the loader: speed, tempo, reverberation, noise, codecs, gain.
+"""Seeded augmentation of waveforms, in the loader: speed, reverberation, noise, codecs, gain.
 
 `augment_waveform` draws effects and applies them. A draw depends on the seed, the epoch, the utterance's index and the
 effect alone, never on worker, rank or batch. A resumed run, or a run on another number of ranks, sees the same audio as
@@ -21,9 +21,6 @@ from ds2.config.schema import CODECS, AugmentConfig
 
 Waveform = NDArray[np.float32]
 
-HOP_S, SEARCH_S = 0.02, 0.01  # of `change_tempo`: half a frame, and how far a frame may move, a period of 50 Hz
-_DECIMATION = 8  # samples per step of its first search
-_SILENCE = 1e-9  # energy that keeps a silent frame from being similar to anything
 _BLOCK = 1 << 15  # samples of overlap-add
 _FIRST_ECHO_S = 0.002
 _DIRECT_DB = (0.0, 15.0)  # energy of the direct sound over that of all echoes
@@ -37,45 +34,6 @@ _FORMATS = {
 }
 assert tuple(_FORMATS) == CODECS
 _MP3_RATES_HZ = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
-
-
-def change_tempo(waveform: Waveform, factor: float, sample_rate_hz: int) -> Waveform:
-    """Return the waveform `factor` times as fast at the same pitch, by waveform similarity overlap-add (WSOLA).
-
-    Output frames of 40 ms, 20 ms apart, are cross-faded. Each is read from the input near `factor` times its output
-    position, moved by at most 10 ms to where it is most similar to what followed the last frame in the input
-    (Verhelst and Roelands 1993).
-
-    Args:
-        waveform: (N,) float32; shorter than two frames, it is returned unchanged.
-        factor: positive; 1 changes nothing.
-    Returns:
-        (round(N / factor),) float32.
-    """
-    hop, search = round(HOP_S * sample_rate_hz), _DECIMATION * max(1, round(SEARCH_S * sample_rate_hz / _DECIMATION))
-    if factor == 1.0 or len(waveform) < 4 * hop:
-        return waveform
-    samples = round(len(waveform) / factor)
-    frames = -(-samples // hop) + 1
-    before, reach = hop + 2 * search, round(frames * hop * max(1.0, factor)) + 4 * (hop + search)
-    padded = np.pad(waveform, (before, max(0, reach - len(waveform)) + reach % _DECIMATION))
-    fine, coarse = (
-        _Similarity(padded),
-        _Similarity(padded[: len(padded) // _DECIMATION * _DECIMATION].reshape(-1, _DECIMATION).mean(1)),
-    )
-    fade = np.float32(0.5) - np.float32(0.5) * np.cos(np.pi * np.arange(2 * hop) / hop).astype(np.float32)
-    output = np.zeros((frames + 1) * hop, np.float32)
-    start = before - hop  # of the frame in `padded`; its middle is at a multiple of hop in the output
-    for frame in range(frames):
-        follows, nominal = start + hop, before - hop + round(frame * hop * factor)
-        if frame == 0:
-            start = nominal
-        else:
-            first = (nominal - search) // _DECIMATION
-            near = coarse.best(follows // _DECIMATION, first, 2 * search // _DECIMATION, 2 * hop // _DECIMATION)
-            start = fine.best(follows, (near - 1) * _DECIMATION, 2 * _DECIMATION, 2 * hop)
-        output[frame * hop : (frame + 2) * hop] += fade * padded[start : start + 2 * hop]
-    return output[hop : hop + samples]
 
 
 def room_response(rng: np.random.Generator, sample_rate_hz: int, rt60_s: tuple[float, float]) -> Waveform:
@@ -171,21 +129,6 @@ def encode(waveform: Waveform, codec: str, sample_rate_hz: int) -> bytes:
     return file.getvalue()
 
 
-class _Similarity:
-    """Finds the part of a signal that is most similar to another part of it."""
-
-    def __init__(self, signal: Waveform) -> None:
-        self._signal = signal
-        self._energy = np.concatenate([[0.0], np.cumsum(np.square(signal, dtype=np.float64))])
-
-    def best(self, target: int, first: int, more: int, length: int) -> int:
-        """Return the start in [first, first + more] whose `length` samples are most similar to those at `target`."""
-        last = first + more + length
-        products = np.correlate(self._signal[first:last], self._signal[target : target + length], "valid")
-        energies = self._energy[first + length : last + 1] - self._energy[first : first + more + 1]
-        return first + int((products / np.sqrt(energies + _SILENCE)).argmax())
-
-
 NoiseSource = Callable[[np.random.Generator, int], Waveform]
 """(generator, number of samples) -> noise of any level."""
 EffectRng = Callable[[str], np.random.Generator]
@@ -210,7 +153,7 @@ def effect_of_view(effect: str, view: int) -> str:
 def augment_waveform(
     waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, rng_of: EffectRng, noise: NoiseSource
 ) -> Waveform:
-    """Return the waveform after speed, tempo, room, noise, codec and gain, in this order.
+    """Return the waveform after speed, room, noise, codec and gain, in this order.
 
     Args:
         waveform: (N,) float32 in [-1, 1]; not written to.
@@ -220,7 +163,7 @@ def augment_waveform(
         noise: source of noise, scaled to the drawn ratio of mean powers over the whole utterance. Nothing is added to
             or from digital silence, for which no ratio exists.
     Returns:
-        (N',) float32, N' = N / (speed factor x tempo factor); not clipped, so values may exceed 1.
+        (N',) float32, N' = N / speed factor; not clipped, so values may exceed 1.
     """
     rng = rng_of("waveform")
     speed_draw, gain_draw, noise_draw, snr_draw = rng.random(4)
@@ -228,10 +171,6 @@ def augment_waveform(
         factor = config.speed[int(speed_draw * len(config.speed))]
         if factor != 1.0:
             waveform = soxr.resample(waveform, sample_rate_hz * factor, sample_rate_hz)
-    if config.tempo:
-        waveform = change_tempo(
-            waveform, config.tempo[int(rng_of("tempo").integers(len(config.tempo)))], sample_rate_hz
-        )
     if config.room_probability and len(waveform):
         room_rng = rng_of("room")
         if room_rng.random() < config.room_probability:
@@ -262,8 +201,8 @@ def augment_in_epoch(config: AugmentConfig, epoch: int) -> AugmentConfig:
 
 
 def speed_range(config: AugmentConfig) -> tuple[float, float]:
-    """Return the least and greatest factor by which utterances may be sped up: speed times tempo."""
-    factors = [speed * tempo for speed in config.speed or [1.0] for tempo in config.tempo or [1.0]]
+    """Return the least and greatest factor by which utterances may be sped up."""
+    factors = config.speed or [1.0]
     return min(factors), max(factors)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 KEY = "allowed"  # entry of a field's metadata: a Range or a tuple of names
-REMOVED = "removed"  # entry of a field's metadata: what is done instead
+REMOVED = "removed"  # entry of a field's metadata: its constant value, and what is done instead
 UNLIMITED = math.inf
 COUNT = 10**12  # a limit above all counts
 SEED = 2**63 - 1
@@ -70,4 +71,4 @@ def removed(default: Any, instead: str) -> Any:
         default: the constant that is used now.
         instead: what is done instead, for the warning.
     """
-    return field(default=default, metadata={REMOVED: instead})
+    return field(default_factory=lambda: copy(default), metadata={REMOVED: (default, instead)})

@@ -27,10 +27,9 @@ def check_allowed(section: Any, key: str = "") -> None:
         ConfigError: a value that is not allowed; the message names its key and the allowed values.
     """
     for name, value, declared in _settings(section, f"{key}." if key else ""):
-        allowed = declared.metadata.get(KEY)
-        if REMOVED in declared.metadata and value != declared.default:
-            instead = declared.metadata[REMOVED]
-            warn_once(log, f"{name}={value} has no effect since this setting was removed: {instead}")
+        allowed, removed = declared.metadata.get(KEY), declared.metadata.get(REMOVED)
+        if removed is not None and value != removed[0]:
+            warn_once(log, f"{name}={value} has no effect since this setting was removed: {removed[1]}")
         elif isinstance(allowed, tuple):
             _require(value in allowed, f"{name}={value!r} is not one of {', '.join(allowed)}")
         elif isinstance(allowed, Range):

@@ -75,7 +75,7 @@ class AugmentConfig:
     """Random changes of training utterances. Every draw depends on (train.seed, epoch, utterance) only."""
 
     speed: list[float] = numbers([], 0.25, 4)  # factors, one is drawn: [0.9, 1.0, 1.1]; changes the pitch too
-    tempo: list[float] = numbers([], 0.5, 2)  # factors, one is drawn; keeps the pitch
+    tempo: list[float] = removed([], "augment.speed stretches and compresses, and changes the pitch too")
     gain_db: list[float] = numbers([], -100, 100, lengths=(0, 2))  # range of the gain: [low, high]
     noise_probability: float = number(0.0, 0, 1)  # share of utterances with noise; Deep Speech 2: 0.4
     noise_snr_db: list[float] = numbers([10.0, 30.0], -100, 200, lengths=(0, 2))  # signal-to-noise ratio: [low, high]
@@ -144,7 +144,7 @@ class ModelConfig:
     # Initial recurrent weights and scale of residual branches, for the cell rnn and M branches. plain: as torch.nn,
     # scale 1. damped: half the identity, scale 1 / sqrt(M). even: as torch.nn, scale 1 / sqrt(M).
     start: str = choice("damped", "even", "plain")
-    stochastic_depth: float = number(0.0, 0, 1, below=True)  # how often training skips the last residual branch
+    stochastic_depth: float = removed(0.0, "training runs all layers")
     intermediate: list[int] = numbers([], 1, 1000)  # residual modules after which training has an extra CTC loss
     max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # upper limit of the lookahead; 0: no limit (bidirectional)
     backend: str = choice("auto", "persistent", "gemm", "cpu", "reference")  # of the ds2_ops kernels
@@ -193,7 +193,7 @@ class TrainConfig:
     noise_scale: bool = False  # log the gradient noise scale, an estimate of the largest useful batch
     accumulate: int = number(1, 1, COUNT)  # batches in one optimizer step
     average_decay: float = number(0.0, 0, 1, below=True)  # moving average of the weights, saved as best model; 0: off
-    dropout_rise_epochs: int = number(0, 0, COUNT)  # epochs in which model.dropout rises from 0; 0: constant
+    dropout_rise_epochs: int = removed(0, "model.dropout has its whole rate in every epoch")
     early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev score; 0: off
     max_skipped_steps: int = number(20, 0, COUNT)  # steps with non-finite loss or gradient before training stops
     evaluate_every_epochs: int = number(1, 1, COUNT)  # epochs from one evaluation of the dev set to the next

@@ -191,7 +191,7 @@ def transcript_problems(
         reason = f"{u.duration_s:.2f} s make {frames} output frames, CTC needs {needed} for {len(labels)} labels"
         problems.append((strict, "too_short", reason))
     elif output_frames(int(u.duration_s * data.sample_rate_hz / fastest)) < needed:
-        how = f"{fastest:g} times as fast (augment.speed, augment.tempo)"
+        how = f"{fastest:g} times as fast (augment.speed)"
         reason = f"{frames} output frames suffice for {needed}, but no longer {how}"
         problems.append(("warning", "too_short_when_fast", reason))
     return problems

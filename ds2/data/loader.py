@@ -56,7 +56,7 @@ class LoaderError(UserError):
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
     """Return the longest duration of each utterance after augmentation: (U,) over the slowest factor (`speed_range`).
 
-    With these durations in `plan_epoch`, an audio budget holds for every draw of speed and tempo.
+    With these durations in `plan_epoch`, an audio budget holds for every draw of speed.
     """
     return np.asarray(durations_s, dtype=np.float64) / min([1.0, *speed])
 

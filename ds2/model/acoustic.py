@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
 from ds2.model.convolution import ConvWeights, MaskedConv
-from ds2.model.dropout import BranchDropout, UtteranceDropout
+from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import Count, Norm, Ragged, RmsNorm, SequenceBatchNorm, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.recurrent import ModuleWeights, RecurrentLayer, RecurrentModule, why_torch
@@ -125,9 +125,6 @@ class AcousticModel(nn.Module):
             width = config.hidden
         for number, dropout in enumerate(m for m in self.modules() if isinstance(m, UtteranceDropout)):
             dropout.layer = number
-        for number, module in enumerate(cast(Iterable[RecurrentModule], self.recurrent_modules)):
-            rate = config.stochastic_depth * number / max(1, len(self.recurrent_modules) - 1)
-            module.drop = BranchDropout(rate, number)
         self._scale_branches()
         self.wavefront: Wavefront | None = None
         self.norm = make_norm(width, config)
@@ -207,20 +204,19 @@ class AcousticModel(nn.Module):
         features: Tensor,
         lengths: Tensor,
         keys: Tensor | None = None,
-        share: Tensor | None = None,
         context: PassContext = OWN_PARAMETERS,
     ) -> list[Tensor]:
         """The logits of the intermediate heads, in training only, in their order, then those of the model.
 
-        Arguments, shapes and errors as of :meth:`forward`; share: that of `UtteranceDropout.forward`;
-        context: the weights to compute with, the parameters themselves by default.
+        Arguments, shapes and errors as of :meth:`forward`; context: the weights to compute with, the parameters
+        themselves by default.
         """
         lengths = self._checked_lengths(features, lengths)
         if features.shape[2] == 0:  # all of it shorter than one window
             return [features.new_zeros(0, len(lengths), self.labels)]
         if features.device.type == "cpu":  # as many frames come out, and a convolution's frames pair up
             features = functional.pad(features, (0, -features.shape[2] % self.time_stride))
-        ragged = Ragged.of(lengths, features.shape[2], features.device, keys, share)
+        ragged = Ragged.of(lengths, features.shape[2], features.device, keys)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:
             x, ragged = conv(x, ragged, context)

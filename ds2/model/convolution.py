@@ -73,7 +73,7 @@ class MaskedConv(nn.Module):
             x = functional.pad(x, (late, -late % (2 * self.stride[1])))  # on a CPU, pairs of frames stay pairs
         z = self._convolve(x, context)[..., :frames]
         lengths = frames_after(ragged.lengths, self.stride[1])
-        after = Ragged.of(lengths, frames, z.device, ragged.keys, ragged.share)
+        after = Ragged.of(lengths, frames, z.device, ragged.keys)
         if self.norm is not None and self.norm.fused(z):
             return self.norm.clipped(z, after.lengths, after.count.times(z.shape[2]), self.clip, context), after
         valid = values_in_layout(after.valid[:, None, None, :].to(z.dtype), z)

@@ -336,7 +336,6 @@ class Ragged:
         count: valid positions among the B T of the batch.
         valid: (B, T) bool, True where t < length.
         keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
-        share: (B,) float64, how much of its rate dropout of inputs has; None: all of it.
         first: frame of the utterances that is frame 0 here, of a piece of a batch.
     """
 
@@ -344,17 +343,14 @@ class Ragged:
     count: Count
     valid: Tensor
     keys: Tensor | None = None
-    share: Tensor | None = None
     first: int = 0
 
     @classmethod
-    def of(
-        cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None, share: Tensor | None = None
-    ) -> "Ragged":
+    def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
         """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
         lengths = lengths.to(device, torch.int32, non_blocking=True)
         valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
-        return cls(lengths, Count(lengths, lengths.numel() * frames), valid, keys, share)
+        return cls(lengths, Count(lengths, lengths.numel() * frames), valid, keys)
 
     @property
     def frames(self) -> int:

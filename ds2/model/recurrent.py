@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
 from ds2.model.convolution import RowConvolution
-from ds2.model.dropout import BranchDropout, UtteranceDropout
+from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import Ragged, RmsNorm, SequenceBatchNorm, fold_norm_after, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.structure import operator_cell
@@ -114,7 +114,7 @@ class RecurrentLayer(nn.Module):
         """Compute the pre-activations (T, B, H) of the recurrence from the input (T, B, D)."""
         if isinstance(self.norm, RmsNorm):
             x = self.norm(x)
-        x = self.dropout(x, ragged.keys, ragged.share, ragged.first)
+        x = self.dropout(x, ragged.keys, ragged.first)
         z = linear(x, [self.weight_ih], None, context, [] if self.bias is None else [self.bias])
         return self.norm(z, ragged.count, context) if isinstance(self.norm, SequenceBatchNorm) else z
 
@@ -229,7 +229,7 @@ class GatedRecurrentLayer(nn.Module):
         """The input of the projection: normalised, then dropped."""
         if self.norm is not None:
             x = self.norm(x, ragged.count, context)
-        dropped: Tensor = self.dropout(x, ragged.keys, ragged.share, ragged.first)
+        dropped: Tensor = self.dropout(x, ragged.keys, ragged.first)
         return dropped
 
     def _projected(self, x: Tensor, context: PassContext) -> Tensor:
@@ -345,7 +345,6 @@ class RecurrentModule(nn.Module):
         self.recurrent = nn.ModuleList(make_recurrent_layer(width, config) for width in widths)
         self.row_convs = nn.ModuleList(RowConvolution(config.hidden, config.row_conv_context) for _ in range(row_convs))
         self.residual = residual
-        self.drop = BranchDropout(0.0)
         self.projection: nn.Linear | None = None
         if residual and width_in != config.hidden:
             self.projection = nn.Linear(width_in, config.hidden, bias=False)
@@ -357,11 +356,11 @@ class RecurrentModule(nn.Module):
             y = layer(y, ragged, context)
         for row_conv in self.row_convs:
             y = row_conv(y, ragged, context)
-        return self.join(y, x, ragged, context)
+        return self.join(y, x, context)
 
-    def join(self, y: Tensor, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+    def join(self, y: Tensor, x: Tensor, context: PassContext) -> Tensor:
         """Add the skip of the module's input (T, B, D), if there is one, to what its layers make of it, (T, B, H)."""
-        return self.drop(y, ragged.keys) + self._skip(x, context) if self.residual else y
+        return y + self._skip(x, context) if self.residual else y
 
     def folded(self, delay_in: int) -> ModuleWeights:
         """Describe the module in evaluation; its input is late by so many frames."""

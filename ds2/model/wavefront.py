@@ -296,7 +296,7 @@ class ModulePieces:
         if number == 0:
             self._inputs[piece] = x
         lengths = self.lengths[0][piece]
-        part = Ragged(lengths, ragged.count, ragged.valid, ragged.keys, ragged.share, self.starts[piece])
+        part = Ragged(lengths, ragged.count, ragged.valid, ragged.keys, self.starts[piece])
         side = contextlib.nullcontext() if projection_stream is None else torch.cuda.stream(projection_stream)
         with side:
             z = layer.project(x, part, self.context)
@@ -312,7 +312,7 @@ class ModulePieces:
         if self.module.residual and self._tails:
             x = x if self._waiting is None else torch.cat([self._waiting, x])
             x, self._waiting = torch.split(x, [len(y), len(x) - len(y)])
-        return self.module.join(y, x, ragged, self.context)
+        return self.module.join(y, x, self.context)
 
     def _row_conv(self, index: int, piece: int, y: Tensor) -> Tensor:
         """Run a row convolution on the next frames (T, B, H); gives those whose context is there."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import MILLION, SpectrogramMasks, spectrogram_masks, time_warps, warp_factors
-from ds2.config.schema import Config, TrainConfig
+from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks, time_warps, warp_factors
+from ds2.config.schema import Config
 from ds2.data.loader import Batch, SpeechLoader, rank_part
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
@@ -37,13 +37,11 @@ class Inputs:
     Attributes:
         waveforms: (B, N) float32; samples after an utterance's frames are ignored.
         numbers: (B, K) int64: frames, labels, feasible or not, bits of the labels' log-prob, warp of time (2 columns),
-            L labels, and for each view key of dropout, warp of frequencies where there is one, share of the dropout's
-            rate where it rises, masks.
+            L labels, and for each view key of dropout, warp of frequencies where there is one, masks.
         views: V, copies of each utterance in the batch, each with its own masks and dropout.
         label_columns: L.
         warps_time: whether time is warped.
         warps_frequencies: whether frequencies are warped.
-        dropout_rises: whether dropout has a share of its rate.
         delay_penalty: of the epoch, `train.delay_penalty` or 0.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
         infeasible: utterances with fewer frames than their labels need.
@@ -55,7 +53,6 @@ class Inputs:
     label_columns: int
     warps_time: bool
     warps_frequencies: bool
-    dropout_rises: bool
     delay_penalty: float
     frequency_masks: int
     time_masks: int
@@ -102,22 +99,17 @@ class Inputs:
         return self._drawn[:, 1] if self.warps_frequencies else None
 
     @property
-    def dropout_share(self) -> Tensor | None:
-        """(V B,) float64, the share of its rate that dropout has in this epoch; None for all of it."""
-        return self._drawn[:, 1 + self.warps_frequencies].double() / MILLION if self.dropout_rises else None
-
-    @property
     def masks(self) -> SpectrogramMasks | None:
         """The masks of SpecAugment of the V B views, None where the config has none."""
         if self.frequency_masks + self.time_masks == 0:
             return None
-        drawn = self._drawn[:, 1 + self.warps_frequencies + self.dropout_rises :]
+        drawn = self._drawn[:, 1 + self.warps_frequencies :]
         masks = drawn.reshape(len(drawn), -1, 2)
         return SpectrogramMasks(masks[:, : self.frequency_masks], masks[:, self.frequency_masks :])
 
     @property
     def _drawn(self) -> Tensor:
-        """(V B, key, maybe factor, maybe share, masks) int64: all utterances in one view, then all in the next."""
+        """(V B, key, maybe factor, masks) int64: all utterances in one view, then all in the next."""
         drawn = self.numbers[:, _FIXED_COLUMNS + self.label_columns :]
         return drawn.reshape(len(drawn), self.views, -1).transpose(0, 1).flatten(0, 1)
 
@@ -174,8 +166,7 @@ class InputMaker:
             longest += -(longest + _FRAMES_SHORT) % FRAMES_MULTIPLE
             label_columns = self.model.output_frames(longest)  # more labels than that are not feasible
         views = 2 if config.train.consistency else 1
-        share = dropout_share(config.train, epoch)
-        view_columns = torch.cat([self._view_columns(frames, indices, epoch, view, share) for view in range(views)], 1)
+        view_columns = torch.cat([self._view_columns(frames, indices, epoch, view) for view in range(views)], 1)
         width = _FIXED_COLUMNS + label_columns + view_columns.shape[1]
         numbers = torch.zeros(len(frames), width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         table = numbers.numpy()
@@ -199,22 +190,19 @@ class InputMaker:
             label_columns=label_columns,
             warps_time=warps is not None,
             warps_frequencies=bool(config.augment.vtlp),
-            dropout_rises=share is not None,
             delay_penalty=config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
             frequency_masks=config.augment.frequency_masks,
             time_masks=config.augment.time_masks,
             infeasible=int((~feasible).sum()),
         )
 
-    def _view_columns(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int, share: int | None) -> Tensor:
-        """Draw for one view of each utterance key, frequency warp, share of dropout and masks: (B, K) int64."""
+    def _view_columns(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int) -> Tensor:
+        """Draw for one view of each utterance key, frequency warp and masks: (B, K) int64."""
         config, seed = self.config, self.config.train.seed
         columns = [torch.tensor(_dropout_keys(config, epoch, indices, view), dtype=torch.int64)[:, None]]
         factors = warp_factors(config.augment, seed, epoch, indices, view)
         if factors is not None:
             columns.append(factors)
-        if share is not None:
-            columns.append(torch.full((len(frames), 1), share))
         bins = self.features.bins
         masks = spectrogram_masks(frames, bins, config.augment, config.features, seed, epoch, indices, view)
         if masks is not None:
@@ -234,18 +222,9 @@ class InputMaker:
         return copies
 
 
-def dropout_share(train: TrainConfig, epoch: int) -> int | None:
-    """Return the share of its rate that dropout has in an epoch (1-based), in millionths; None: always all of it.
-
-    0 in the first epoch, all of it after `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017).
-    """
-    epochs = train.dropout_rise_epochs
-    return min(MILLION, MILLION * (epoch - 1) // epochs) if epochs else None
-
-
 def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int) -> list[int]:
     """Return a key for each utterance, epoch and view; masks do not depend on the number of ranks."""
-    if not config.model.dropout and not config.model.stochastic_depth:
+    if not config.model.dropout:
         return [0] * len(indices)
     effect = effect_of_view("dropout", view)
     return [int(utterance_rng(config.train.seed, epoch, index, effect).integers(2**62)) for index in indices]

@@ -346,7 +346,6 @@ def _warn_of_lone_settings(config: Config) -> None:
         ("augment.noise", augment.noise, "augment.noise_probability above 0", noise),
         ("augment.babble_share", augment.babble_share, "augment.noise_probability above 0", noise),
         ("train.early_stop_epochs", limits.early_stop_epochs, "a dev set (data.dev)", config.data.dev),
-        ("train.dropout_rise_epochs", limits.dropout_rise_epochs, "model.dropout above 0", config.model.dropout),
         ("train.delay_penalty_after_epochs", limits.delay_penalty_after_epochs, "train.delay_penalty above 0",
          limits.delay_penalty),
     ):  # fmt: skip
@@ -386,7 +385,7 @@ def _warn_of_unfinished_schedules(config: Config, progress: Progress, epochs: in
             "steps; set optim.warmup_steps to a tenth of the steps that it has time for",
             *(config.optim.learning_rate, progress.step, config.optim.warmup_steps),
         )
-    noisy, rise = config.augment.noisy_epochs, config.train.dropout_rise_epochs
+    noisy = config.augment.noisy_epochs
     if epochs <= noisy:
         log.warning(
             "no epoch was without noise: training ended before augment.noisy_epochs=%d did; about two thirds of the "
@@ -399,11 +398,4 @@ def _warn_of_unfinished_schedules(config: Config, progress: Progress, epochs: in
             "a third of the epochs that it has time for is enough",
             config.train.delay_penalty,
             config.train.delay_penalty_after_epochs,
-        )
-    if config.model.dropout and epochs <= rise:
-        log.warning(
-            "no epoch had the whole of model.dropout=%g: training ended before train.dropout_rise_epochs=%d did; "
-            "a sixth of the epochs that it has time for is enough",
-            config.model.dropout,
-            rise,
         )

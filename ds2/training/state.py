@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
 PARTS = ("model", "features", "optimizer", "average")
 # Settings that change the plan of an epoch.
-_PLANNED_BY = ("batching.", "augment.speed", "augment.tempo", "train.seed", "data.train")
+_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")
 # Settings that a resumed run must share with its file: they decide the tensors, what features mean, and the order of
 # the optimizer's parameters.
 _FIXED = ("model.", "features.", "alphabet.", "data.sample_rate_hz", "train.freeze", "optim.layer_rates", "optim.name")
@@ -378,9 +378,9 @@ def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utteranc
             progress.batch = len(plan)
         else:
             log.warning(
-                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed, "
-                "augment.tempo or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch "
-                "as it began, start with the previous settings",
+                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed "
+                "or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch as it began, "
+                "start with the previous settings",
                 progress.epoch, progress.batch, progress.step,
             )  # fmt: skip
             progress.batch = 0

@@ -52,16 +52,6 @@ def test_noise_that_never_ended_is_said(
         assert ("no epoch was without noise" in caplog.text) == said, caplog.text
 
 
-def test_dropout_that_still_rose_is_said(
-    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for rate, epochs, said in ((0.2, 3, True), (0.2, 2, False), (0, 3, False)):
-        caplog.clear()
-        config = tiny_config("train.epochs=3", f"model.dropout={rate}", f"train.dropout_rise_epochs={epochs}")
-        assert train(config, tmp_path / f"{rate} {epochs}") == 0
-        assert ("no epoch had the whole of model.dropout" in caplog.text) == said, caplog.text
-
-
 def test_a_delay_penalty_that_came_too_soon_or_never_is_named(
     tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,9 +107,7 @@ def test_short_epochs_may_go_by_without_a_save(
         (
             "train.average_decay=0.9",
             "model.dropout=0.2",
-            "train.dropout_rise_epochs=1",
             "augment.speed=[0.9,1.0]",
-            "augment.tempo=[0.9,1.1]",
             "augment.time_masks=1",
         ),
         ("train.accumulate=2", "batching.utterances=2", "augment.noise_probability=0.5", "augment.gain_db=[-6,6]"),

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "convs": [ConvConfig([7, 5], [2, 3], 3, causal=True), ConvConfig([5, 3], [2, 2], 4, causal=True)],
         "row_convs": 0,
     },
-    "stochastic depth, inner classifiers": {"stochastic_depth": 0.5, "intermediate": [2, 1]},
+    "inner classifiers": {"intermediate": [2, 1]},
 }
 BIDIRECTIONAL: dict[str, dict[str, Any]] = {
     f"bidirectional {cell}": {"cell": cell, "bidirectional": True, "row_convs": 0}

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds2.model.dropout import BranchDropout, UtteranceDropout
+from ds2.model.dropout import UtteranceDropout
 
 KEYS = torch.tensor([5, 2**62 - 1, 0, 77])
 
@@ -31,24 +31,6 @@ def test_what_stays_is_scaled_and_gradients_pass_where_it_stays() -> None:
     torch.testing.assert_close(y[kept], x[kept] / 0.75)
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad != 0, kept)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_share_of_the_rate_is_the_rate_of_each_utterance(dtype: torch.dtype) -> None:
-    x = torch.ones(200, 4, 64, dtype=dtype)
-    share = torch.tensor([0.0, 0.5, 1.0, 0.25], dtype=torch.float64)
-    y = layer(0.4)(x, KEYS, share)
-    assert y.dtype == dtype and torch.equal(y[:, 0], x[:, 0])
-    assert torch.equal(y[:, 2] == 0, layer(0.4)(x, KEYS)[:, 2] == 0)
-    for b, rate in ((1, 0.2), (3, 0.1)):
-        assert torch.equal(y[:, b] == 0, layer(rate)(x, KEYS)[:, b] == 0)
-        kept = y[:, b][y[:, b] != 0]
-        torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate)))
-
-
-def test_a_share_is_not_read_on_the_host() -> None:
-    x, keys, share = (t.to("meta") for t in (torch.ones(3, 4, 5), KEYS, torch.ones(4, dtype=torch.float64)))
-    assert layer(0.4)(x, keys, share).shape == x.shape  # a tensor without values cannot be read
 
 
 def test_an_utterance_keeps_its_mask_in_any_batch_and_padding() -> None:
@@ -109,15 +91,3 @@ def test_without_keys_they_come_from_torchs_generator() -> None:
     assert not torch.equal(first, layer(0.5)(x, None))
     torch.manual_seed(1)
     assert torch.equal(first, layer(0.5)(x, None))
-
-
-def test_a_branch_stays_or_goes_whole_by_utterance_and_key() -> None:
-    keys = torch.arange(4000)
-    y = torch.ones(3, 4000, 2)
-    dropped = BranchDropout(0.25, 1)(y, keys)
-    kept = dropped[0, :, 0] > 0
-    assert torch.equal(dropped, torch.where(kept[:, None], y / 0.75, 0.0))
-    assert float(kept.float().mean()) == pytest.approx(0.75, abs=4 * math.sqrt(0.75 * 0.25 / 4000))
-    assert torch.equal(BranchDropout(0.25, 1)(y[:, 7:9], keys[7:9]), dropped[:, 7:9])
-    assert not torch.equal(BranchDropout(0.25, 2)(y, keys), dropped)
-    assert BranchDropout(0.25, 1).eval()(y, keys) is y and BranchDropout(0.0)(y, keys) is y

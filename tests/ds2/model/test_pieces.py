@@ -22,7 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no skips": {"skip": 0},
     "several row convolutions, projection": {"row_convs": 7, "row_conv_context": 1, "skip_first": "projection"},
     "no lookahead": {"row_convs": 0},
-    "dropout": {"dropout": 0.3, "stochastic_depth": 0.4},
+    "dropout": {"dropout": 0.3},
     "lstm": {"cell": "lstm"},
     "gru": {"cell": "gru", "backend": "gemm"},
     "gru, reset before": {"cell": "gru_before"},

@@ -69,26 +69,6 @@ def test_both_views_have_one_warp_of_time_and_all_else_stays_as_it_was(tiny_conf
     torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("cell", ["rnn", "lstm"])
-def test_dropout_rises_by_epochs_beside_all_else_that_travels(tiny_config: MakeConfig, cell: str) -> None:
-    extra = (*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2", f"model.cell={cell}")
-    _, whole = prepared(tiny_config(*extra))
-    trainer, first = prepared(tiny_config(*extra, "train.dropout_rise_epochs=4", "train.epochs=9"))
-    assert whole.dropout_share is None
-    batch = next(iter(trainer.loader.epoch(PLACES, 1)))
-    shares = [trainer.inputs(batch, epoch).dropout_share for epoch in (1, 2, 4, 5, 9)]
-    assert all(share is not None and share.shape == (6,) for share in shares)
-    assert [float(share[0]) for share in shares if share is not None] == [0, 0.25, 0.75, 1, 1]
-    assert first.masks is not None and whole.masks is not None and first.frequency_factors is not None
-    assert torch.equal(first.masks.time, whole.masks.time) and torch.equal(
-        first.frequency_factors, whole.frequency_factors
-    )  # type: ignore[arg-type]
-    without, _ = prepared(tiny_config(*extra, "model.dropout=0"))
-    without.model.load_state_dict(trainer.model.state_dict())
-    without.features.load_state_dict(trainer.features.state_dict())
-    torch.testing.assert_close(trainer.passes.losses(first), without.passes.losses(whole))
-
-
 def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -> None:
     _, plain = prepared(tiny_config(*MASKS))
     trainer, inputs = prepared(tiny_config(*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2"))
@@ -281,7 +261,6 @@ def replays(trainer: Trainer) -> int:
         ("augment.time_masks=1", "augment.frequency_masks=2", "train.average_decay=0.9", "model.batch_norm=false"),
         (
             "model.dropout=0.3",
-            "train.dropout_rise_epochs=2",
             "train.freeze=[convs]",
             "optim.layer_rates={recurrent_modules:0.5}",
         ),
@@ -291,7 +270,6 @@ def replays(trainer: Trainer) -> int:
             "augment.time_warp_s=0.2",
             "augment.time_masks=2",
             "model.dropout=0.1",
-            "model.stochastic_depth=0.3",
         ),
         ("model.intermediate=[1]", "model.depth=4", "model.skip=2"),
         ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0", "features.kind=log_mel"),
