@@ -1,4 +1,4 @@
-"""Figures of `tools/bench.py rnn`: every size of every width, with a plot and the commit; options that contradict."""
+"""Figures of `tools/bench.py rnn`: every size of every width, and the commit; options that contradict."""
 
 import importlib
 import json
@@ -22,7 +22,6 @@ def test_a_figure_of_two_widths(tmp_path: Path) -> None:
         (hidden, frames) for hidden in (8, 16) for frames in (1, 3, 10, 30, 100, 300, 1000)
     ]
     assert all(row["forward_us"][0] > 0 and row["both_us"][0] > row["forward_us"][0] for row in rows)
-    assert (tmp_path / "rnn_frames.png").stat().st_size > 0
 
 
 def test_a_figure_has_its_own_batches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
     python tools/bench.py endpoints MODEL AUDIO... --after-speech-s 0.4 0.8 1.2             # in process
     ds2 serve MODEL &
     python tools/bench.py endpoints MODEL AUDIO... --url ws://127.0.0.1:2700/               # a client of that server
-    python tools/bench.py endpoints MODEL AUDIO... --url ws://127.0.0.1:2700/ --protocol realtime
 
 Each file is an utterance, and its own background noise follows it. Speech ends with the last 20 ms that are at most
 30 dB below the loud parts. The delay is from there to the final text, as a speaker feels it: the pause of the rule, the
@@ -15,7 +14,6 @@ one segment; "changed" are words of all segments that differ from the text of th
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import time
 from collections.abc import Sequence
@@ -23,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import soxr
 from benchmarks.common import RATE_HZ, Table, add_recogniser_options, facts, files_and_recogniser
 from dispatch import new_parser, parse
 from numpy.typing import NDArray
@@ -33,7 +30,6 @@ from ds2.audio.read import read_audio
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, decode_sessions
 from ds2.scoring.wer import CORRECT, align
-from ds2.serve.protocols.openai_realtime import RATE_HZ as REALTIME_HZ
 
 FRAME_S = 0.02
 SPEECH_DB = -30.0  # of the last speech, to the 95th percentile of the file
@@ -143,43 +139,18 @@ async def _vosk(socket: ClientConnection, pcm: bytes, size: int, start_s: float,
     return result
 
 
-async def _realtime(socket: ClientConnection, pcm: bytes, size: int, start_s: float, rule: float) -> Segments:
-    detection = {"type": "server_vad", "silence_duration_ms": round(1000 * rule)}
-    session = {"type": "transcription", "audio": {"input": {"turn_detection": detection}}}
-    await socket.send(json.dumps({"type": "session.update", "session": session}))
-    result = Segments([])
-
-    async def listen() -> None:
-        async for message in socket:
-            event: dict[str, Any] = json.loads(message)
-            if event["type"].endswith("transcription.completed"):
-                result.texts.append(event["transcript"])
-                result.last_s = time.perf_counter() - start_s
-
-    listening = asyncio.create_task(listen())
-    for number, piece in enumerate(_pieces(pcm, size), start=1):
-        await asyncio.sleep(max(0.0, start_s + number * size / REALTIME_HZ - time.perf_counter()))
-        await socket.send(json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(piece).decode()}))
-    listening.cancel()
-    return result
-
-
 def _pieces(pcm: bytes, size: int) -> list[bytes]:
     return [pcm[start : start + 2 * size] for start in range(0, len(pcm), 2 * size)]
 
 
 async def over_sockets(options: Any, utterances: Sequence[NoisyRecording], rule: float) -> list[Segments]:
     """As `in_process`, for one rule and all utterances, `options.clients` at a time."""
-    realtime = options.protocol == "realtime"
-    url = options.url.rstrip("/") + ("/v1/realtime?intent=transcription" if realtime else "/")
-    rate_hz, client = (REALTIME_HZ, _realtime) if realtime else (RATE_HZ, _vosk)
     free = asyncio.Semaphore(options.clients)
 
     async def speak(utterance: NoisyRecording) -> Segments:
-        samples = soxr.resample(utterance.samples, RATE_HZ, rate_hz)
-        pcm = (np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()
-        async with free, connect(url, max_size=None, open_timeout=120) as socket:
-            return await client(socket, pcm, round(options.chunk_s * rate_hz), time.perf_counter(), rule)
+        pcm = (np.clip(utterance.samples, -1, 1) * 32767).astype("<i2").tobytes()
+        async with free, connect(options.url, max_size=None, open_timeout=120) as socket:
+            return await _vosk(socket, pcm, round(options.chunk_s * RATE_HZ), time.perf_counter(), rule)
 
     return await asyncio.gather(*map(speak, utterances))
 
@@ -191,7 +162,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--after-speech-s", type=float, nargs="+", default=[Endpoints().after_speech_s])
     parser.add_argument("--chunk-s", type=float, default=0.1, help="audio that a client sends at once")
     parser.add_argument("--url", help="of a server, with decode.KEY=VALUE as it has them")
-    parser.add_argument("--protocol", choices=["vosk", "realtime"], default="vosk")
     parser.add_argument("--clients", type=int, default=4, help="at once, with --url")
     options = parse(parser, arguments)
     files, recogniser = files_and_recogniser(options)
@@ -211,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     minutes = sum(utterance.duration_s for utterance in utterances) / 60
     lookahead = f"lookahead {recogniser.model.lookahead_ms:g} ms, chunks of {options.chunk_s:g} s"
-    way = f"{options.protocol} at {options.url}" if options.url else "in process"
+    way = options.url or "in process"
     facts(
         options,
         recogniser.device,

@@ -215,29 +215,6 @@ def print_table(rows: list[Result]) -> None:
         table.print_row({"note": row.get("wrong") or row.get("skipped") or "", **row})
 
 
-def plot(rows: list[Result], figure: str, title: str, path: Path) -> None:
-    """Draw useful TFLOP/s of forward and forward+backward against batch or time steps."""
-    from matplotlib.figure import Figure
-
-    canvas = Figure(figsize=(10, 4), layout="constrained")
-    for axes, name in zip(canvas.subplots(1, 2), ("forward", "both"), strict=True):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            if f"{name}_tflops" in row:
-                label = f"H {row['hidden']} {row['contender']}"
-                lines.setdefault(label, []).append((row[figure], row[f"{name}_tflops"]))
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.set(xlabel={"batch": "batch", "frames": "time steps"}[figure], ylabel="useful TFLOP/s", ylim=(0, None))
-        axes.set(title="forward" if name == "forward" else "forward + backward")
-        if figure == "frames":
-            axes.set_xscale("log")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    canvas.suptitle(title)
-    canvas.savefig(path, dpi=120)
-
-
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = new_parser(__doc__)
@@ -252,7 +229,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", help=contenders)
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")
-    parser.add_argument("--out", type=Path, help="folder for the data (JSON) and the plot (PNG)")
+    parser.add_argument("--out", type=Path, help="folder for the data (JSON)")
     options = parse(parser, arguments)
     if options.batch and options.figure:
         parser.error("--figure has batches of its own: pass --hidden alone, or neither")
@@ -299,7 +276,5 @@ def main(arguments: list[str] | None = None) -> int:
     print_table(rows)
     if path:
         write_json(path, data)
-    if path and options.figure:
-        plot(rows, options.figure, ", ".join(head.values()), path.with_suffix(".png"))
     write_json(None, data)
     return 130 if stopped else int(any("wrong" in row for row in rows))

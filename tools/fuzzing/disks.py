@@ -13,6 +13,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,38 +60,15 @@ class File:
     flush = __exit__ = close
 
 
-class DiskPath(str):
+class DiskPath(PurePosixPath):
     """Stands for `pathlib.Path`, on the disk of the present run."""
 
     __slots__ = ()
     disk: Disk
 
-    @property
-    def parent(self) -> DiskPath:
-        return DiskPath(self.rpartition("/")[0])
-
-    @property
-    def name(self) -> str:
-        return self.rpartition("/")[2]
-
-    @property
-    def stem(self) -> str:
-        return self.name.rpartition(".")[0]
-
-    @property
-    def suffix(self) -> str:
-        return "." + self.name.rpartition(".")[2]
-
-    def with_name(self, name: str) -> DiskPath:
-        return self.parent / name
-
-    def __truediv__(self, name: str) -> DiskPath:
-        return DiskPath(f"{self}/{name}")
-
     def find(self) -> Node | None:
         """The file, or None."""
-        folder, _, name = self.rpartition("/")
-        return self.disk.folders.get(folder, {}).get(name)
+        return self.disk.folders.get(self.parent, {}).get(self.name)
 
     def stat(self) -> Node:
         if (node := self.find()) is None:
@@ -149,7 +127,7 @@ class DiskPath(str):
         if self.parent.names().pop(self.name, None) is None and not missing_ok:
             self.stat()
 
-    def replace(self, target: DiskPath) -> None:  # type: ignore[override]
+    def replace(self, target: DiskPath) -> None:
         target.parent.names()[target.name] = self.stat()
         self.unlink()
 
@@ -159,10 +137,9 @@ class DiskPath(str):
         """Nobody looks at it."""
 
     def glob(self, pattern: str) -> Iterator[DiskPath]:
-        begin, end = (f"{self}/{pattern}").split("*")
-        folders = [name for name in self.disk.folders if name.rpartition("/")[0] == self]
-        paths = [*(self / name for name in self.disk.folders.get(self, ())), *map(DiskPath, folders)]
-        return iter([path for path in paths if path.startswith(begin) and path.endswith(end)])
+        folders = [folder for folder in self.disk.folders if folder.parent == self]
+        paths = [*(self / name for name in self.disk.folders.get(self, ())), *folders]
+        return iter([path for path in paths if path.match(pattern)])
 
     def iterdir(self) -> Iterator[DiskPath]:
         return self.glob("*")
@@ -181,8 +158,8 @@ class Disk:
 
     def __init__(self, draw: random.Random, pause: Callable[[], None]) -> None:
         self._draw, self._pause = draw, pause
-        self.folders: dict[str, dict[str, Node]] = {}
-        self._flushed: dict[str, dict[str, Node]] = {}  # the names that are certain, by folder
+        self.folders: dict[DiskPath, dict[str, Node]] = {}
+        self._flushed: dict[DiskPath, dict[str, Node]] = {}  # the names that are certain, by folder
         self.mend()
 
     def mend(self) -> None:
