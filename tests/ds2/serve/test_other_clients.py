@@ -1,22 +1,42 @@
-"""Clients of Deepgram, sherpa-onnx and Wyoming: words with times, interim results, errors in their own protocol."""
+"""Clients of Deepgram, sherpa-onnx, Vosk and Wyoming: words with times, interim results, errors in their protocols."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
+import re
+import shutil
+import subprocess
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.serving import RATE_HZ, Running, alone, companded, connect, samples_of, speech, text_alone, vosk
+from support.serving import (
+    RATE_HZ,
+    WAIT_S,
+    Running,
+    alone,
+    companded,
+    connect,
+    samples_of,
+    speech,
+    text_alone,
+    vosk,
+    wav,
+)
 from websockets.exceptions import ConnectionClosed
 
 from ds2.recognition.session import Endpoints
 
 PIECE = 6400  # bytes
 START_AGAIN = Endpoints(longest_s=0.5)  # several segments
+REFUSALS = [({"duration_s": 0.5}, "0.5 s of audio at most"), ({"api_key": "secret"}, "API key")]
 
 
 def pieces(data: bytes) -> list[bytes]:
@@ -149,6 +169,41 @@ def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running],
     assert texts == [wanted.text]
 
 
+def printed_by_sherpa_onnx(running: Running, data: bytes, folder: Path) -> list[dict[str, Any]]:
+    """All messages that the program of sherpa-onnx gets, which connects to `/`."""
+    program = shutil.which("sherpa-onnx-online-websocket-client", path=sysconfig.get_path("scripts"))
+    if program is None:
+        pytest.skip("needs sherpa-onnx-bin, which the extra dev installs")
+    (folder / "talk.wav").write_bytes(wav(data)[1])
+    options = [f"--server-port={running.port}", "--samples-per-message=1600", "--seconds-per-message=0.01"]
+    ended = subprocess.run(
+        [program, *options, str(folder / "talk.wav")], check=False, capture_output=True, text=True, timeout=WAIT_S
+    )
+    return [json.loads(message) for message in re.findall(r'\{".*\}', ended.stderr)]
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_sherpa_onnxs_own_program_gets_words_with_times(
+    serve: Callable[..., Running], tmp_path: Path, method: str
+) -> None:
+    running, data = serve(method, root="sherpa-onnx"), speech(2, 1.0)
+    wanted = alone(running.recogniser, data)
+    *interim, last = printed_by_sherpa_onnx(running, data, tmp_path)
+    assert last["text"] == wanted.text != "" and last["is_eof"] and last["is_final"]
+    assert last["timestamps"] == [round(word.start_s, 3) for word in wanted.words]
+    assert any(result["text"] and result["timestamps"] for result in interim)
+    assert not any(result["is_final"] for result in interim)
+    assert running.metric("ds2_sessions") == 0
+
+
+@pytest.mark.parametrize(("limits", "error"), REFUSALS)
+def test_sherpa_onnxs_own_program_prints_errors(
+    serve: Callable[..., Running], tmp_path: Path, limits: dict[str, Any], error: str
+) -> None:
+    *results, last = printed_by_sherpa_onnx(serve(root="sherpa-onnx", **limits), speech(2, 1.0), tmp_path)
+    assert error in last["error"] and (not results or results[-1]["is_eof"])
+
+
 def test_sherpa_onnx_segments_are_numbered_and_timed(
     shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +240,49 @@ def test_what_sherpa_onnx_has_not_is_an_error(shared: Callable[..., Running], me
 
     asyncio.run(answers())
     assert running.metric("ds2_sessions") == 0
+
+
+def from_vosk(running: Running, data: bytes, folder: Path) -> tuple[Any, list[dict[str, Any]]]:
+    """Vosk's own client, and the final results that it gets for 16-bit samples; it logs all messages."""
+    kind = pytest.importorskip("vosk.transcriber.transcriber").Transcriber
+    client = kind.__new__(kind)  # its __init__ fetches a model, which a server's client does not use
+    client.args = SimpleNamespace(server=running.vosk, output_type="srt")
+    (folder / "samples").write_bytes(data)
+
+    async def recognise() -> list[dict[str, Any]]:
+        printing = await asyncio.create_subprocess_exec("cat", str(folder / "samples"), stdout=subprocess.PIPE)
+        try:
+            return list((await client.recognize_stream_server(printing))[0])
+        finally:
+            await printing.communicate()
+
+    return client, asyncio.run(recognise())
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_vosks_own_client_gets_words_with_times(
+    shared: Callable[..., Running], tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    running, data = shared(method), speech(2, 1.0)
+    wanted = alone(running.recogniser, data)
+    caplog.set_level(logging.INFO)
+    client, results = from_vosk(running, data, tmp_path)
+    assert [result["text"] for result in results] == [wanted.text] != [""]
+    assert any(record.msg.get("partial") for record in caplog.records if isinstance(record.msg, dict))
+    [line] = pytest.importorskip("srt").parse(client.format_result(results))
+    assert line.content == wanted.text
+    assert line.start.total_seconds() == pytest.approx(wanted.words[0].start_s, abs=0.001)
+    assert line.end.total_seconds() == pytest.approx(wanted.words[-1].end_s, abs=0.001)
+    assert running.metric("ds2_sessions") == 0
+
+
+@pytest.mark.parametrize(("limits", "error"), REFUSALS)
+def test_vosks_own_client_raises_errors(
+    serve: Callable[..., Running], tmp_path: Path, limits: dict[str, Any], error: str
+) -> None:
+    """A client that sends meanwhile need not read the message; the reason of the close is the same."""
+    with pytest.raises(ConnectionClosed, match=error):
+        from_vosk(serve(**limits), speech(2, 1.0), tmp_path)
 
 
 async def wyoming(running: Running, events: list[Any], answers: str = "transcript-stop") -> list[Any]:
