@@ -72,8 +72,12 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                 trainer.files.save(alone=True)
                 trainer.files.wait()
         if comm.rank == 0:
-            save_config(config, run_dir / "config.yaml")
-            report_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances], log.info)
+            try:
+                save_config(config, run_dir / "config.yaml")
+                report_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances], log.info)
+            except OSError:  # the others go on without this process, which was stopped, and have removed its file
+                if not comm.superseded():
+                    raise
         board = _board(trainer)
         _log_again(trainer, board)
         _log_start(trainer, board)

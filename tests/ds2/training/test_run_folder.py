@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -24,7 +24,7 @@ from ds2.system import tensor_file
 from ds2.system.files import atomic_file
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.system.tensor_file import save as write_tensors
-from ds2.training import run_folder
+from ds2.training import loop, run_folder
 from ds2.training.loop import train
 from ds2.training.run_folder import BackgroundWriter, RunFiles, make_folder, sole_use
 from ds2.training.state import Shard, save_state, state_file
@@ -54,6 +54,19 @@ def test_settings_that_need_another_one_are_named(
     assert "augment.babble_share=0.5 has no effect: it needs augment.noise_probability above 0" in caplog.text
     assert "train.early_stop_epochs=3 has no effect: it needs a dev set (data.dev)" in caplog.text
     assert caplog.text.count("has no effect") == 2
+
+
+@pytest.mark.parametrize("others_go_on", [False, True])
+def test_a_start_whose_file_was_removed_ends_unless_others_go_on_without_it(
+    others_go_on: bool, tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(*_: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(loop, "report_changes", removed)
+    monkeypatch.setattr(Communicator, "superseded", lambda _: others_go_on)
+    with nullcontext() if others_go_on else pytest.raises(FileNotFoundError):
+        assert train(tiny_config("train.max_steps=1"), tmp_path / "run") == 0
 
 
 def test_what_was_there_and_what_was_left_stay(tmp_path: Path) -> None:
