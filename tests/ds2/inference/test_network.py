@@ -151,7 +151,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("kernels", [(11, 7, 5, 3), (11, 5), (7,)])
-@pytest.mark.parametrize("convs", ["two", "narrow"])
+@pytest.mark.parametrize("convs", ["two", "narrow", "causal"])
 def test_convolutions_of_few_channels_are_given_more(
     convs: str, kernels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +168,7 @@ def test_convolutions_of_few_channels_are_given_more(
     assert [isinstance(level.conv, KernelConv) for level in levels] == expected
 
 
-@pytest.mark.parametrize("convs", ["one", "two", "narrow"])
+@pytest.mark.parametrize("convs", ["one", "two", "narrow", "causal"])
 def test_a_convolution_by_one_product_is_the_same(convs: str) -> None:
     x = torch.randn(3, BINS, 40, 1, dtype=torch.float64)
     for layer in make(convs).folded().convs:
