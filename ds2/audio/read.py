@@ -29,8 +29,8 @@ MAX_READ_S = 3 * 3600.0  # most that read_audio returns: 0.7 GB at 16 kHz
 END_TOLERANCE_S = 0.1  # a segment may end this much after its file: manifests round, encoders pad
 RAW_SUFFIXES = (".raw", ".pcm")
 AUDIO_SUFFIXES = (
-    ".wav", ".flac", ".sph", ".opus", ".ogg", ".oga", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64", *RAW_SUFFIXES,
-    *FFMPEG_SUFFIXES,
+    ".wav", ".flac", ".sph", ".opus", ".ogg", ".oga", ".mp3", ".aiff", ".aif", ".aifc", ".au", ".caf", ".w64", ".rf64",
+    *RAW_SUFFIXES, *FFMPEG_SUFFIXES,
 )  # fmt: skip
 """Suffixes of audio files; the first one is used where a recording exists in several formats."""
 _COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FFMPEG_SUFFIXES)  # opening these may decode them

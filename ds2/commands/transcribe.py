@@ -30,7 +30,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.model.shipped import DEFAULT, looks_like_model
 from ds2.recognition.captions import cues, paragraphs, srt, vtt
 from ds2.recognition.recogniser import Recogniser, Transcript, transcribe_file
-from ds2.system.files import check_writable, temporary_folder, write_text
+from ds2.system.files import check_writable, files_beneath, temporary_folder, write_text
 from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals
 from ds2.system.terminal import ProgressBar, visible
 
@@ -55,7 +55,7 @@ def audio_files(arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
         elif not folder.is_dir():
             yield argument, Path(folder.name)
         else:
-            files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
+            files = sorted(p for p in files_beneath(folder) if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
             if not files:
                 raise AudioError(f"{argument}: no audio files in or below this folder ({', '.join(AUDIO_SUFFIXES)})")
             yield from ((str(file), file.relative_to(folder)) for file in files)

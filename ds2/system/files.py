@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from ds2.system import UserError
 from ds2.system.plain import parse_json
@@ -235,6 +235,27 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise TextError(f"{path}: is longer than {max_bytes} bytes")
     return content
+
+
+def files_beneath(folder: Path) -> Iterator[Path]:
+    """Yield the files beneath a folder, by folder and name, those of linked folders too; each folder once.
+
+    Raises:
+        TextError: a folder in it cannot be listed.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise TextError(f"{error.filename}: {error.strerror}: correct its permissions, or move it away") from error
+
+    walked: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in walked:  # a link to a folder above would be followed without end
+            folders.clear()
+            continue
+        walked.add((status.st_dev, status.st_ino))
+        folders.sort()
+        yield from (Path(parent, name) for name in sorted(names))
 
 
 def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:

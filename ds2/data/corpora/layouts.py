@@ -54,8 +54,8 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str =
         ImporterError: there are no transcripts; or, unless `skip_bad`, one is empty or not text, or audio is unusable.
     """
     root = corpus_folder(folder)
-    files_beneath = [path for path in root.rglob("*") if not path.name.startswith(".")]
-    transcripts = sorted(path for path in files_beneath if path.suffix.lower() == ".txt")
+    listed = [path for path in files.files_beneath(root) if not path.name.startswith(".")]
+    transcripts = sorted(path for path in listed if path.suffix.lower() == ".txt")
     texts, unread = read_transcripts(transcripts, encoding)
     problems = [unread.get(path) or f"{path}: the transcript is empty" for path in transcripts if not texts.get(path)]
     entries = []
@@ -67,7 +67,7 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str =
         raise ImporterError(f"{root}: holds no NAME.txt; write each transcript beside its recording: 001.wav, 001.txt")
     used = {find_audio(path.with_suffix("")) for path in transcripts}
     names = {_composed(path.with_suffix("")) for path in transcripts}
-    unused = [path for path in files_beneath if path.suffix.lower() in AUDIO_SUFFIXES and path not in used]
+    unused = [path for path in listed if path.suffix.lower() in AUDIO_SUFFIXES and path not in used]
     second = [path for path in unused if _composed(path.with_suffix("")) in names]
     without = [path for path in unused if _composed(path.with_suffix("")) not in names]
     if without:
@@ -131,7 +131,7 @@ def import_librispeech(folder: str | Path, split: str = "", *, skip_bad: bool = 
             raise ImporterError(f"{root} has no part {split!r}; it has {', '.join(parts(root)) or 'no folders'}")
         root /= split
     entries = []
-    for transcript in sorted(root.rglob("*.trans.txt")):
+    for transcript in sorted(path for path in files.files_beneath(root) if path.name.endswith(".trans.txt")):
         for source, line in read_lines(transcript):
             name, _, text = line.partition(" ")
             speaker, dash, _ = name.partition("-")

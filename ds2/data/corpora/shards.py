@@ -10,7 +10,7 @@ from ds2.audio.shard import Shard, ShardError, check_members
 from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, to_utterances
 from ds2.data.corpora.layouts import COLUMNS
 from ds2.data.manifest import Utterance
-from ds2.system.files import read_byte_lines
+from ds2.system.files import files_beneath, read_byte_lines
 from ds2.system.plain import parse_json, short_repr
 
 _TEXT_SUFFIXES = ("txt", "text")
@@ -75,7 +75,7 @@ def import_shar(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance
 
 
 def _find_files(root: Path, pattern: str, expected: str) -> list[Path]:
-    files = sorted(path for path in root.rglob(pattern) if path.is_file())
+    files = sorted(path for path in files_beneath(root) if path.match(pattern) and path.is_file())
     if not files:
         raise ImporterError(f"{root}: holds no {expected}")
     return files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import soundfile
 
 from ds2.data.corpora import ImporterError, import_corpus
 from ds2.data.manifest import write_manifest
+from ds2.system.files import TextError
 
 
 def record(path: Path, text: str | None) -> None:
@@ -68,6 +70,27 @@ def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "._a.txt").write_bytes(b"\x00\x05\x16\x07")  # as macOS writes next to each file of other disks
     (tmp_path / "._a.wav").write_bytes(b"\x00\x05\x16\x07")
     assert [u.text for u in import_corpus("folder", tmp_path)] == ["good"]
+
+
+def test_linked_folders_are_read_once_also_where_a_link_leads_back(tmp_path: Path) -> None:
+    root = tmp_path / "recordings"
+    for folder in (root / "ali", tmp_path / "disk2" / "bea"):
+        folder.mkdir(parents=True)
+        record(folder / "1.wav", "hello")
+    (root / "bea").symlink_to("../disk2/bea")
+    (root / "ali" / "again").symlink_to(root)
+    assert [(u.speaker, u.audio_filepath) for u in import_corpus("folder", root)] == [
+        ("ali", root / "ali" / "1.wav"),
+        ("bea", root / "bea" / "1.wav"),
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list everything")
+def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path: Path) -> None:
+    record(tmp_path / "1.wav", "hello")
+    (tmp_path / "bea").mkdir(mode=0)
+    with pytest.raises(TextError, match="bea: Permission denied"):
+        import_corpus("folder", tmp_path)
 
 
 def encoded(folder: Path, *texts: tuple[str, str]) -> None:
