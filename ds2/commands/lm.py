@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,13 +28,14 @@ from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import StateFile, TrainingProgress, TrainingSettings, TrainingText, train
 from ds2.lm.sentences import SentenceReader, perplexity, tokenise
-from ds2.system.files import check_writable
+from ds2.system.files import STANDARD_INPUT, check_writable
 from ds2.system.machine import git_commit
 from ds2.system.signals import Stopped
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces
 from ds2.training.stopping import Interrupts
 
+log = logging.getLogger(__name__)
 _FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change when a training resumes
 
 
@@ -70,10 +72,38 @@ def _inputs(arguments: argparse.Namespace) -> list[Path]:
     return inputs
 
 
-def _refuse_missing(arguments: argparse.Namespace) -> None:
-    missing = [str(path) for path in (*arguments.text, *(arguments.heldout or ())) if not path.is_file()]
+def _check_texts(arguments: argparse.Namespace) -> None:
+    """Refuse texts that are missing, and standard input twice; warn of held-out texts that the model is made of.
+
+    Raises:
+        LanguageModelError: names them.
+    """
+    heldout = arguments.heldout or []
+    missing = [str(path) for path in (*arguments.text, *heldout) if path != STANDARD_INPUT and not path.is_file()]
     if missing:
         raise LanguageModelError(f"there is no text {', '.join(missing)}")
+    if [*arguments.text, *heldout].count(STANDARD_INPUT) > 1:
+        raise LanguageModelError("standard input (-) can be read once: give it once, and files for other texts")
+    own = {path.resolve() for path in arguments.text if path != STANDARD_INPUT}
+    for path in heldout:
+        if path.resolve() in own:
+            log.warning("%s is held out and also a text of the model: its perplexity says nothing about others", path)
+
+
+def _refuse_repeated(texts: Sequence[Path]) -> None:
+    """Refuse a text that is listed twice: Kneser-Ney takes its discounts from how many n-grams were seen once or twice.
+
+    Raises:
+        LanguageModelError: names it.
+    """
+    first: dict[Path, Path] = {}
+    for path in texts:
+        if path.resolve() in first:
+            raise LanguageModelError(
+                f"{path} is the same text as {first[path.resolve()]}: each of its n-grams would count twice, which "
+                "spoils the discounts of those seen once. Name each text once"
+            )
+        first[path.resolve()] = path
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -81,7 +111,8 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
         raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters: give --pieces alone")
     output = arguments.output
-    _refuse_missing(arguments)
+    _check_texts(arguments)
+    _refuse_repeated(arguments.text)
     check_writable(output, *filter(None, [arguments.arpa]), inputs=_inputs(arguments))
     reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
     result = estimate(
@@ -156,7 +187,7 @@ def _train(arguments: argparse.Namespace) -> int:
         CheckpointError: the state is damaged or of another training.
         Stopped: by a signal, after state and model are written.
     """
-    _refuse_missing(arguments)
+    _check_texts(arguments)
     alphabet = _alphabet(arguments)
     output: Path = arguments.output
     state_file = output.parent / f"{output.name}.state"
@@ -231,7 +262,7 @@ def _query(arguments: argparse.Namespace) -> int:
 
 def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
     build = commands.add_parser("build", help="estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
-    build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
+    build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
     build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
     build.add_argument("--arpa", type=Path, help="also write this ARPA file")
     build.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens")
@@ -252,7 +283,7 @@ def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser("train", help="fit a recurrent model to texts, for decode.rescore")
-    command.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
+    command.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
     command.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
     command.set_defaults(run=_train)
     for kind in (RecurrentShape, TrainingSettings):  # their comments are the help

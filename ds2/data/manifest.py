@@ -18,6 +18,7 @@ import numpy as np
 from ds2.system import UserError
 from ds2.system.files import atomic_file, read_byte_lines
 from ds2.system.plain import parse_json, short_repr
+from ds2.system.signals import time_limit
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _REQUIRED = ("audio_filepath", "duration", "text")
 _KEYS = (*_REQUIRED, "offset", "speaker", "lang")
 _QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 _SPEAKERS_SHOWN = 10
+_MAX_MATCH_S = 10.0  # of a regular expression in one transcript
 _BINS = 50
 
 
@@ -359,20 +361,34 @@ def select(utterances: Sequence[Utterance], conditions: Conditions) -> tuple[lis
     """Return the utterances that meet all conditions, in order, and the number of others by the first failed one.
 
     Raises:
-        StatisticsError: a text condition is not a regular expression, or no utterance is left.
+        StatisticsError: a text condition is not a regular expression or takes over 10 s for a transcript, or no
+            utterance is left.
     """
     for pattern in (conditions.text, conditions.without_text):
         try:
             re.compile(pattern)
         except re.error as error:
             raise StatisticsError(f"{pattern!r} is not a regular expression: {error}") from error
-    reasons = [conditions.reason(utterance) for utterance in utterances]
+    reasons = [_reason(conditions, utterance) for utterance in utterances]
     selected = [utterance for utterance, reason in zip(utterances, reasons, strict=True) if not reason]
     dropped = Counter(filter(None, reasons))
     if not selected:
         counts = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
         raise StatisticsError(f"no utterance of {len(utterances)} meets the conditions: {counts}; relax them")
     return selected, dropped
+
+
+def _reason(conditions: Conditions, utterance: Utterance) -> str:
+    if not (conditions.text or conditions.without_text):
+        return conditions.reason(utterance)
+    place = utterance.source or utterance.name
+    patterns = " or ".join(repr(pattern) for pattern in (conditions.text, conditions.without_text) if pattern)
+    too_slow = StatisticsError(
+        f"{place}: {patterns} was not matched within {_MAX_MATCH_S:g} s: a repeat within a repeat, as in (a*)*, tries "
+        "the same letters again and again; write it with one repeat"
+    )
+    with time_limit(_MAX_MATCH_S, too_slow):
+        return conditions.reason(utterance)
 
 
 def draw(utterances: Sequence[Utterance], path: Path) -> None:

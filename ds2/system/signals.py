@@ -114,6 +114,27 @@ def default_signals() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def time_limit(seconds: float, error: Exception) -> Iterator[None]:
+    """Raise `error` in a block that takes longer, also within a call that handles signals, as `re.search` does.
+
+    Outside the main thread there is no limit.
+    """
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    is_main = threading.current_thread() is threading.main_thread()
+    with handle_signals([signal.SIGALRM], expire):
+        try:
+            if is_main:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+        finally:
+            if is_main:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def kill_workers() -> None:
     """Kill the daemon processes of this process: they ignore stop signals and may be blocked in a read."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report their end as an error

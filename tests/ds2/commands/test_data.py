@@ -9,6 +9,7 @@ import pytest
 
 from ds2.cli import main
 from ds2.commands.compose import compose_config
+from ds2.data import manifest as manifest_module
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.text.alphabet import Alphabet
 
@@ -104,6 +105,17 @@ def test_filter_keeps_what_meets_the_conditions_and_counts_the_rest(
     assert "20 not of --speakers; relax them" in capsys.readouterr().err
     assert main(["data", "filter", str(manifest), str(out), "--text", "("]) == 2
     assert "is not a regular expression" in capsys.readouterr().err
+
+
+def test_filter_ends_where_a_pattern_backtracks_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(manifest_module, "_MAX_MATCH_S", 0.2)
+    manifest, out = tmp_path / "m.jsonl", tmp_path / "out.jsonl"
+    write_manifest(manifest, [Utterance(tmp_path / "1.wav", 1.0, "a" * 60)])
+    assert main(["data", "filter", str(manifest), str(out), "--text", "(a*)*x"]) == 2
+    assert "m.jsonl:1: '(a*)*x' was not matched within 0.2 s" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_filter_names_speakers_that_the_manifest_lacks(manifest: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import lzma
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.paths import REAL_DATA
 
 from ds2.commands.lm import run
 from ds2.lm import kneser_ney
+from ds2.lm.files import load_ngram
 from ds2.lm.kneser_ney import Estimate, Scratch, estimate
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.lm.sentences import SentenceReader, perplexity
@@ -216,6 +218,26 @@ def test_reserved_tokens_and_missing_texts_are_named(tmp_path: Path) -> None:
         list(SentenceReader([tmp_path / "p.txt"], "piece"))
     with pytest.raises(LanguageModelError, match=r"no text .*absent\.txt"):
         run(["build", str(tmp_path / "absent.txt"), "--output", str(tmp_path / "out.lm")])
+
+
+def test_a_text_that_is_there_twice_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text, link, out = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "out.lm"
+    text.write_text("a b c d e\n")
+    link.symlink_to(text)
+    with pytest.raises(LanguageModelError, match=r"b\.txt is the same text as .*a\.txt: .*Name each text once"):
+        run(["build", str(text), str(link), "--output", str(out)])
+    assert not out.exists()
+    assert run(["build", str(text), "--output", str(out), "--heldout", str(link)]) == 0
+    assert "b.txt is held out and also a text of the model" in caplog.text
+
+
+def test_a_text_may_be_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.lm"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a b c\nb c d\n")))
+    assert run(["build", "-", "--order", "2", "--output", str(out)]) == 0
+    assert {"a", "b", "c", "d"} <= set(load_ngram(out).ids)
+    with pytest.raises(LanguageModelError, match=r"standard input .* can be read once"):
+        run(["build", "-", "--output", str(out), "--heldout", "-"])
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
