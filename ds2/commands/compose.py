@@ -38,9 +38,10 @@ from ds2.recognition.settings import decode_settings
 from ds2.text.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
-_WORDS = re.compile(r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
+_QUOTED = r"'[^']*'|\"[^\"]*\"|"
+_WORDS = re.compile(_QUOTED + r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
 _NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
-_WORDS_OF_MAPPING = re.compile(r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
+_WORDS_OF_MAPPING = re.compile(_QUOTED + r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
 
 
 class ConfigFolder(ConfigSource):
@@ -228,12 +229,14 @@ def _spelled(override: str) -> str:
     It allows no non-ASCII letters and no second =, as in the folders of a sweep; and reads run_dir=2024_01 as 202401.
     """
     key, _, value = override.partition("=")
-    if not value or any(mark in value for mark in ("'", '"', "\\", "${")):
+    if not value or "\\" in value or "${" in value:
         return override
     is_text = key in text_keys()
     words = _WORDS_OF_MAPPING if "{" in value else _WORDS
 
     def spelled(word: re.Match[str]) -> str:
+        if "'" in word[0] or '"' in word[0]:
+            return word[0]
         plain = word[0].isascii() and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
         return word[0] if plain else f"'{word[0]}'"
 

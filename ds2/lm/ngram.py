@@ -226,9 +226,16 @@ class NGram:
         """Log a warning if a network with this alphabet cannot write some vocabulary entries.
 
         Raises:
-            LanguageModelError: it cannot write most of the vocabulary (pieces are not checked).
+            LanguageModelError: it cannot write most of the vocabulary, or its labels are pieces and the model's tokens
+                characters, or the reverse.
         """
+        if self.unit not in ("word", alphabet.unit):
+            raise LanguageModelError(
+                f"the language model is one of {self.unit}s, the labels of the network are {alphabet.unit}s: build one "
+                f"of them (ds2 lm build --unit {alphabet.unit} --model MODEL) or of words"
+            )
         if self.unit == "piece":
+            self._check_pieces(alphabet)
             return
         entries = [" " if token == SPACE and self.unit == "character" else token for token in self.vocabulary]
         entries = [token for token in entries if token not in (UNKNOWN, START, END)]
@@ -247,6 +254,19 @@ class NGram:
                 f"{message}. Build it with the network's normalisation: ds2 lm build --model MODEL"
             )
         log.warning("%s; the network never writes them", message)
+
+    def _check_pieces(self, alphabet: Alphabet) -> None:
+        entries = [token for token in self.vocabulary if token not in (UNKNOWN, START, END)]
+        labels = set(alphabet.symbols)
+        others = [token for token in entries if token not in labels]
+        message = f"{len(others)} of the language model's {len(entries)} pieces are no labels of the network, such as"
+        if 2 * len(others) > len(entries):
+            raise LanguageModelError(
+                f"{message} {others[0]!r}: it has other pieces. Build it with those of the network: ds2 lm build "
+                "--unit piece --model MODEL"
+            )
+        if others:
+            log.warning("%s %r; the network never writes them", message, others[0])
 
 
 def longest_match(

@@ -220,6 +220,7 @@ def test_letters_beyond_ascii_need_no_quotes() -> None:
     assert config.data.train == ["ä b.jsonl", "b.jsonl", "日本/ü.jsonl"]
     assert config.run_dir == "Läufe/é x" and config.alphabet.replace == {"x": "é", "y": "ö"}
     assert compose_config(["data.train=['ä,[b].jsonl']"]).data.train == ["ä,[b].jsonl"]
+    assert compose_config(["decode.hot_words=['x, y',zürich,no]"]).decode.hot_words == ["x, y", "zürich", "no"]
     assert first_of_sweep(["data.corpus=é,ü"]) == ["data.corpus='é'"]
     assert compose_config(["run_dir=runs/a\u00a0b\u200b"]).run_dir == "runs/a\u00a0b\u200b"
     with pytest.raises(ConfigError, match="Keys in braces are ASCII"):

@@ -166,6 +166,23 @@ def test_an_alphabet_that_cannot_write_the_vocabulary_is_refused(caplog: pytest.
     characters.check_alphabet(Alphabet(("", *" ab")))
 
 
+def test_a_model_of_other_labels_than_the_networks_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    of_characters, of_pieces = Alphabet(("", *" ab")), Alphabet(("", "▁a", "▁b", "c"))
+    characters = estimate([["a", "<space>", "b"]], 1, unit="character").model
+    pieces = estimate([["▁a", "c", "▁b"]], 1, unit="piece").model
+    with pytest.raises(LanguageModelError, match="one of characters, the labels of the network are pieces"):
+        characters.check_alphabet(of_pieces)
+    with pytest.raises(LanguageModelError, match="one of pieces, the labels of the network are characters"):
+        pieces.check_alphabet(of_characters)
+    with pytest.raises(LanguageModelError, match=r"2 of the language model's 3 pieces .*'c'.* --model MODEL"):
+        pieces.check_alphabet(Alphabet(("", "▁a", "▁ab")))
+    caplog.clear()
+    pieces.check_alphabet(of_pieces)
+    assert not caplog.records
+    pieces.check_alphabet(Alphabet(("", "▁a", "c")))
+    assert "1 of the language model's 3 pieces are no labels of the network, such as '▁b'" in caplog.text
+
+
 def test_vocabularies_need_their_special_tokens() -> None:
     model = estimate([["a"]], 1).model
     with pytest.raises(LanguageModelError, match="lacks </s>"):
