@@ -40,6 +40,9 @@ _SIGNATURES = (  # offset and bytes of MP4 and QuickTime, Matroska and WebM, ASF
 )  # fmt: skip
 _SIGNATURE_BYTES = 16
 _PADDING_S = 0.5  # sound may be so much shorter than its header says: encoders pad, decoders remove the padding
+_GAP_S = 0.1  # shorter ones are rounded times; aresample's default
+_CLOCK_GAP_S = 10.0  # in MPEG-TS a longer one is a clock that began anew, as ffmpeg has it
+_SILENT_FRAMES = 1 << 16  # of silence at once
 _BUFFER_BYTES = 1 << 18
 _PROGRAM_BLOCK_BYTES = 1 << 20
 _MAX_MESSAGES = 8
@@ -68,6 +71,7 @@ def is_for_ffmpeg(suffix: str, descriptor: int) -> bool:
 class FFmpegAudio:
     """The first audio stream of an open file, decoded from its start to its end as it is read; never sought in.
 
+    Sound that begins after the picture, or after a gap, begins after silence here, so that times are the file's.
     Containers keep times in their own units, often milliseconds, so a position reached by seeking is not exact. Headers
     round the length or omit it, so `frames` is UNKNOWN_FRAMES.
 
@@ -146,7 +150,8 @@ def _decode_container(package: Any, container: Any) -> _Blocks:
     if stream.codec_context is None:
         raise FFmpegError("its sound has a codec that this FFmpeg cannot decode; convert it, e.g. to FLAC")
     name = f"{container.format.name.split(',')[0].upper()}/{stream.codec_context.name}"
-    stated_s, frames, rate_hz, resampler = _stated_s(container), 0, 0, None
+    stated_s, start_s, frames, lead_frames, rate_hz = _stated_s(container), (container.start_time or 0) / 1e6, 0, 0, 0
+    resampler = None
     for frame in chain(container.decode(stream), (None,)):  # None flushes the resampler
         if resampler is None:
             if frame is None:
@@ -154,13 +159,25 @@ def _decode_container(package: Any, container: Any) -> _Blocks:
             layout, rate_hz = frame.layout.name, frame.sample_rate
             audio_format = _Format(rate_hz, len(frame.layout.channels), name)
             resampler = package.AudioResampler(format="flt", layout=layout, rate=rate_hz)
+        if frame is not None and frame.pts is not None:
+            gap_s = float(frame.pts * frame.time_base) - start_s - frames / rate_hz
+            if gap_s > _CLOCK_GAP_S and name.startswith("MPEGTS/") and frames:
+                start_s += gap_s
+            elif gap_s > _GAP_S:
+                silent = round(gap_s * rate_hz)
+                lead_frames = lead_frames if frames else silent
+                frames += silent
+                for first in range(0, silent, _SILENT_FRAMES):
+                    count = min(_SILENT_FRAMES, silent - first)
+                    yield audio_format, np.zeros((count, audio_format.channels), np.float32)
         for converted in resampler.resample(frame):
             block = converted.to_ndarray().reshape(-1, audio_format.channels)
             frames += len(block)
             yield audio_format, block
-    if frames / rate_hz < stated_s - _PADDING_S:
+    decoded_s = (frames - lead_frames) / rate_hz
+    if decoded_s < stated_s - _PADDING_S:
         raise FFmpegError(
-            f"truncated: its header says {stated_s:.3f} s, decoding ends at {frames / rate_hz:.3f} s. Copy it again; "
+            f"truncated: its header says {stated_s:.3f} s, decoding ends at {decoded_s:.3f} s. Copy it again; "
             "if what is there is enough, convert that, e.g. to FLAC"
         )
 
@@ -178,7 +195,8 @@ def _decode_with_program(descriptor: int) -> _Blocks:
     """Decode with the program: it reads the file as its standard input and writes float32 as an AU file."""
     command = [
         "ffmpeg", "-nostdin", "-v", "error", "-protocol_whitelist", "fd", "-format_whitelist", ",".join(DEMUXERS),
-        "-fd", "0", "-i", "fd:", "-map", "0:a:0", "-vn", "-c:a", "pcm_f32be", "-f", "au", "pipe:1",
+        "-fd", "0", "-i", "fd:", "-map", "0:a:0", "-vn", "-af", "aresample=async=1:first_pts=0",
+        "-c:a", "pcm_f32be", "-f", "au", "pipe:1",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdin=descriptor, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ FORMATS = {  # suffix: container, codec, rate
     "aac": ("adts", "aac", 16000),
     "wma": ("asf", "wmav2", 44100),
     "mkv": ("matroska", "ac3", 48000),
+    "ts": ("mpegts", "ac3", 48000),
 }
 
 
@@ -33,7 +35,10 @@ def tone(rate_hz: int, seconds: float = SECONDS) -> np.ndarray:
     return (0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate_hz * seconds)) / rate_hz)).astype(np.float32)
 
 
-def encode(path: Path, kind: str, *, video: bool = False, channels: int = 1) -> Path:
+def encode(
+    path: Path, kind: str, *, video: bool = False, channels: int = 1, delay_s: float = 0.0, gap_s: float = 0.0
+) -> Path:
+    """Write the tone; it begins after a delay, and again after a gap in its middle."""
     container, codec, rate_hz = FORMATS[kind]
     layout = {1: "mono", 2: "stereo"}[channels]
     with av.open(str(path), "w", format=container) as output:
@@ -44,7 +49,7 @@ def encode(path: Path, kind: str, *, video: bool = False, channels: int = 1) -> 
         stream.layout, stream.bit_rate = layout, 96000
         samples = np.repeat(tone(rate_hz)[None], channels, axis=0)
         whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
-        whole.sample_rate = rate_hz
+        whole.sample_rate, whole.pts, whole.time_base = rate_hz, 0, Fraction(1, rate_hz)
         stream.codec_context.open()
         size = stream.codec_context.frame_size or 1024
         even = av.AudioResampler(stream.codec_context.format, layout, rate_hz, frame_size=size)
@@ -54,6 +59,8 @@ def encode(path: Path, kind: str, *, video: bool = False, channels: int = 1) -> 
                 output.mux(pictures.encode(picture))
             output.mux(pictures.encode(None))
         for frame in [*even.resample(whole), *even.resample(None)]:
+            later_s = delay_s + gap_s * (frame.pts >= rate_hz * SECONDS / 2)
+            frame.pts += round(later_s * rate_hz)
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
     return path
@@ -80,6 +87,21 @@ def test_foreign_formats_read_as_the_sound_they_were(tmp_path: Path, kind: str) 
 
 def test_the_sound_of_a_video_and_stereo_are_read(tmp_path: Path) -> None:
     assert_is_the_tone(read_audio(encode(tmp_path / "film.mkv", "mkv", video=True, channels=2)))
+
+
+@pytest.mark.parametrize("kind", ["mkv", "m4a"])
+def test_sound_that_begins_later_than_the_picture_or_after_a_gap_keeps_its_times(tmp_path: Path, kind: str) -> None:
+    path = encode(tmp_path / f"film.{kind}", kind, video=True, delay_s=0.8, gap_s=0.6)
+    waveform = read_audio(path)
+    loud = np.abs(waveform[: len(waveform) // 160 * 160].reshape(-1, 160)).max(1) > 0.25  # by 10 ms
+    edges_s = np.flatnonzero(np.diff(loud.astype(int), prepend=0, append=0)) / 100
+    np.testing.assert_allclose(edges_s, [0.8, 2.3, 2.9, 4.4], atol=0.07)  # frames of 32 ms are moved as a whole
+    assert audio_info(path).duration_s == pytest.approx(len(waveform) / 16000, abs=0.01)
+
+
+def test_a_clock_that_begins_anew_is_no_gap(tmp_path: Path) -> None:
+    path = encode(tmp_path / "film.ts", "ts", video=True, gap_s=3600.0)
+    assert_is_the_tone(read_audio(path))
 
 
 def test_content_decides_where_the_name_is_wrong(tmp_path: Path) -> None:
