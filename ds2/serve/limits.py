@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from starlette.requests import HTTPConnection
 
@@ -90,7 +91,8 @@ class Limits:
         for before, protocol in zip(["", *offered], offered, strict=False):
             key = protocol.removeprefix(KEY_PROTOCOL) if protocol.startswith(KEY_PROTOCOL) else key
             key = protocol if before in ("token", "bearer") else key  # as Deepgram has it
-        if self.api_key and not hmac.compare_digest(key.encode(), self.api_key.encode()):
+        sent = (key, unquote(key))  # a subprotocol takes fewer characters than a key may have
+        if self.api_key and not any(hmac.compare_digest(one.encode(), self.api_key.encode()) for one in sent):
             raise LimitError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
 
     def check_duration(self, seconds: float) -> None:

@@ -73,10 +73,11 @@ class PhraseReader:
         They are hints: phrases that the network cannot write are left out. Each has the weight decode.hot_word_bonus.
 
         Raises:
-            LimitError: a prompt that is too long, or of too many phrases.
+            LimitError: a prompt that is too long, or of too many phrases; keywords that are no list.
         """
-        keywords = keywords if isinstance(keywords, list) else []
-        parts = [text or "", *keywords]
+        if not isinstance(keywords, list | None):
+            raise BadRequestError("keywords is a list of texts")
+        parts = [text or "", *(keywords or [])]
         if not any(parts):
             return {}
         _check_size(parts, "prompt")

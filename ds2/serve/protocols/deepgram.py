@@ -123,7 +123,7 @@ class Deepgram(Client):
 
     async def _flush(self, socket: WebSocket, *, from_finalize: bool) -> None:
         """Send what is not final yet as final; at least one result."""
-        final = await self.flush()
+        final = await self.flush(continues=from_finalize)
         for segment in final:
             await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
             await self._send_segment(socket, segment, from_finalize=from_finalize)

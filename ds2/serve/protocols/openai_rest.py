@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _TIMED = ("srt", "verbose_json", "vtt")
+_GRANULARITIES = ("word", "segment")
+_SHOWN = 60  # characters of a value in a message
 _STATUS: dict[type[Exception], int] = {FullError: 429, BrokenError: 500}  # of other errors 400
 _PIECE_BYTES = 1 << 20  # copied at a time
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # the content of some formats does not identify them
@@ -89,10 +91,17 @@ class Transcriptions:
             if response_format not in FORMATS:
                 formats = ", ".join(FORMATS)
                 raise BadRequestError(f"response_format={response_format!r} is not one of {formats}")
-            stream = str(form.get("stream") or "false").lower() in ("true", "1")
+            asked = str(form.get("stream") or "false").lower()
+            if asked not in ("true", "1", "false", "0"):
+                raise BadRequestError(f"stream={asked[:_SHOWN]!r} is not allowed: give true or false")
+            stream = asked in ("true", "1")
             if stream and response_format in ("srt", "vtt"):
                 raise BadRequestError(f"stream=true sends events, not {response_format}: leave out one of the two")
             granularities = [str(one) for one in form.getlist("timestamp_granularities[]")]
+            if unknown := [one for one in granularities if one not in _GRANULARITIES]:
+                raise BadRequestError(
+                    f"timestamp_granularities[]={unknown[0][:_SHOWN]!r} is not one of {', '.join(_GRANULARITIES)}"
+                )
             language = str(form.get("language") or "unknown")
             phrases = self.engine.phrases
             hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
@@ -160,8 +169,9 @@ class _Upload:
         limits = self.route.limits
         self.size_bytes += size_bytes
         self.route.stored_bytes += size_bytes
-        if self.size_bytes > limits.upload_bytes:
-            raise LimitError(f"uploads may have {limits.upload_bytes} bytes at most", 413, 1009)
+        most = min(limits.upload_bytes, limits.uploads_bytes)  # waiting does not help one that is larger than all
+        if self.size_bytes > most:
+            raise LimitError(f"uploads may have {most} bytes at most", 413, 1009)
         if self.route.stored_bytes > limits.uploads_bytes:
             raise FullError("this server takes no more uploads at once: try again later")
 
@@ -235,7 +245,8 @@ async def _events(
             return
         finally:  # the client may have left
             await segments.aclose()
-        yield _event({"type": "transcript.text.done", "text": " ".join(texts), "duration": session.accepted_s})
+        duration_s = round(session.accepted_s, 3)
+        yield _event({"type": "transcript.text.done", "text": " ".join(texts), "duration": duration_s})
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -261,6 +272,7 @@ def _response(
         return PlainTextResponse(vtt(cues(words)), media_type="text/vtt")
     if response_format == "json":
         return JSONResponse({"text": text})
+    duration_s = round(duration_s, 3)
     content: dict[str, Any] = {"task": "transcribe", "language": language, "duration": duration_s, "text": text}
     if "word" in granularities:
         content["words"] = [_word(word) for word in words]

@@ -116,9 +116,14 @@ class Client:
         result = await self.session.accept_waveform(samples)
         return replace(result, final=[*final, *result.final])
 
-    async def flush(self) -> list[Segment]:
-        """Make all accepted audio final; return the segments that became so."""
+    async def flush(self, *, continues: bool = False) -> list[Segment]:
+        """Make all accepted audio final; return the segments that became so.
+
+        Half a sample at its end is dropped, unless the audio `continues`: it would shift the bytes of the next one.
+        """
         self.interruptible = False
+        if not continues:
+            self._samples = None
         return (await self.session.flush()).final if self.session is not None else []
 
     def unsent(self, words: Sequence[str]) -> str:

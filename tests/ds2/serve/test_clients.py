@@ -106,7 +106,7 @@ def test_what_a_realtime_session_expects_may_change_between_items(serve: Callabl
     """Between a commit and the next audio; and what changes nothing may be sent at any time."""
     running, data = serve(idle_s=4.0), speech(2, 1.0, REALTIME_HZ)
     same = update(turn_detection=None)
-    messages = [same, append(data), same, COMMIT, update(turn_detection=VAD), append(data), same, COMMIT]
+    messages = [same, append(data + b"\0"), same, COMMIT, update(turn_detection=VAD), append(data), same, COMMIT]
     received = asyncio.run(events(running, messages))
     completed = [event for event in received if event["type"].endswith(".completed")]
     assert [event["transcript"] for event in completed] == [text_at(running.recogniser, data, REALTIME_HZ)] * 2

@@ -114,6 +114,7 @@ def test_realtime_takes_them_before_audio(shared: Callable[..., Running]) -> Non
     assert updated(running, keywords=["cab", "7"]).type == "session.updated"
     assert updated(running, hot_words={"cab": 3}).type == "session.updated"
     assert "zebra" in updated(running, hot_words=["zebra"]).error.message
+    assert "keywords is a list" in updated(running, keywords="cab").error.message
 
 
 def test_a_decoder_that_looks_for_none_says_so(shared: Callable[..., Running]) -> None:

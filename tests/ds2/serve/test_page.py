@@ -86,10 +86,10 @@ def test_a_phone_over_http_shows_what_the_microphone_needs(serve: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_microphone_over_https(serve: Callable[..., Running], tmp_path: Path) -> None:
-    running = serve(tls=self_signed(["localhost", "127.0.0.1"]))
+def test_a_microphone_over_https_with_a_key(serve: Callable[..., Running], tmp_path: Path) -> None:
+    running = serve(tls=self_signed(["localhost", "127.0.0.1"]), api_key=(key := "a/b (c)=="))
     with chromium_page(tmp_path, ignore_https_errors=True) as page:
-        start_microphone(page, f"https://127.0.0.1:{running.port}/")
+        start_microphone(page, f"https://127.0.0.1:{running.port}/", key=key)
         stop_microphone(page)
         assert page.inner_text(".words").strip()
 
@@ -225,9 +225,10 @@ def test_keywords_alone_are_shown(serve: Callable[..., Running], tmp_path: Path)
         assert set(json.loads(saved(page, "json"))["text"].split()) == {word}
 
 
-def start_microphone(page: Any, address: str, *, letters: int = 4) -> None:
+def start_microphone(page: Any, address: str, *, letters: int = 4, key: str = "") -> None:
     """Open the page and speak until it shows a few letters."""
     page.goto(address)
+    page.evaluate("key => { document.getElementById('key').value = key }", key)
     page.click("#microphone")
     page.locator("#partial", has_text=re.compile(rf".{{{letters}}}")).wait_for()
 

@@ -37,6 +37,9 @@ def test_the_bytes_of_all_uploads_are_bounded(serve: Callable[..., Running], tem
         until(lambda: refused(running, bytes(200_000)))
         assert transcribe(running, data) == text_alone(running.recogniser, data)  # a small one has its place
     until(lambda: not refused(running, bytes(200_000)))
+    with pytest.raises(openai.APIStatusError, match="2500000 bytes at most") as too_large:  # no later time helps
+        transcribe(running, bytes(2_600_000))
+    assert too_large.value.status_code == 413
     assert not list(temporary.glob("ds2-upload-*"))
 
 
