@@ -1,22 +1,19 @@
 """Utterances for training, dev and test of a run, and what changed in their files since it last started.
 
-Manifests are prepared where missing, read and checked. A run records its corpus to find changes: name, size and
-modification time of each file (a shard of many utterances is one file), and a digest of some content of 256 sampled
-recordings. So a start costs one `stat` a file and reads at most 16 MiB, whatever the size of the corpus.
+Manifests are prepared where missing, read and checked. A run records its corpus to find changes: text and times of each
+utterance, size and modification time of its file (a shard of many utterances is one file), and a digest of some content
+of 256 sampled recordings. So a start costs one `stat` a file and reads at most 16 MiB, whatever the size of the corpus.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ds2.audio.augment import speed_range
 from ds2.audio.shard import ShardError, member_of, open_member
@@ -25,7 +22,8 @@ from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
 from ds2.data.manifest import Utterance, read_manifests
 from ds2.system import UserError
-from ds2.system.files import atomic_file
+from ds2.system.files import write_text
+from ds2.system.plain import from_plain, parse_json
 from ds2.text.alphabet import Alphabet
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
@@ -181,107 +179,87 @@ def _identity(utterance: Utterance) -> tuple[str, float, float, str]:
 
 _SAMPLED = 256  # files or members of shards
 _BLOCK_BYTES, _BLOCKS = 16384, 4  # read of each
-_COLUMNS = 4  # key, bytes, modification time in ns (0: a row of the sample), digest of content that was read
-_TEXTS = 0  # the key of the row that holds the number of utterances and a digest of their texts
-
-Record = NDArray[np.int64]
+_Record = dict[str, dict[str, str]]  # "utterances" and "content", of sampled recordings: a digest by name
 
 
 def report_changes(path: Path, utterances: Sequence[Utterance], report: Callable[[str], object]) -> None:
     """Compare a corpus with its record of the last start, and write the new record.
 
     Args:
-        path: of the record; it need not exist.
+        path: of the record, JSON; it need not exist.
         report: takes one line: what changed, that nothing changed, or that there is nothing to compare with. Called
             before the record is written: a process that is killed between the two leaves it to the next start.
 
     Raises:
         OSError: the record cannot be written.
     """
-    now, before = _record(utterances), _read(path)
-    if before is None:
+    now = _record(utterances)
+    try:
+        before = from_plain(_Record, parse_json(path.read_bytes()), path.name)
+    except (OSError, ValueError):
         report("corpus: no record of an earlier start to compare with")
     else:
         report(f"corpus since the last start: {_difference(before, now)}")
-    with atomic_file(path) as partial, partial.open("wb") as file:
-        np.save(file, now, allow_pickle=False)
+    write_text(path, json.dumps(now))
 
 
-def _read(path: Path) -> Record | None:
+def _record(utterances: Sequence[Utterance]) -> _Record:
+    members = {path: member_of(path) for path in {u.audio_filepath for u in utterances}}
+    states = {file: _state(file) for file in {member[0] if member else path for path, member in members.items()}}
+    described: dict[str, str] = {}
+    for u in utterances:
+        member = members[u.audio_filepath]
+        described[f"{_name(u.audio_filepath)} at {u.offset_s} s"] = _digest(
+            u.text, u.duration_s, states[member[0] if member else u.audio_filepath]
+        )
+    sample = sorted(members, key=lambda path: _digest(_name(path)))[:_SAMPLED]
+    return {"utterances": described, "content": {_name(path): _content(path, members[path]) for path in sample}}
+
+
+def _name(path: Path) -> str:
+    """The name of a file after that of its folder: the folders above may be a host's own."""
+    return "/".join(path.parts[-2:])
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def _state(file: Path) -> tuple[int, int]:
+    """The size and modification time of a file; zeros where there is none."""
     try:
-        record = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    fits = isinstance(record, np.ndarray) and record.dtype == np.int64 and record.shape[1:] == (_COLUMNS,)
-    return record if fits else None
+        stat = file.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
-def _record(utterances: Sequence[Utterance]) -> Record:
-    paths = sorted({u.audio_filepath for u in utterances})
-    members = {path: member_of(path) for path in paths}
-    files = sorted({member[0] if member else path for path, member in members.items()})
-    texts = hashlib.sha256("\n".join(sorted(u.text for u in utterances)).encode("utf-8", "surrogatepass"))
-    rows = [[_TEXTS, len(utterances), 0, _number(texts.digest())]]
-    for file in files:
-        try:
-            stat = file.stat()
-        except OSError:
-            continue
-        rows.append([_key("file", file), stat.st_size, stat.st_mtime_ns or 1, 0])
-    for path in sorted(paths, key=lambda path: _key("sample", path))[:_SAMPLED]:
-        rows.append([_key("sample", path), 0, 0, _content(path, members[path])])
-    record = np.array(rows, np.int64)
-    return record[np.unique(record[:, 0], return_index=True)[1]]
-
-
-def _key(kind: str, path: Path) -> int:
-    """A number for a file by its name and its folder's: the folders above may be a host's own."""
-    return _number(hashlib.sha256("/".join((kind, *path.parts[-2:])).encode("utf-8", "surrogateescape")).digest())
-
-
-def _number(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
-def _content(path: Path, member: tuple[Path, str] | None) -> int:
-    """A digest of some blocks of a file or member, from its first to its last byte; 0 where it cannot be read."""
-    digest = hashlib.sha256()
+def _content(path: Path, member: tuple[Path, str] | None) -> str:
+    """A digest of some blocks of a file or member, from its first to its last byte; "" where it cannot be read."""
     try:
         descriptor = open_member(*member) if member else os.open(path, os.O_RDONLY)
         try:
-            size = os.fstat(descriptor).st_size
-            last = max(0, size - _BLOCK_BYTES)
-            for block in range(_BLOCKS):
-                digest.update(os.pread(descriptor, _BLOCK_BYTES, last * block // (_BLOCKS - 1)))
+            last = max(0, os.fstat(descriptor).st_size - _BLOCK_BYTES)
+            starts = [last * block // (_BLOCKS - 1) for block in range(_BLOCKS)]
+            return _digest([os.pread(descriptor, _BLOCK_BYTES, start) for start in starts])
         finally:
             os.close(descriptor)
     except (OSError, ShardError):
-        return 0
-    return _number(digest.digest()) or 1
+        return ""
 
 
-def _difference(before: Record, now: Record) -> str:
-    files = [record[record[:, 2] != 0] for record in (before, now)]
-    samples = [record[(record[:, 2] == 0) & (record[:, 0] != _TEXTS)] for record in (before, now)]
-    texts = [record[record[:, 0] == _TEXTS][:, [1, 3]].tolist() or [[0, 0]] for record in (before, now)]
-    old, new = _common(*files)
-    read_before, read_now = _common(*samples)
-    resized = old[:, 1] != new[:, 1]
-    other = int((read_before[:, 3] != read_now[:, 3]).sum())
-    counts = {
-        "{} files are new": len(files[1]) - len(new),
-        "{} files are gone": len(files[0]) - len(old),
-        "{} files have another size": int(resized.sum()),
-        "{} files were modified at the same size": int(((old[:, 2] != new[:, 2]) & ~resized).sum()),
-        f"{{}} of {len(read_now)} sampled recordings have other content": other,
-        f"texts changed ({texts[0][0][0]} utterances before, {texts[1][0][0]} now)": int(texts[0] != texts[1]),
-    }
-    changes = [text.format(count) for text, count in counts.items() if count]
-    whole = f"{len(new)} files and {len(read_now)} sampled recordings"
-    return f"{', '.join(changes)}; compared were {whole}" if changes else f"unchanged ({whole} compared)"
-
-
-def _common(before: Record, now: Record) -> tuple[Record, Record]:
-    """The rows of both records whose keys both have, in the same order."""
-    _, left, right = np.intersect1d(before[:, 0], now[:, 0], assume_unique=True, return_indices=True)
-    return before[left], now[right]
+def _difference(before: _Record, now: _Record) -> str:
+    """Describe what changed; `before` may be another program's."""
+    old, new = before.get("utterances", {}), now["utterances"]
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    added, removed = [name for name in new if name not in old], len(old.keys() - new.keys())
+    read = before.get("content", {}).items() & now["content"].items()
+    compared = before.get("content", {}).keys() & now["content"].keys()
+    other = len(compared) - len(read)
+    if not (changed or added or removed or other):
+        return f"unchanged ({len(new)} utterances, and the content of {len(compared)} recordings)"
+    example = f", such as {[*changed, *added][0]}" if changed or added else ""
+    return (
+        f"{len(added)} utterances added, {removed} removed, {len(changed)} changed (text, times, size or date of the "
+        f"file){example}; {other} of {len(compared)} sampled recordings have other content"
+    )

@@ -74,7 +74,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         if comm.rank == 0:
             try:
                 save_config(config, run_dir / "config.yaml")
-                report_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances], log.info)
+                report_changes(run_dir / "corpus.json", [*trainer.utterances, *trainer.dev.utterances], log.info)
             except OSError:  # the others go on without this process, which was stopped, and have removed its file
                 if not comm.superseded():
                     raise

@@ -49,7 +49,7 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     names = {p.name for p in run_dir.iterdir()}
     assert names == {
         "lock", "best.safetensors", "last.safetensors", "epoch-0002.safetensors", "epoch-0003.safetensors",
-        "trainer.safetensors", "config.yaml", "corpus.npy", "log.jsonl", "tensorboard",
+        "trainer.safetensors", "config.yaml", "corpus.json", "log.jsonl", "tensorboard",
     }  # fmt: skip
     loaded = load_model(run_dir / "last.safetensors")
     assert loaded.config.model == config.model and loaded.metadata["metrics"]["git_commit"]

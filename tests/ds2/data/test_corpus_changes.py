@@ -49,9 +49,9 @@ def reverse(path: Path, *, same_time: bool) -> None:
 def test_the_first_start_has_nothing_to_compare_with_and_the_second_finds_the_same(
     tmp_path: Path, utterances: list[Utterance]
 ) -> None:
-    record = tmp_path / "record.npy"
+    record = tmp_path / "record.json"
     assert "no record of an earlier start" in describe_changes(record, utterances)
-    assert "unchanged (5 files and 5 sampled recordings compared)" in describe_changes(record, utterances)
+    assert "unchanged (5 utterances, and the content of 5 recordings)" in describe_changes(record, utterances)
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     (tmp_path / "corpus").rename(moved / "corpus")
@@ -63,20 +63,21 @@ def test_the_first_start_has_nothing_to_compare_with_and_the_second_finds_the_sa
 
 @pytest.mark.parametrize("same_time", [False, True])
 def test_audio_reversed_in_place_is_noticed(tmp_path: Path, utterances: list[Utterance], same_time: bool) -> None:
-    record = tmp_path / "record.npy"
+    record = tmp_path / "record.json"
     describe_changes(record, utterances)
     for u in utterances[:3]:
         reverse(u.audio_filepath, same_time=same_time)
     line = describe_changes(record, utterances)
     assert "3 of 5 sampled recordings have other content" in line
-    assert ("3 files were modified at the same size" in line) != same_time
+    assert f"0 utterances added, 0 removed, {0 if same_time else 3} changed (" in line
+    assert ("such as corpus/0.wav at 0.0 s" in line) != same_time
     assert "unchanged" in describe_changes(record, utterances)  # since the start before
 
 
 def test_changes_that_a_killed_process_did_not_report_are_those_of_the_next_start(
     tmp_path: Path, utterances: list[Utterance]
 ) -> None:
-    record = tmp_path / "record.npy"
+    record = tmp_path / "record.json"
     describe_changes(record, utterances)
     reverse(utterances[0].audio_filepath, same_time=True)
 
@@ -89,18 +90,18 @@ def test_changes_that_a_killed_process_did_not_report_are_those_of_the_next_star
 
 
 def test_files_texts_and_sizes_are_counted(tmp_path: Path, utterances: list[Utterance]) -> None:
-    record = tmp_path / "record.npy"
+    record = tmp_path / "record.json"
     describe_changes(record, utterances[:4])
     rewrite(utterances[1].audio_filepath, b"RIFF", same_time=True)
     line = describe_changes(record, utterances[1:])
-    assert "1 files are new" in line and "1 files are gone" in line and "1 files have another size" in line
-    assert "1 of 3 sampled recordings" in line and "texts changed (4 utterances before, 4 now)" in line
+    assert "1 utterances added, 1 removed, 1 changed (" in line and "such as corpus/1.wav" in line
+    assert "1 of 3 sampled recordings have other content" in line
     other = [*utterances[1:-1], replace(utterances[-1], text="corrected")]
-    assert describe_changes(record, other).count("changed") == 1
+    assert "0 utterances added, 0 removed, 1 changed (" in describe_changes(record, other)
 
 
 def test_a_member_of_a_shard_that_was_exchanged_is_noticed(tmp_path: Path, utterances: list[Utterance]) -> None:
-    shard, record = tmp_path / "a.tar", tmp_path / "record.npy"
+    shard, record = tmp_path / "a.tar", tmp_path / "record.json"
 
     def pack() -> None:
         with tarfile.open(shard, "w") as tar:
@@ -115,12 +116,12 @@ def test_a_member_of_a_shard_that_was_exchanged_is_noticed(tmp_path: Path, utter
     stat = shard.stat()
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
     line = describe_changes(record, members)
-    assert "1 files were modified at the same size" in line and "1 of 5 sampled recordings have other content" in line
+    assert "0 removed, 5 changed (" in line and "1 of 5 sampled recordings have other content" in line
 
 
 def test_what_is_read_does_not_grow_with_the_corpus(tmp_path: Path, utterances: list[Utterance]) -> None:
     many = [replace(utterances[0], audio_filepath=tmp_path / f"{n}.wav") for n in range(1000)]
     for u in many:
         u.audio_filepath.write_bytes(bytes(3 * RATE))
-    assert "no record" in describe_changes(tmp_path / "record.npy", many)
-    assert "1000 files and 256 sampled" in describe_changes(tmp_path / "record.npy", many)
+    assert "no record" in describe_changes(tmp_path / "record.json", many)
+    assert "1000 utterances, and the content of 256 recordings" in describe_changes(tmp_path / "record.json", many)
