@@ -43,7 +43,6 @@ usage: ds2 COMMAND [...]
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
   lm train TEXT... --output FILE     a recurrent language model, which ranks hypotheses again (decode.rescore)
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
-  cache [--clear KIND]               caches on this disk: decoded audio, kernels, ARPA files
   completion bash|zsh|fish           a script with which the Tab key completes commands, options, recipes and keys
   version                            version and commit
   doctor                             versions, devices and backends of this machine
@@ -66,7 +65,6 @@ COMMANDS = (
     "align",
     "data",
     "lm",
-    "cache",
     "completion",
     "version",
     "doctor",
