@@ -8,6 +8,7 @@ Metadata may name shards: files in the same folder, with their digests, whose te
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ds2_ops.jit import runtime
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -34,6 +36,7 @@ _TYPES = {  # names in the format, in the order of its contents: the widest numb
 }  # fmt: skip
 _JSON_KEY = "ds2"  # a single entry: safetensors writes several in any order, and equal files would differ
 _HASHING_THREADS = 4  # each takes the interpreter lock for every tensor, for which steps that run meanwhile wait
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
 _DIGEST = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
 
 
@@ -108,8 +111,8 @@ def _copy(copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[
             _memory(copies, name, tensors[name]).copy_(tensors[name])
 
     def fetch() -> dict[str, Tensor]:
-        if copied is not None:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if copied is not None and device is not None:
+            stream = _stream(device)
             stream.wait_event(copied)
             with torch.cuda.stream(stream):
                 for values, flat in joined:
@@ -120,6 +123,18 @@ def _copy(copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[
         return {name: copies[name] for name in tensors}
 
     return fetch
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which copies leave a GPU, which nothing else uses.
+
+    `torch.cuda.Stream` hands out 32 streams in turn: sooner or later the one on which the main thread records a graph,
+    and the recording would break.
+    """
+    with torch.cuda.device(device):
+        stream = runtime.call("cuStreamCreate", _NON_BLOCKING)
+    return torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
 
 
 def _memory(copies: dict[str, Tensor], name: str, value: Tensor) -> Tensor:

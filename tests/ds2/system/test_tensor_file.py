@@ -18,6 +18,7 @@ from torch import nn
 
 from ds2.model.norm import SequenceBatchNorm
 from ds2.system import tensor_file
+from ds2.system.cuda_graph import GraphRecorder
 from ds2.system.tensor_file import (
     CheckpointError,
     ModuleTensors,
@@ -278,7 +279,7 @@ def test_tensors_of_a_gpu_are_brought_to_the_host_where_the_file_is_written(
     stream = SimpleNamespace(record_event=lambda: events.append("recorded") or "event", wait_event=events.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**40))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(tensor_file, "_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda entered: nullcontext())
     tensors = {name: value.as_subclass(OnGpu) for name, value in tensors_of_a_run("cpu").items()}
     saved_late(tmp_path / "a.safetensors", tensors)
@@ -291,3 +292,20 @@ def test_a_file_has_a_gpu_s_tensors_as_they_were(tmp_path: Path, monkeypatch: py
     if not room:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     saved_late(tmp_path / "a.safetensors", tensors_of_a_run("cuda"))
+
+
+@pytest.mark.gpu
+def test_a_file_is_written_while_graphs_are_recorded(tmp_path: Path) -> None:
+    """More often than torch has streams: one of those that it hands out is the recorder's."""
+    tensors, writes = tensors_of_a_run("cuda"), list[Callable[[], None]]()
+    for number in range(40):
+        save(tmp_path / f"{number}.safetensors", tensors, {}, run=writes.append)
+    recorder, x = GraphRecorder(), torch.ones(8, device="cuda")
+    with ThreadPoolExecutor(1) as thread, recorder.recording() as graph:
+        y = x + 1
+        for write in writes:
+            thread.submit(write).result()
+    graph.replay()
+    assert torch.equal(y, torch.full_like(y, 2.0))
+    loaded, _ = load(tmp_path / "39.safetensors")
+    assert all(torch.equal(loaded[name], tensor.cpu()) for name, tensor in tensors.items())
