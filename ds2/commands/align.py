@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,10 @@ def make_parser() -> Parser:
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
     parser.add_argument(
-        "--textgrid", type=Path, metavar="FOLDER", help="a TextGrid of each recording for Praat: words, characters"
+        "--textgrid",
+        type=Path,
+        metavar="FOLDER",
+        help="a TextGrid of each recording for Praat: words, characters; in sub-folders as the recordings are",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace existing TextGrids")
     parser.add_argument("--worst", type=whole(1, 1_000_000), help="print so many, the least probable first")
@@ -52,8 +56,9 @@ def run(arguments: Sequence[str]) -> int:
     recordings = _recordings(utterances)
     if args.textgrid:
         _check_overlaps(utterances, recordings)
-        names = [(str(audio), Path(audio.name)) for audio in recordings]
-        grids = output_files(names, ".TextGrid", args.textgrid, overwrite=args.overwrite)
+        common = os.path.commonpath([audio.parent for audio in recordings])  # speakers may have files of one name
+        names = [(str(audio), audio.relative_to(common)) for audio in recordings]
+        grids = output_files(names, ".TextGrid", args.textgrid, overwrite=args.overwrite, option="--textgrid")
     recogniser = Recogniser.of(loaded, DecodeConfig(), device)
     order, swapped = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
     if args.out:

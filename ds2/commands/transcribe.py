@@ -61,13 +61,16 @@ def audio_files(arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
             yield from ((str(file), file.relative_to(folder)) for file in files)
 
 
-def output_files(files: Sequence[tuple[str, Path]], suffix: str, out: Path | None, *, overwrite: bool) -> list[Path]:
+def output_files(
+    files: Sequence[tuple[str, Path]], suffix: str, out: Path | None, *, overwrite: bool, option: str = "--out"
+) -> list[Path]:
     """Return the file in which each transcript is written: in the folder `out`, or without one next to the audio.
 
     Args:
         files: as `audio_files` yields them.
         out: folder, which need not exist.
         overwrite: existing files may be replaced, but not the audio itself.
+        option: the one that named `out`, for messages.
 
     Raises:
         ConfigError: two files have the same output, or an output exists already.
@@ -83,17 +86,20 @@ def output_files(files: Sequence[tuple[str, Path]], suffix: str, out: Path | Non
         if real in sources:
             raise ConfigError(
                 f"{sources[real]} and {name} would both be written to {output}: take separate commands, "
-                "each with its own --out FOLDER"
+                f"each with its own {option} FOLDER"
             )
         if real in inputs:
-            raise ConfigError(f"the transcript of {name} would replace the input {output}: choose another --out FOLDER")
+            raise ConfigError(
+                f"the transcript of {name} would replace the input {output}: choose another {option} FOLDER"
+            )
         sources[real] = name
         outputs.append(output)
     existing = [str(output) for output in outputs if output.exists()]
     if existing and not overwrite:
         others = f", and {len(existing) - 1} more outputs do" if len(existing) > 1 else ""
         raise ConfigError(
-            f"{existing[0]} exists already{others}: choose another folder with --out, or replace them with --overwrite"
+            f"{existing[0]} exists already{others}: choose another folder with {option}, or replace them with "
+            "--overwrite"
         )
     check_writable(*outputs)
     return outputs

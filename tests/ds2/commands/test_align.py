@@ -84,3 +84,19 @@ def test_a_recording_has_one_textgrid_with_the_words_of_all_its_utterances(
     write_manifest(manifest, [first, replace(parts[0], offset_s=half_s - 0.1), parts[1]])
     assert main([*command, "--overwrite"]) == 2
     assert "overlap, and a tier holds no overlaps" in capsys.readouterr().err
+
+
+def test_recordings_of_one_name_have_textgrids_in_the_folders_of_their_speakers(
+    make_model: Callable[..., Path], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tone, manifest, grids = read_manifest(tone_manifest)[0], tmp_path / "two.jsonl", tmp_path / "grids"
+    copies = [tmp_path / "recordings" / speaker / "001.wav" for speaker in ("ayse", "deniz")]
+    for copy in copies:
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(tone.audio_filepath.read_bytes())
+    write_manifest(manifest, [replace(tone, audio_filepath=copy) for copy in copies])
+    command = ["align", str(make_model()), str(manifest), "--device", "cpu", "--textgrid", str(grids)]
+    assert main(command) == 0
+    assert all((grids / speaker / "001.TextGrid").is_file() for speaker in ("ayse", "deniz"))
+    assert main(command) == 2
+    assert "choose another folder with --textgrid" in capsys.readouterr().err
