@@ -9,7 +9,7 @@ from pathlib import Path
 from ds2.commands.common import Parser
 from ds2.commands.compose import config_dir
 from ds2.config.schema import ConfigError
-from ds2.system.files import write_text
+from ds2.system.files import files_beneath, write_text
 
 _RECIPE = """\
 # A recipe of your own: ds2 train --config-dir conf recipe=mine
@@ -64,13 +64,18 @@ def run(arguments: Sequence[str]) -> int:
     """`ds2 init FOLDER [--recipe NAME]`: write the folder; 0."""
     options = make_parser().parse_args(arguments)
     folder: Path = options.folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty: ds2 init writes into a new or empty folder")
     texts = {
         "README.md": _README.format(name=folder.resolve().name, base=options.recipe),
         "conf/recipe/mine.yaml": _RECIPE.format(base=options.recipe),
         ".gitignore": _IGNORED,
     }
+
+    def is_own(file: Path) -> bool:  # of an earlier call, which may have met a full disk
+        name = file.relative_to(folder).as_posix()
+        return name in texts and file.read_bytes() == texts[name].encode()
+
+    if folder.exists() and not (folder.is_dir() and all(map(is_own, files_beneath(folder)))):
+        raise ConfigError(f"{folder} is not empty: ds2 init writes into a new or empty folder")
     for name, text in texts.items():
         write_text(folder / name, text)
     place = shlex.quote(str(folder))

@@ -395,7 +395,7 @@ def draw(utterances: Sequence[Utterance], path: Path) -> None:
     """Draw histograms of durations and of pace.
 
     Raises:
-        StatisticsError: matplotlib is not installed.
+        StatisticsError: matplotlib is not installed, or it writes no files of this suffix; none means PNG.
     """
     try:
         from matplotlib.figure import Figure
@@ -407,8 +407,13 @@ def draw(utterances: Sequence[Utterance], path: Path) -> None:
     left.set(xlabel="seconds", ylabel="utterances", title=f"{len(utterances)} utterances")
     right.hist([pace(u) for u in utterances], bins=_BINS)
     right.set(xlabel="characters a second", title="the tails are mostly wrong transcripts")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    kind, kinds = path.suffix[1:].lower() or "png", figure.canvas.get_supported_filetypes()
+    if kind not in kinds:
+        raise StatisticsError(
+            f"{path}: {path.suffix} is no kind of picture: end its name in one of .{', .'.join(kinds)}"
+        )
+    with atomic_file(path) as partial:
+        figure.savefig(partial, dpi=150, format=kind)
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:

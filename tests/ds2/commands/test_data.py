@@ -92,6 +92,15 @@ def test_stats_counts_and_draws(manifest: Path, tmp_path: Path, capsys: pytest.C
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_has_the_kind_of_its_name(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name, head in (("a", b"\x89PNG"), ("a.b.PNG", b"\x89PNG"), ("a.pdf", b"%PDF")):
+        assert main(["data", "stats", str(manifest), "--picture", str(manifest.with_name(name))]) == 0
+        assert manifest.with_name(name).read_bytes().startswith(head)
+    assert main(["data", "stats", str(manifest), "--picture", str(manifest.with_name("a.xyz"))]) == 2
+    assert "a.xyz: .xyz is no kind of picture: end its name in one of" in capsys.readouterr().err
+
+
 def test_filter_keeps_what_meets_the_conditions_and_counts_the_rest(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,7 @@ from ds2.cli import main
 from ds2.commands.common import with_search_path
 from ds2.commands.compose import compose_config
 from ds2.data.corpora import synthetic
+from ds2.system.files import write_text
 
 
 def commands() -> list[list[str]]:
@@ -53,6 +55,24 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("is not empty: ds2 init writes into a new or empty folder") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_after_a_full_disk_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new"
+
+    def write(path: Path, content: str) -> None:
+        if path.name == "mine.yaml":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_text(path, content)
+
+    with monkeypatch.context() as full:
+        full.setattr("ds2.commands.init.write_text", write)
+        assert main(["init", str(folder)]) != 0
+    assert (folder / "README.md").is_file()
+    assert main(["init", str(folder)]) == 0
+    assert (folder / "conf" / "recipe" / "mine.yaml").is_file()
+    (folder / "empty").touch()
+    assert main(["init", str(folder)]) == 2
 
 
 @pytest.mark.slow
