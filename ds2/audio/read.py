@@ -52,6 +52,10 @@ _FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, 
 class AudioError(UserError):
     """Audio that cannot be used; the message names the file and the reason."""
 
+    def bare(self) -> AudioError:
+        """Return it without its traceback, whose frames hold decoder and samples: for lists of many errors."""
+        return type(self)(*self.args)
+
 
 class EmptyAudioError(AudioError):
     """A file without any samples."""
@@ -148,12 +152,15 @@ def audio_blocks(
     with _opened(path, sample_rate_hz, lenient=lenient) as file:
         resampler = soxr.ResampleStream(file.samplerate, sample_rate_hz, 1, dtype="float32")
         blocks = _mono_blocks(file, path, offset_s, duration_s, channel, lenient=lenient)
-        for block in chain(blocks, [_NO_SAMPLES]):
-            last = block is _NO_SAMPLES
-            resampled = block if file.samplerate == sample_rate_hz else resampler.resample_chunk(block, last=last)
-            if len(resampled):
-                peak = max(peak, float(np.abs(resampled).max())) if lenient else peak
-                yield np.clip(resampled, -1.0, 1.0)
+        try:
+            for block in chain(blocks, [_NO_SAMPLES]):
+                last = block is _NO_SAMPLES
+                resampled = block if file.samplerate == sample_rate_hz else resampler.resample_chunk(block, last=last)
+                if len(resampled):
+                    peak = max(peak, float(np.abs(resampled).max())) if lenient else peak
+                    yield np.clip(resampled, -1.0, 1.0)
+        finally:
+            del resampler  # the traceback of an error holds this frame, and soxr prints what is left at exit
     if lenient and peak < QUIET_PEAK:
         loudest = f"{20 * math.log10(peak):.0f} dB of full scale" if peak else "zero"
         log.warning("%s: its loudest sample is %s: too quiet to be recognised well, amplify it", path, loudest)

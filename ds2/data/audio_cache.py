@@ -490,6 +490,8 @@ def _on_all_cores(work: Callable[[bytes], Any], keys: list[bytes]) -> Generator[
     def attempt(key: bytes) -> tuple[bytes, Any]:
         try:
             return key, work(key)
+        except AudioError as error:
+            return key, error.bare()
         except BaseException as error:  # an exception that ends a thread of the pool is lost
             return key, error
 

@@ -133,7 +133,7 @@ def _write(
         try:
             return _flac(pcm := decode(utterance, sample_rate_hz, channel), sample_rate_hz), len(pcm)
         except AudioError as error:
-            return error
+            return error.bare()
 
     members, failed, step = dict[int, ShardMember](), list[AudioError](), _CHUNK_PER_CORE * usable_cores()
     with (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
+import soxr
 from numpy.typing import NDArray
 
 from ds2.audio import read as audio
@@ -190,3 +192,14 @@ def test_a_lenient_reader_is_told_of_quiet_sound(
     with caplog.at_level(logging.WARNING):
         list(audio_blocks(tmp_path / "a.wav", lenient=True))
     assert ("too quiet to be recognised well" in caplog.text) == warns
+
+
+def test_the_resampler_ends_with_an_error(tmp_path: Path) -> None:
+    broken = np.zeros(8000, np.float32)
+    broken[7000] = np.nan
+    soundfile.write(tmp_path / "a.wav", broken, 8000, subtype="FLOAT")
+    with pytest.raises(AudioError, match="holds NaN") as caught:
+        read_audio(tmp_path / "a.wav")
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert any(frame.f_code.co_name == "audio_blocks" for frame in frames)
+    assert not any(isinstance(value, soxr.ResampleStream) for frame in frames for value in frame.f_locals.values())

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,15 @@ def test_many_building_at_once_all_get_it(tmp_path: Path, utterances: list[Utter
     for store in stores:
         assert_same(store, utterances)
     assert [path.suffix for path in written(tmp_path)] == [audio_cache.SUFFIX]
+
+
+def test_errors_that_are_collected_hold_no_samples(tmp_path: Path, utterances: list[Utterance]) -> None:
+    first, broken = utterances[0], tmp_path / "broken.flac"
+    broken.write_bytes(b"no audio")
+    bad = {bytes(16): replace(first, audio_filepath=broken), b"2" * 16: replace(first, duration_s=1e4)}
+    errors = audio_cache._write_files(tmp_path, {**bad, b"3" * 16: first}, data_config(tmp_path))
+    assert len(errors) == 2
+    assert all(e.__traceback__ is e.__cause__ is e.__context__ is None for e in errors)
 
 
 @pytest.mark.parametrize("trouble", ["space", "folder", "write"])
