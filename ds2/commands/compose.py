@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ PRIMARY_CONFIG = "train"
 _QUOTED = r"'[^']*'|\"[^\"]*\"|"
 _WORDS = re.compile(_QUOTED + r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
 _NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
+_NO_MARKS = re.compile(r"[~#!&;<>^`]")
+_TILDE = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 _WORDS_OF_MAPPING = re.compile(_QUOTED + r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
 
 
@@ -108,7 +111,13 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key or group choice (the message suggests one), a wrong type, or values that
             contradict each other.
     """
-    overridden_keys(overrides)  # refuses malformed overrides
+    for override in map(parse_override, overrides):
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            raise ConfigError(
+                f"{override.input_line} has several values: `ds2 train --multirun` trains a run for each; a list is "
+                f"{key}=[A,B], and one text with a comma in it is quoted twice: \"{key}='A,B'\""
+            )
     register()
     GlobalHydra.instance().clear()
     try:
@@ -226,8 +235,10 @@ def parse_override(override: str) -> Override:
 def _spelled(override: str) -> str:
     """Quote the words of a value that Hydra's grammar does not allow, or would not take as they are.
 
-    It allows no non-ASCII letters and no second =, as in the folders of a sweep; and reads run_dir=2024_01 as 202401.
+    It allows no non-ASCII letters, marks such as # and &, and no second =, as in the folders of a sweep; and reads
+    run_dir=2024_01 as 202401.
     """
+    override = _at_home(override)
     key, _, value = override.partition("=")
     if not value or "\\" in value or "${" in value:
         return override
@@ -237,10 +248,23 @@ def _spelled(override: str) -> str:
     def spelled(word: re.Match[str]) -> str:
         if "'" in word[0] or '"' in word[0]:
             return word[0]
-        plain = word[0].isascii() and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
+        plain = (
+            word[0].isascii()
+            and not _NO_MARKS.search(word[0])
+            and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
+        )
         return word[0] if plain else f"'{word[0]}'"
 
     return f"{key}={words.sub(spelled, value)}"
+
+
+def _at_home(override: str) -> str:
+    """Put the home folder in the place of `~/` at the start of a text, as shells do elsewhere but not in KEY=~/PATH."""
+    key, _, value = override.partition("=")
+    if key not in text_keys() or "~/" not in value:
+        return override
+    home = os.path.expanduser("~")
+    return f"{key}={_TILDE.sub(lambda _: home, value)}"
 
 
 def _missing(error: MissingConfigException) -> NoReturn:
@@ -262,7 +286,7 @@ def register() -> None:
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others."""
     overrides = [a for a in arguments if a.startswith(("decode=", "decode."))]
-    return overrides, [a for a in arguments if a not in overrides]
+    return [_at_home(a) for a in overrides], [a for a in arguments if a not in overrides]
 
 
 def refuse_search_settings(overrides: Sequence[str]) -> None:

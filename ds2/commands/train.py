@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         print(help_text(own_folders(arguments)), end="")
         return 0
     options, overrides = options_and_overrides(with_search_path(arguments))
-    config = compose_config(first_of_sweep(overrides))
+    config = compose_config(first_of_sweep(overrides) if is_sweep(options) else overrides)
     jobs: list[Job] = []
 
     def job(composed: DictConfig) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ds2.commands.common import with_search_path
-from ds2.commands.compose import compose_config, config_dir, first_of_sweep
+from ds2.commands.compose import compose_config, config_dir, first_of_sweep, split_overrides
 from ds2.config.check import check
 from ds2.config.convert import config_from_dict, config_to_dict, save_config
 from ds2.config.schema import AugmentConfig, Config, ConfigError
@@ -56,6 +56,8 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("optim.layer_rates=3", "optim.layer_rates: takes a mapping: optim.layer_rates={KEY:VALUE}"),
         ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru, gru_before"),
         ("train.epochs=0", "train.epochs=0: allowed are numbers from 1 to "),
+        ("model.hidden=16,24", "model.hidden=16,24 has several values: `ds2 train --multirun`"),
+        ("recipe=an4,an4_demo", "has several values"),
         ("batching.audio_s=10", "set one of batching.utterances"),
         ("augment.gain_db=[3,1]", "augment.gain_db"),
         ("model.depth", "model.depth"),
@@ -66,6 +68,14 @@ def test_a_wrong_override_names_the_key_and_the_nearest_right_one(override: str,
     with pytest.raises(ConfigError) as caught:
         compose_config([override])
     assert hint in str(caught.value)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/zoë x")
+    config = compose_config(["run_dir=~/runs/a", "data.train=[~/t.jsonl, ~/u.jsonl,v/~/w]", "decode.lm=~/books.lm"])
+    assert (config.run_dir, config.decode.lm) == ("/home/zoë x/runs/a", "/home/zoë x/books.lm")
+    assert config.data.train == ["/home/zoë x/t.jsonl", "/home/zoë x/u.jsonl", "v/~/w"]
+    assert split_overrides(["m", "decode.lm=~/books.lm"]) == (["decode.lm=/home/zoë x/books.lm"], ["m"])
 
 
 def test_a_wrong_key_in_a_users_recipe_is_named(tmp_path: Path) -> None:
@@ -220,6 +230,7 @@ def test_letters_beyond_ascii_need_no_quotes() -> None:
     assert config.data.train == ["ä b.jsonl", "b.jsonl", "日本/ü.jsonl"]
     assert config.run_dir == "Läufe/é x" and config.alphabet.replace == {"x": "é", "y": "ö"}
     assert compose_config(["data.train=['ä,[b].jsonl']"]).data.train == ["ä,[b].jsonl"]
+    assert compose_config(["run_dir=runs/a#1&2~"]).run_dir == "runs/a#1&2~"
     assert compose_config(["decode.hot_words=['x, y',zürich,no]"]).decode.hot_words == ["x, y", "zürich", "no"]
     assert first_of_sweep(["data.corpus=é,ü"]) == ["data.corpus='é'"]
     assert compose_config(["run_dir=runs/a\u00a0b\u200b"]).run_dir == "runs/a\u00a0b\u200b"
