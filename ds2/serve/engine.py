@@ -208,7 +208,8 @@ class Engine:
         """
         waiting: list[Chunk] = []
         ending, ended = False, threading.Event()
-        threading.Thread(target=self._watch, args=[hangs, ended], name="watch of the recogniser", daemon=True).start()
+        watch = threading.Thread(target=self._watch, args=[hangs, ended], name="ds2-watch", daemon=True)
+        watch.start()
         try:
             while waiting or not ending:
                 arrived = receive(not waiting)
@@ -219,6 +220,7 @@ class Engine:
                 self._turn = ()
         finally:
             ended.set()
+            watch.join()  # else it frees tensors while Python ends, which aborts the process
 
     def _watch(self, hangs: Callable[[Sequence[Chunk]], None], ended: threading.Event) -> None:
         turn, ticks = self._turn, 0

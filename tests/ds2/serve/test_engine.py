@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints
-from ds2.serve.engine import LocalRecogniser, SessionSettings
+from ds2.serve.engine import Engine, LocalRecogniser, SessionSettings
 from ds2.serve.limits import Limits
 
 RULES = Endpoints(longest_s=0.5)
@@ -23,6 +24,12 @@ RULES = Endpoints(longest_s=0.5)
 
 def recogniser_of(model: Path) -> Recogniser:
     return Recogniser.of(load_model(model), DecodeConfig(), torch.device("cpu"))
+
+
+def test_no_thread_outlives_an_engine(make_model: Callable[..., Path]) -> None:
+    engine = Engine(recogniser_of(make_model()), Limits())
+    engine.run(lambda block: [None], print)
+    assert "ds2-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:
