@@ -24,15 +24,20 @@ from ds2.text.alphabet import fold
 
 
 def _warn_of_ids(references: dict[str, TextLine], hypotheses: dict[str, TextLine]) -> None:
-    def first(line: TextLine) -> str:
-        return "".join(line.text.split(maxsplit=1)[:1])
+    def words(texts: dict[str, TextLine], position: int) -> list[str]:
+        return ["".join(line.text.split()[position:][:1]) for line in texts.values()]
 
-    same = all(key in references and first(line) == first(references[key]) for key, line in hypotheses.items())
-    if hypotheses and same and 1 < len(references) == len({first(line) for line in references.values()} - {""}):
-        print(
-            "the first words of all lines are distinct and the same in both files: if these are ids, use --ids",
-            file=sys.stderr,
-        )
+    for position, place, way_out in (
+        (0, "first", "use --ids"),
+        (-1, "last", "as in sclite's trn, put them first, without brackets, and use --ids"),
+    ):
+        own, others = words(references, position), set(words(hypotheses, position))
+        ids = {word for word in own if position == 0 or (word[:1] + word[-1:] == "()" and len(word) > 2)} - {""}
+        if 1 < len(own) == len(ids) and others and others <= ids:
+            print(
+                f"the {place} words of all lines are distinct and the same in both files: if these are ids, {way_out}",
+                file=sys.stderr,
+            )
 
 
 def _speakers(path: Path, names: list[str]) -> list[str]:

@@ -102,6 +102,13 @@ def test_standard_input_is_one_of_the_files(capsys: pytest.CaptureFixture[str]) 
 def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write("ref", "u1 a\nu2 b c\n"), write("hyp", "u1 a\nu2 b\n")]) == 0
     assert "use --ids" in capsys.readouterr().err
+    assert main([write("ref", "u1 a\nu2 b c\n"), write("hyp", "u2 b\nu1 a\n")]) == 0  # in another order
+    assert "first words" in capsys.readouterr().err
+    assert main([write("ref", "a (u1)\nb c (u2)\n"), write("hyp", "b (u2)\na (u1)\n")]) == 0
+    assert "last words of all lines" in capsys.readouterr().err
+    assert main([write("ref", "so a\nso b c\n"), write("hyp", "so a\nb\n")]) == 0
+    assert main([write("ref", "a x\nb y\n"), write("hyp", "c x\nb y\n")]) == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
