@@ -293,7 +293,8 @@ def save_dataset(
     """Write utterances as `folder/manifest.jsonl`; see `ds2.save_dataset`.
 
     Raises:
-        ManifestError: there is a manifest already, an entry has another form, or there are no entries.
+        ManifestError: there is a manifest already, or a file that samples would replace; an entry has another form, or
+            names the recording of an earlier one; or there are no entries.
         AudioError: audio that cannot be read, or samples of another shape, type or scale, or without a rate.
     """
     folder = Path(folder).resolve()
@@ -301,16 +302,30 @@ def save_dataset(
     if manifest.exists():
         raise ManifestError(f"{manifest} exists already: choose another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    written = [_utterance(folder, number, entry, sample_rate_hz) for number, entry in enumerate(utterances, start=1)]
-    if not written:
-        raise ManifestError(
-            f"{manifest} would hold no utterances: give (audio, text) or (audio, text, speaker) of each"
-        )
-    write_manifest(manifest, written)
+    made, written = list[Path](), dict[Path, Utterance]()
+    try:
+        for number, entry in enumerate(utterances, start=1):
+            utterance = _utterance(folder, number, entry, sample_rate_hz, made)
+            if utterance.audio_filepath in written:
+                raise ManifestError(
+                    f"utterance {number}: {utterance.audio_filepath} is an utterance already, and no manifest may list "
+                    "a recording twice: give each once, parts of it as samples"
+                )
+            written[utterance.audio_filepath] = utterance
+        if not written:
+            raise ManifestError(
+                f"{manifest} would hold no utterances: give (audio, text) or (audio, text, speaker) of each"
+            )
+        write_manifest(manifest, written.values())
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise
     return manifest
 
 
-def _utterance(folder: Path, number: int, entry: tuple[Any, ...], rate_hz: int | None) -> Utterance:
+def _utterance(folder: Path, number: int, entry: tuple[Any, ...], rate_hz: int | None, made: list[Path]) -> Utterance:
+    """Return the utterance of an entry; samples are written to a file, which is added to `made`."""
     if not (isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(isinstance(t, str) for t in entry[1:])):
         raise ManifestError(
             f"utterance {number}: expected (audio, text) or (audio, text, speaker), text and speaker as str"
@@ -324,5 +339,12 @@ def _utterance(folder: Path, number: int, entry: tuple[Any, ...], rate_hz: int |
         if rate_hz is None:
             raise AudioError(f"utterance {number}: samples need a rate: save_dataset(..., sample_rate_hz=16000)")
         path = folder / f"{number:06d}.flac"
-        soundfile.write(path, np.clip(as_samples(audio), -1.0, 1.0), rate_hz)
+        if path.exists():
+            raise ManifestError(f"utterance {number}: {path} exists already: choose another folder, or remove it")
+        try:
+            samples = as_samples(audio)
+        except AudioError as error:
+            raise AudioError(f"utterance {number}: {error}") from error
+        made.append(path)
+        soundfile.write(path, np.clip(samples, -1.0, 1.0), rate_hz)
     return Utterance(path, audio_info(path).duration_s, text, speaker="".join(speaker))

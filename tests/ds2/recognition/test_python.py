@@ -144,6 +144,21 @@ def test_own_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         ds2.save_dataset(tmp_path / "one", [(np.zeros(900), "a")], sample_rate_hz=16000)
 
 
+def test_saving_own_data_replaces_no_recording_and_lists_none_twice(tmp_path: Path) -> None:
+    recording, samples, broken = tmp_path / "own" / "000002.flac", np.zeros(900), np.full(900, np.nan)
+    recording.parent.mkdir()
+    soundfile.write(recording, np.full(900, 0.5), 16000)
+    before = recording.read_bytes()
+    with pytest.raises(ManifestError, match=r"utterance 2: .*000002\.flac exists already"):
+        ds2.save_dataset(recording.parent, [(samples, "a"), (samples, "b")], sample_rate_hz=16000)
+    assert recording.read_bytes() == before and list(recording.parent.iterdir()) == [recording]
+    with pytest.raises(ManifestError, match=r"utterance 2: .* is an utterance already"):
+        ds2.save_dataset(tmp_path / "twice", [(recording, "a"), (recording, "b")])
+    with pytest.raises(AudioError, match="utterance 2: samples reach nan"):
+        ds2.save_dataset(tmp_path / "nan", [(samples, "a"), (broken, "b")], sample_rate_hz=16000)
+    assert ds2.save_dataset(tmp_path / "nan", [(samples, "a")], sample_rate_hz=16000).is_file()
+
+
 @pytest.mark.parametrize("overrides", [(), BIDIRECTIONAL])
 def test_only_listed_phrases_are_written_in_files_and_streams(
     make_model: Callable[..., Path], recording: Path, overrides: tuple[str, ...]
