@@ -221,6 +221,8 @@ def parse_override(override: str) -> Override:
     """Parse one override; raise ConfigError if it is not in Hydra's grammar, or no text."""
     if not override.isascii() and override != override.encode(errors="replace").decode():
         raise ConfigError(f"{override!r} is not UTF-8, as settings must be: rename the file, or set LC_ALL=C.UTF-8")
+    if "=" not in override and override.endswith(".jsonl"):
+        raise ConfigError(f"{override!r} is no setting: name manifests by data.train=[{override}] or data.dev=[...]")
     try:
         return OverridesParser.create().parse_override(_spelled(override))
     except (HydraException, ValueError) as error:

@@ -375,8 +375,12 @@ def _alphabet(options: argparse.Namespace) -> int:
     if options.out:
         source = ", ".join(path.name for path in manifests)
         write_text(options.out, f"# Characters of {source}, by `ds2 data alphabet`.\n{content}")
-        use = f"--config-dir {options.out.parent.parent} alphabet={options.out.stem}"
-        print(f"wrote {options.out}; use it with {use}")
+        folder, name = options.out.parent, options.out.stem
+        if folder.name == "alphabet" and options.out.suffix == ".yaml":
+            print(f"wrote {options.out}; use it with --config-dir {folder.parent} alphabet={name}")
+        else:  # Hydra finds no other place
+            way = f"move it to my_conf/alphabet/{name}.yaml, then --config-dir my_conf alphabet={name}"
+            print(f"wrote {options.out}; to use it {way}")
     return 0
 
 

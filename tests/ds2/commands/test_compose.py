@@ -61,6 +61,7 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("batching.audio_s=10", "set one of batching.utterances"),
         ("augment.gain_db=[3,1]", "augment.gain_db"),
         ("model.depth", "model.depth"),
+        ("corpora/train.jsonl", "name manifests by data.train=[corpora/train.jsonl]"),
         ("run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}", "Environment variable 'DS2_NO_SUCH_VARIABLE' not found"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ds2.cli import main
+from ds2.commands.common import with_search_path
 from ds2.commands.compose import compose_config
 from ds2.data import manifest as manifest_module
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
@@ -163,6 +165,21 @@ def test_normalise_shows_what_becomes_of_a_text(
     assert "no sure reading of '24/7'" in caplog.text and "'ñ' U+00F1" in caplog.text
     assert main(["data", "normalise", "alphabet=german"]) == 2
     assert "needs a text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["conf/alphabet/mine.yaml", "conf/mine.yaml", "conf/alphabet/mine.txt"])
+def test_the_use_that_alphabet_shows_works(
+    name: str, manifest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(manifest.parent)
+    assert main(["data", "alphabet", str(manifest), "--out", name]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    if moved := re.search(r"move it to (\S+), then ", last):
+        Path(moved[1]).parent.mkdir(parents=True)
+        Path(name).rename(moved[1])
+    use = re.search(r"--config-dir \S+ alphabet=\S+", last)
+    assert use is not None
+    assert "ö" in compose_config(with_search_path([*use[0].split(), "run_dir=x"])).alphabet.symbols
 
 
 def test_alphabet_without_a_manifest_says_so(capsys: pytest.CaptureFixture[str]) -> None:
