@@ -17,7 +17,6 @@ import logging
 import math
 import multiprocessing
 import os
-import select
 import selectors
 import signal
 import socket
@@ -217,7 +216,9 @@ class WorkerLink:
         self._sessions: dict[int, Live | UserError] = {}  # by the worker's number; an error if it could not be opened
         self._opening: set[int] = set()  # sessions with hot words, which another thread opens
         self._lock = threading.Lock()  # of these two
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # of the next two
+        self.unsent = bytearray()  # answers that the worker has not taken; a session waits for one at most
+        self._taken_s = 0.0  # when it took some
         self._opener = ThreadPoolExecutor(1, "hot words")
 
     def receive(self) -> list[Chunk] | None:
@@ -347,17 +348,27 @@ class WorkerLink:
                 calls = [answer.call for answer in answers if not isinstance(answer, PartialResults)]
                 partial = [call for answer in answers if isinstance(answer, PartialResults) for call in answer.calls]
                 data = pack([Failure(call, "", "") for call in [*calls, *partial]])
-            unsent = memoryview(data)
-            while unsent:
-                try:
-                    unsent = unsent[self.end.send(unsent) :]
-                except BlockingIOError:
-                    if not select.select([], [self.end], [], _STUCK_S)[1]:
-                        log.error("a worker reads no answers and is terminated")
-                        self.end.shutdown(socket.SHUT_RDWR)
-                        return
-                except OSError:  # the worker has ended; `receive` will notice it
-                    return
+            if not self.unsent:
+                self._taken_s = time.monotonic()
+            self.unsent += data
+            self._send_unsent()
+
+    def send_unsent(self) -> None:
+        """Send what the worker takes of `unsent`: one that reads nothing must not keep other workers waiting."""
+        with self._sending:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        try:
+            while self.unsent:
+                del self.unsent[: self.end.send(self.unsent)]
+                self._taken_s = time.monotonic()
+        except BlockingIOError:
+            if time.monotonic() - self._taken_s > _STUCK_S:
+                log.error("a worker reads no answers and is terminated")
+                self.end.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the worker has ended; `receive` will notice it
+            self.unsent.clear()
 
 
 class RemoteRecogniser(EngineClient, asyncio.Protocol):
@@ -600,8 +611,17 @@ class Workers(_Parent):
         """Return the chunks that arrived, for `Engine.run`; None is among them once no worker is left."""
         chunks: list[Chunk | None] = []
         self._kill_unresponsive()
-        for key, _ in self._selector.select(_TICK_S if block else 0):
-            link: WorkerLink = key.data
+        link: WorkerLink
+        for link in self._processes:
+            if link.unsent:
+                link.send_unsent()
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE * bool(link.unsent)
+            if self._selector.get_key(link.end).events != events:
+                self._selector.modify(link.end, events, link)
+        for key, events in self._selector.select(_TICK_S if block else 0):
+            link = key.data
+            if not events & selectors.EVENT_READ:
+                continue  # it takes answers again: the next turn sends them
             arrived = link.receive()
             if arrived is not None:
                 chunks += arrived

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import time
 from typing import Any, cast
 
 import numpy as np
@@ -105,6 +106,28 @@ def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
     with_words = StreamResult([], "ab", 0, 0.1, [WORD])
     link.deliver([(partial, with_words)])
     assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Answer(8, with_words)]
+    link.close()
+    theirs.close()
+
+
+def test_a_worker_that_takes_no_answers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets them later, in order; one that never takes them is terminated."""
+    ours, theirs = socket.socketpair()
+    link, live = WorkerLink(cast(Engine, None), ours), cast(Live, None)
+    wanted = [StreamResult([], f"{number} " + "a" * 100_000, 0, None) for number in range(20)]
+    start_s = time.monotonic()
+    for number, result in enumerate(wanted):
+        link.deliver([(Chunk(live, np.zeros(1, np.float32), link, number), result)])
+    assert time.monotonic() - start_s < 5 and len(link.unsent) > 1_000_000
+    unpacker, arrived = Unpacker(TO_WORKER), list[PartialResults]()
+    while len(arrived) < len(wanted):
+        arrived += unpacker.accept(theirs.recv(1 << 16))
+        link.send_unsent()
+    assert [answer.texts for answer in arrived] == [[result.partial] for result in wanted] and not link.unsent
+    monkeypatch.setattr("ds2.serve.processes._STUCK_S", 0.0)
+    for number, result in enumerate(wanted):
+        link.deliver([(Chunk(live, np.zeros(1, np.float32), link, number), result)])
+    assert link.receive() is None and not link.unsent
     link.close()
     theirs.close()
 
