@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,8 +161,12 @@ def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> d
     described = _describe(loaded, exported, module.delay) | {
         "inputs": {name: list(tensor.shape[1:]) for name, tensor in example.items()}
     }
+    content = io.BytesIO()  # torch's own writer of files aborts the process where the disk is full
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No complete tensor found")  # of weights that are not on the CPU
+        torch.export.save(program, content, extra_files={DESCRIPTION: json.dumps(described)})
     with _written(path, loaded) as partial:
-        torch.export.save(program, partial, extra_files={DESCRIPTION: json.dumps(described)})
+        partial.write_bytes(content.getbuffer())
     return described
 
 

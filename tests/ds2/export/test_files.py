@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -182,6 +183,19 @@ def test_files_say_what_they_are(random_model: Make, tmp_path: Path) -> None:
     assert np.isclose(described["tail_s"], (4 * described["lag_frames"] + 33) / 100)
     lines = (tmp_path / "tokens.txt").read_text(encoding="utf-8").splitlines()
     assert lines[:4] == ["<blk> 0", "  1", "' 2", "a 3"] and len(lines) == 29
+
+
+@pytest.mark.filterwarnings("error:No complete tensor found")
+def test_a_program_of_torch_meets_a_full_disk_with_a_message(
+    random_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ExportError, match=r"model\.pt2 could not be written .*No space left"):
+        export_torch(random_model(), tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(random_model: Make, tmp_path: Path) -> None:
