@@ -232,7 +232,11 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         file, row = self._locations[position].tolist()
         pcm = None if file == _NOT_CACHED else self._cached(self.files[file], row, position)
         if pcm is None:
-            pcm = decode(self.utterances[position], self.sample_rate_hz, self.channel)
+            utterance = self.utterances[position]
+            try:
+                pcm = decode(utterance, self.sample_rate_hz, self.channel)
+            except AudioError as error:
+                raise type(error)(f"{error} ({utterance.source or utterance.name}){_WAY_OUT}") from error
         waveform = pcm.astype(np.float32)
         waveform *= np.float32(1 / 32768)  # in place: a multiplication of mixed types takes ten times as long
         return waveform

@@ -210,6 +210,13 @@ def test_errors_that_are_collected_hold_no_samples(tmp_path: Path, utterances: l
     assert all(e.__traceback__ is e.__cause__ is e.__context__ is None for e in errors)
 
 
+def test_audio_that_is_not_cached_and_cannot_be_read_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.flac").write_bytes(b"no audio")
+    store = AudioStore([Utterance(tmp_path / "a.flac", 1.0, "a", source="m.jsonl:7")], RATE)
+    with pytest.raises(AudioError, match=r"a\.flac: not readable.* \(m\.jsonl:7\)\n.*`ds2 data check` names all"):
+        store[0]
+
+
 @pytest.mark.parametrize("trouble", ["space", "folder", "write"])
 def test_a_cache_that_cannot_be_written_is_a_warning(
     trouble: str,
