@@ -132,7 +132,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     `torch.cuda.Stream` hands out 32 streams in turn: sooner or later the one on which the main thread records a graph,
     and the recording would break.
     """
-    with torch.cuda.device(device):
+    with runtime.current(device.index):  # a thread has no current device yet
         stream = runtime.call("cuStreamCreate", _NON_BLOCKING)
     return torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
 

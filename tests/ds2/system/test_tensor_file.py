@@ -3,9 +3,9 @@
 import errno
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -284,6 +284,25 @@ def test_tensors_of_a_gpu_are_brought_to_the_host_where_the_file_is_written(
     tensors = {name: value.as_subclass(OnGpu) for name, value in tensors_of_a_run("cpu").items()}
     saved_late(tmp_path / "a.safetensors", tensors)
     assert events == (["recorded", "event"] if free else [])  # without room for a copy the step waits
+
+
+def test_copies_leave_a_gpu_on_a_stream_that_is_made_with_the_gpu_as_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+
+    @contextmanager
+    def current(index: int) -> Iterator[None]:
+        calls.append(f"current {index}")
+        yield
+        calls.append("the one before")
+
+    monkeypatch.setattr(tensor_file.runtime, "current", current)
+    monkeypatch.setattr(tensor_file.runtime, "call", lambda *call: calls.append(call) or 7)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *stream: stream)
+    gpu = torch.device("cuda", 3)
+    assert tensor_file._stream.__wrapped__(gpu) == (7, gpu)
+    assert calls == ["current 3", ("cuStreamCreate", 1), "the one before"]
 
 
 @pytest.mark.gpu
