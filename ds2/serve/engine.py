@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 transcripts = logging.getLogger("ds2.serve.transcripts")
 transcripts.setLevel(logging.WARNING)  # `ds2 serve --log-transcripts` sets INFO
 HANGS_S = 20.0  # an engine whose turn lasts so long hangs; a turn of 64 sessions takes some two seconds of a busy core
+_LONG_S = 30.0  # longer segments are those of files: the default rules end one after 25 s
+_LONG_SHARE = 0.1  # time that a turn may take for what is longer: some searches begin anew, a second pass reads all
 _TICKS = 20  # in that time; the time in which all of the process is paused does not count
 _STDERR = 2  # its number, which is there without an object of Python's too
 
@@ -204,7 +206,7 @@ class Engine:
 
         Args:
             receive: returns the chunks that arrived since the last call; called with True it waits for one.
-            hangs: called once, in another thread, with the chunks of a turn that lasts longer than `HANGS_S`.
+            hangs: called once, in another thread, with the chunks of a turn that lasts longer than `allowed_s` of it.
         """
         waiting: list[Chunk] = []
         ending, ended = False, threading.Event()
@@ -227,8 +229,11 @@ class Engine:
         while not ended.wait(HANGS_S / _TICKS):
             ticks = ticks + 1 if turn and turn is self._turn else 0
             turn = self._turn
-            if ticks == _TICKS:
-                log.critical("the recogniser hangs: it has decoded one batch for %g s; its threads are at", HANGS_S)
+            duration_s = ticks * HANGS_S / _TICKS
+            if ticks >= _TICKS and duration_s >= allowed_s(turn):
+                log.critical(
+                    "the recogniser hangs: it has decoded one batch for %.0f s; its threads are at", duration_s
+                )
                 faulthandler.dump_traceback(file=_STDERR)  # code, no words
                 hangs(turn)
                 return
@@ -296,6 +301,13 @@ class Engine:
                 self.metrics.last_word_s.observe(audio_s + now_s - chunk.arrived_s)
         answered = {id(chunk) for chunk, _ in answers}
         return [chunk for chunk in waiting if id(chunk) not in answered]
+
+
+def allowed_s(turn: Sequence[Chunk]) -> float:
+    """Return the longest time that a turn may take: `HANGS_S`, and more for long segments."""
+    lives = {id(chunk.live): chunk.live for chunk in turn}.values()
+    open_s = [live.duration_s - live.segment_start_s for live in lives]
+    return HANGS_S + _LONG_SHARE * sum(max(0.0, seconds - _LONG_S) for seconds in open_s)
 
 
 class _Failures:

@@ -7,7 +7,9 @@ import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from support.serving import RATE_HZ, samples_of, speech
@@ -15,8 +17,8 @@ from support.serving import RATE_HZ, samples_of, speech
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints
-from ds2.serve.engine import Engine, LocalRecogniser, SessionSettings
+from ds2.recognition.session import NEVER, Endpoints
+from ds2.serve.engine import HANGS_S, Chunk, Engine, LocalRecogniser, Receiver, SessionSettings, allowed_s
 from ds2.serve.limits import Limits
 
 RULES = Endpoints(longest_s=0.5)
@@ -30,6 +32,19 @@ def test_no_thread_outlives_an_engine(make_model: Callable[..., Path]) -> None:
     engine = Engine(recogniser_of(make_model()), Limits())
     engine.run(lambda block: [None], print)
     assert "ds2-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_turn_may_take_longer_for_a_long_file(make_model: Callable[..., Path]) -> None:
+    recogniser = recogniser_of(make_model())
+    short, long = recogniser.live(sample_rate_hz=RATE_HZ), recogniser.live(sample_rate_hz=RATE_HZ, endpoints=NEVER)
+    short.accept_waveform(np.zeros(20 * RATE_HZ, np.float32))
+    long.accept_waveform(np.zeros(330 * RATE_HZ, np.float32))
+    receiver = cast(Receiver, None)
+    turn = [Chunk(live, None, receiver, 0) for live in (short, short, long, long)]
+    assert allowed_s(turn[:2]) == HANGS_S
+    assert allowed_s(turn) == pytest.approx(HANGS_S + 30)
+    long.flush()
+    assert allowed_s(turn) == HANGS_S
 
 
 def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:
