@@ -345,16 +345,29 @@ def finished(config: Config, progress: Progress) -> str:
 
 def _warn_of_lone_settings(config: Config) -> None:
     """Warn of settings that have no effect without another one."""
-    augment, limits, noise = config.augment, config.train, config.augment.noise_probability
-    for key, value, other, needed in (
-        ("augment.noise", augment.noise, "augment.noise_probability above 0", noise),
-        ("augment.babble_share", augment.babble_share, "augment.noise_probability above 0", noise),
-        ("train.early_stop_epochs", limits.early_stop_epochs, "a dev set (data.dev)", config.data.dev),
-        ("train.delay_penalty_after_epochs", limits.delay_penalty_after_epochs, "train.delay_penalty above 0",
-         limits.delay_penalty),
-    ):  # fmt: skip
-        if value and not needed:
-            log.warning("%s=%s has no effect: it needs %s", key, value, other)
+    augment, limits, crf = config.augment, config.train, config.train.objective == "ctc_crf"
+    changed = not_default(config)
+    for key, needs, has in (
+        ("augment.noise", "augment.noise_probability above 0", augment.noise_probability),
+        ("augment.babble_share", "augment.noise_probability above 0", augment.noise_probability),
+        ("augment.frequency_width", "augment.frequency_masks above 0", augment.frequency_masks),
+        ("augment.time_width_s", "augment.time_masks above 0", augment.time_masks),
+        (
+            "features.mels",
+            "features with mel bands, such as features=log_mel",
+            "spectrogram" not in config.features.kind,
+        ),
+        ("model.nonlinearity", "model.cell=rnn", config.model.cell == "rnn"),
+        ("train.ctc_weight", "train.objective=ctc_crf", crf),
+        ("train.denominator_order", "train.objective=ctc_crf", crf),
+        ("train.denominator_prune", "train.objective=ctc_crf", crf),
+        ("train.denominator_text", "train.objective=ctc_crf", crf),
+        ("train.intermediate_weight", "model.intermediate", config.model.intermediate),
+        ("train.early_stop_epochs", "a dev set (data.dev)", config.data.dev),
+        ("train.delay_penalty_after_epochs", "train.delay_penalty above 0", limits.delay_penalty),
+    ):
+        if key in changed and not has:
+            log.warning("%s=%s has no effect: it needs %s", key, changed[key], needs)
 
 
 def _warn_of_short_warm_up(config: Config, batches: int) -> None:

@@ -49,11 +49,12 @@ def test_a_refused_run_leaves_nothing(
 def test_settings_that_need_another_one_are_named(
     tiny_config: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lone = ("augment.babble_share=0.5", "train.early_stop_epochs=3", "data.dev=[]")
+    lone = ("augment.babble_share=0.5", "train.early_stop_epochs=3", "data.dev=[]", "train.denominator_order=3")
     train(tiny_config("train.max_steps=1", *lone), tmp_path / "run")
     assert "augment.babble_share=0.5 has no effect: it needs augment.noise_probability above 0" in caplog.text
     assert "train.early_stop_epochs=3 has no effect: it needs a dev set (data.dev)" in caplog.text
-    assert caplog.text.count("has no effect") == 2
+    assert "train.denominator_order=3 has no effect: it needs train.objective=ctc_crf" in caplog.text
+    assert caplog.text.count("has no effect") == 3
 
 
 @pytest.mark.parametrize("others_go_on", [False, True])
