@@ -10,17 +10,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import numpy as np
-from rapidfuzz.distance import Levenshtein
 
 from ds2.scoring.statistics import ConfidenceInterval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
-_LETTERS = {"equal": CORRECT, "replace": SUBSTITUTION, "delete": DELETION, "insert": INSERTION}  # of rapidfuzz's tags
-MAX_CELLS = 10**11  # of the table of one utterance, half a minute
+MAX_CELLS = 10**11  # of the table of one utterance, a minute or two
+MAX_CELLS_APART = 10**10  # of texts that have less than half of their tokens in common: no long recording is so wrong
+STORED_CELLS = 10**8  # tables up to this size are stored whole, in 25 MB
+_MASK_BYTES = 2**25  # cache of the masks of frequent tokens
 Key = TypeVar("Key", str, int)
 _LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper limits of the rows of the table by length; the last row has none
 
@@ -63,6 +64,10 @@ class ErrorCounts:
 def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: str = "an utterance") -> str:
     """Align two sequences with the fewest edits (Levenshtein distance).
 
+    A column of the table is an integer with a bit for each reference token (Myers 1999, Hyyrö 2003), so that a token of
+    the hypothesis costs a few integer operations. Among several shortest alignments the result is that of rapidfuzz
+    and jiwer: not only the sum but also the kinds of errors agree.
+
     Args:
         reference: tokens (words of a list, characters of a string).
         hypothesis: tokens.
@@ -70,20 +75,105 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: s
 
     Returns:
         A letter for each edit, in order: C correct, S substituted, D deleted (reference only), I inserted (hypothesis
-        only). Among several shortest alignments it is that of rapidfuzz and jiwer.
+        only).
 
     Raises:
-        ScoringError: the table of both has more than `MAX_CELLS` cells.
+        ScoringError: the table, without equal tokens at both ends, has more than `MAX_CELLS` cells, or more than
+            `MAX_CELLS_APART` where the texts have less than half of their tokens in common.
     """
     if reference == hypothesis:
         return CORRECT * len(reference)
-    if len(reference) * len(hypothesis) > MAX_CELLS:
+    shorter = min(len(reference), len(hypothesis))
+    head = next((i for i in range(shorter) if reference[i] != hypothesis[i]), shorter)
+    tail = next((i for i in range(shorter - head) if reference[-1 - i] != hypothesis[-1 - i]), shorter - head)
+    middle = _align_bits(reference[head : len(reference) - tail], hypothesis[head : len(hypothesis) - tail], name)
+    return CORRECT * head + middle + CORRECT * tail
+
+
+def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: str) -> str:
+    """Align sequences without equal ends.
+
+    Let D[i][j] be the distance of the first i reference and j hypothesis tokens. Bit i - 1 of the j-th rise means
+    D[i][j] = D[i-1][j] + 1, that of the j-th fall D[i][j] = D[i-1][j] - 1. Of a large table only some columns are
+    kept; the others are computed again when the path is traced back.
+    """
+    cells, shorter = len(reference) * len(hypothesis), min(len(reference), len(hypothesis))
+    common = (Counter(reference) & Counter(hypothesis)).total()
+    if not common:
+        more, fewer = len(hypothesis) - shorter, len(reference) - shorter
+        return INSERTION * more + SUBSTITUTION * shorter + DELETION * fewer  # in rapidfuzz's order
+    allowed = MAX_CELLS if 2 * common >= shorter else MAX_CELLS_APART
+    if cells > allowed:
+        apart = "" if allowed == MAX_CELLS else f", of which {common} are common,"
         raise ScoringError(
-            f"{name}: {len(reference)} and {len(hypothesis)} words or characters take too long to align: their product "
-            f"may be {MAX_CELLS:.0e} at most; split it into utterances"
+            f"{name}: {len(reference)} and {len(hypothesis)} words or characters{apart} take too long to align: their "
+            f"product may be {allowed:.0e} at most; split it into utterances"
         )
-    steps = Levenshtein.opcodes(reference, hypothesis)
-    return "".join(_LETTERS[s.tag] * max(s.src_end - s.src_start, s.dest_end - s.dest_start) for s in steps)
+    masks = _masks(reference)
+    full = (1 << len(reference)) - 1
+    block = len(hypothesis) if cells <= STORED_CELLS else math.isqrt(len(hypothesis)) + 1
+    firsts = range(0, len(hypothesis), block)
+    checkpoints = [(full, 0)]
+    for first in firsts[:-1]:
+        checkpoints.append(_columns(hypothesis[first : first + block], masks, full, checkpoints[-1])[-1])
+    edits = []
+    size = len(reference) // 8 + 1
+    i, j = len(reference), len(hypothesis)
+    for first in reversed(firsts):
+        columns = [
+            (rise.to_bytes(size, "little"), fall.to_bytes(size, "little"))  # a bit of an int costs its length
+            for rise, fall in _columns(hypothesis[first : first + block], masks, full, checkpoints.pop())
+        ]
+        while i and j > first:
+            byte, bit = divmod(i - 1, 8)
+            if columns[j - first][0][byte] >> bit & 1:
+                i -= 1
+                edits.append(DELETION)
+            elif columns[j - first - 1][1][byte] >> bit & 1:
+                j -= 1
+                edits.append(INSERTION)
+            else:
+                i, j = i - 1, j - 1
+                edits.append(CORRECT if reference[i] == hypothesis[j] else SUBSTITUTION)
+    edits.append(DELETION * i + INSERTION * j)
+    return "".join(reversed(edits))
+
+
+def _masks(reference: Sequence[Hashable]) -> Callable[[Hashable], int]:
+    """Return the function token -> integer whose bit i says that reference[i] is the token.
+
+    Time and memory are linear in the reference: positions are listed once, and masks are made when they are needed.
+    """
+    positions: dict[Hashable, list[int]] = {}
+    for i, token in enumerate(reference):
+        positions.setdefault(token, []).append(i)
+    size = len(reference) // 8 + 1
+
+    @lru_cache(maxsize=max(1, _MASK_BYTES // size))
+    def mask(token: Hashable) -> int:
+        bits = bytearray(size)
+        for i in positions.get(token, ()):
+            bits[i >> 3] |= 1 << (i & 7)
+        return int.from_bytes(bits, "little")
+
+    return mask
+
+
+def _columns(
+    tokens: Sequence[Hashable], masks: Callable[[Hashable], int], full: int, column: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """Return a column of the table, as (rise, fall), and the columns after each token."""
+    rise, fall = column
+    columns = [column]
+    for token in tokens:
+        equal = masks(token)
+        diagonal_equal = (((equal & rise) + rise) ^ rise) | equal | fall
+        across_rise = (fall | (full & ~(diagonal_equal | rise))) << 1 | 1
+        across_fall = diagonal_equal & rise
+        rise = (across_fall << 1 | ~(diagonal_equal | across_rise)) & full
+        fall = across_rise & diagonal_equal & full
+        columns.append((rise, fall))
+    return columns
 
 
 def count_edits(edits: str) -> ErrorCounts:
