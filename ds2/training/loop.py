@@ -193,6 +193,8 @@ def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
             trainer.files.wait()
             interrupts.agree(comm)
         trainer.commit()
+    if comm.superseded():  # while this process was stopped: it has not written its last files
+        raise LostRankError("the others went on without this process")
     log.info("stopped after step %d: %s", progress.step, reason)
     last = progress.epoch - (progress.batch == 0)  # epoch that took a step
     if last > 0 and not interrupts.agreed:
