@@ -9,12 +9,13 @@ loader with its cache of audio above torch's `DataLoader` (`ds2.data`), and the 
 Simulated are the clock, threads, processes with their locks and signals, what their connections carry, the loader's
 workers, and the disk (`fuzzing.disks`), which may be full or slow for a while. Processes are started, asked to leave,
 stopped and killed at random moments, also between two calls that read and write a file, workers are slow or end, the
-cache is damaged, and the power may be cut. In a quarter of the seeds all ranks write a part of each state. A step
-changes the one weight by the number of its ranks and the sum of their audio, in which each utterance is a power of two:
-a step that was taken by other ranks than the log says, or whose utterances were not each taken once, changes all losses
-after it.
+cache is damaged, audio changes, and the power may be cut. In a quarter of the seeds all ranks write a part of each
+state. A step changes the one weight by the number of its ranks and the sum of their audio, in which each utterance is a
+power of two: a step that was taken by other ranks than the log says, or whose utterances were not each taken once,
+changes all losses after it.
 
-After every event: the state is complete, none before the last one that was saved, and the log has all of its steps.
+After every event: the state is complete, none before the last one that was saved, and that of the steps in the log;
+ranks that nothing disturbs take a step within 30 s; a start reports audio that has changed since the one before.
 After every run: each step is in the log once, each loss, evaluation, model and the last state are those of the ranks
 that the log names, no process ended with an error but that of a full disk or a lost worker, and none waited for ever.
 """
@@ -29,15 +30,14 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
-import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ from torch import Tensor
 from torch.utils import tensorboard
 
 from ds2.config.schema import Config
-from ds2.data import audio_cache
+from ds2.data import audio_cache, splits
 from ds2.data import loader as loaders
 from ds2.data.loader import LoaderError, SpeechLoader, plan_epoch
 from ds2.data.manifest import Utterance
@@ -80,7 +80,7 @@ from ds2.training.dev_set import DevEvaluator, DevMonitor
 from ds2.training.inputs import EpochBatches, PreparedBatches
 from ds2.training.metrics import RunLog
 from ds2.training.run_folder import RunFiles
-from ds2.training.state import Shard, TrainState, state_file
+from ds2.training.state import TrainState, state_file
 from ds2.training.stopping import Interrupts
 from ds2.training.trainer import Committed, Trainer
 
@@ -90,14 +90,17 @@ SILENT_S = 4.0
 STEP_S = 0.3
 POLL_S = 0.1
 LIMIT_S = 1800.0  # virtual time after which a run is stuck
+STEPLESS_S = 30.0  # longer than ranks may take to a step after the last disturbance
 SLOW = 0.02  # of what is sent
 SLOW_WORKER, LOST_WORKER = 0.02, 0.001  # of the batches that workers of a loader make
 LOST = "DataLoader worker (pid 1) is killed by signal: Killed."
 KINDS = (
     *("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join", "cut power", "bad disk"),
-    "damage cache",
+    *("damage cache", "change audio"),
 )
-AT_A_CALL, AT_A_SAVE = (0.01, 0.04), 0.1  # how often something happens just between two calls that need each other
+# How often something happens between two calls that need each other: anywhere, in a save by all ranks, at the end of a
+# meeting. The last two are seldom.
+AT_A_CALL, AT_A_SAVE, AT_A_MEETING = (0.01, 0.04), 0.1, 0.25
 PRIME = 65521
 SETTINGS = {"optim": {"name": "sgd", "momentum": 0.0}}  # that a state names: all others would be read each time
 
@@ -132,7 +135,7 @@ class Process:
             self.world.call_later(seconds, self._go_on)
 
     def _go_on(self) -> None:
-        self.stopped = False
+        self.stopped, self.world.disturbed_s = False, self.world.now_s
         due, self.waiting = self.waiting, []
         for thread, wait in due:
             self.world.call_later(0.0, thread, wait)
@@ -241,6 +244,7 @@ class Link:
     def __init__(self) -> None:
         self.items: list[tuple[float, bytes | None]] = []
         self.reader: Thread | None = None
+        self.open = False  # whether the sender is connected
 
     def append(self, at_s: float, data: bytes | None) -> None:
         """Send; who waits for it wakes up when it arrives."""
@@ -258,6 +262,9 @@ class Stream:
         self._from = {r: self._world.link(number, members[r], members[group.rank]) for r in self.links}
         self._to = {r: self._world.link(number, members[group.rank], members[r]) for r in self.links}
         self._processes = {rank: self._world.by_member[members[rank]] for rank in self.links}
+        self._began_s = self._world.now_s
+        for link in self._to.values():
+            link.open = True
 
     def finish(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         data = {rank: tensor.detach().view(-1).view(torch.uint8).numpy().tobytes() for rank, tensor in sent.items()}
@@ -267,7 +274,7 @@ class Stream:
     def exchange(self, sent: Mapping[int, bytes], received: Iterable[int]) -> dict[int, bytes]:
         """Send to some ranks and wait for what others have sent."""
         world, group, arrived = self._world, self._group, dict[int, bytes]()
-        for rank in self.links:
+        for rank in self.links if world.draw.random() < 0.5 else reversed(self.links):
             self.check(rank)
             if rank in sent:
                 slow_s = world.draw.uniform(0, 2) if world.draw.random() < SLOW else 0.0
@@ -299,11 +306,12 @@ class Stream:
     def check(self, rank: int) -> None:
         """Raise LostRankError as the watchdog does: rank 0 hears all, the others hear rank 0."""
         process, world, group = self._processes[rank], self._world, self._group
+        alive_s = process.stopped_s if process.stopped else world.now_s if self._from[rank].open else self._began_s
         items = self._from[rank].items
         if process.dead or (items and items[-1][1] is None):
             if world.draw.random() < 0.5:  # what has arrived is read before the end is seen, or not
                 group.lose(rank, "closed its connection")
-        elif process.stopped and 0 in (rank, group.rank) and world.now_s - process.stopped_s > SILENT_S:
+        elif 0 in (rank, group.rank) and world.now_s - alive_s > SILENT_S:
             group.lose(rank, f"has been silent for {SILENT_S:.0f} s")
         if group.lost:
             raise LostRankError(group.reason)
@@ -473,7 +481,7 @@ def after_step(weight: int, step: int, ranks: int, content: int) -> int:
     return (31 * weight + 7 * step + ranks + content) % PRIME
 
 
-_STEPS: dict[tuple[bytes, ...], int] = {}
+_STATES: dict[tuple[bytes, ...], tuple[int, int]] = {}
 
 
 def shards_in(run_dir: Any) -> list[Any]:
@@ -481,12 +489,21 @@ def shards_in(run_dir: Any) -> list[Any]:
     return sorted(run_dir.glob("trainer.*.shard"))
 
 
-def step_of(path: Any) -> int:
-    """The step of a state, which must be complete."""
+def step_of(path: Any) -> tuple[int, int]:
+    """The step of a state, which must be complete, and its weight."""
     content = path.read_bytes(), *(shard.read_bytes() for shard in shards_in(path.parent))
-    if content not in _STEPS:
-        _STEPS[content] = tensor_file.load(path)[1]["progress"]["step"]
-    return _STEPS[content]
+    if content not in _STATES:
+        tensors, metadata = tensor_file.load(path)
+        _STATES[content] = metadata["progress"]["step"], int(tensors["model.weight"])
+    return _STATES[content]
+
+
+def weights_of(ranks: Mapping[int, int]) -> list[int]:
+    """The weight before the first step and after each, by the ranks that took them."""
+    weights = [0]
+    for step, of in ranks.items():
+        weights.append(after_step(weights[-1], step, of, contents_of(step)))
+    return weights
 
 
 def loss_of(weight: int, ranks: int, content: int) -> float:
@@ -557,14 +574,15 @@ AUDIO = [DiskPath(f"/audio/{number}.wav") for number in range(3 * BATCHES + DEV 
 ALL = [Utterance(cast(Any, path), 1.0 + number % 3, "a") for number, path in enumerate(AUDIO)]
 UTTERANCES, DEV_UTTERANCES = ALL[:-DEV], ALL[-DEV:]
 ALPHABET = Alphabet(("", " ", "a", "b"))
+vars(ALPHABET).update(encode=cache(ALPHABET.encode), normalise=cache(ALPHABET.normalise))
 # Without torch's inference mode, which is of the one thread of the system in which all simulated ones run.
 RECOGNISE, LOGITS = (cast(Any, method).__wrapped__ for method in (Recogniser.recognise, Recogniser.logits))
 CPU, CONFIG = torch.device("cpu"), Config()
 CONFIG.data.work_dir, CONFIG.data.cache, CONFIG.batching.utterances = "/work", "disk", 3
 CONFIG.train.evaluate_every_epochs = 2
-CONFIG.comm.max_ranks, CONFIG.comm.timeout_s = RANKS, 60.0
+CONFIG.comm.max_ranks, CONFIG.comm.timeout_s, CONFIG.comm.wait_s = RANKS, 60.0, LIMIT_S  # nobody is refused
 CONFIG.train.epochs, CONFIG.train.log_every_steps = EPOCHS, 1
-CONFIG.checkpoint.every_steps, CONFIG.optim.warmup_steps = 2, 0
+CONFIG.optim.warmup_steps = 0
 CONFIG.optim.name, CONFIG.optim.momentum = "sgd", 0.0
 BAR = nullcontext(SimpleNamespace(update=lambda *_: None, set_postfix_str=lambda _: None, disable=True))
 
@@ -632,21 +650,27 @@ class World:
 
     def __init__(self, draw: random.Random, *, sharded: bool) -> None:
         self.draw, self.disk = draw, Disk(draw, self.pause)
-        CONFIG.checkpoint.sharded = sharded
+        CONFIG.checkpoint.sharded, CONFIG.checkpoint.every_steps = sharded, draw.choice((1, 2))
         self.run_dir, self.saved, DiskPath.disk = cast(Any, DiskPath("/run")), 0, self.disk
         self.stack = getcurrent()  # the event loop's, to which a thread that waits returns
         self.now_s, self.running, self.over = 0.0, cast("Thread | None", None), False
+        self.disturbed_s = 0.0  # when the last thing happened that may delay a step, or the last one was logged
         self._events: list[tuple[float, int, Thread | Callable[[], None], int]] = []
         self._numbers = itertools.count()
         self.faults: list[str] = []
         self._seen: list[bytes | None] = []  # the log and the state at the last look
         self.processes: list[Process] = []
         self.by_member: dict[str, Process] = {}
+        self.changes = self.reported = 0  # of audio at the same length
         self.calls: set[tuple[int, str]] = set()
         self._links: dict[tuple[int, str, str], Link] = {}
         self.dev_utterances = self.draw.choice((DEV_UTTERANCES, [], []))
-        self.events, self._at_a_call = self.draw.randint(3, 12), self.draw.choice(AT_A_CALL)
-        self._events_of_saves = self.events if sharded else 0
+        self.events = self.draw.randint(3, 12)
+        self._at = {  # what happens there at most, and how often
+            "call": (self.events, self.draw.choice(AT_A_CALL)),
+            "save": (self.events * sharded, AT_A_SAVE),
+            "meeting": (3, AT_A_MEETING),
+        }
 
     @property
     def process(self) -> Process:
@@ -668,7 +692,7 @@ class World:
         self.run_dir.mkdir()
         DiskPath("/audio").mkdir()
         for number, path in enumerate(AUDIO):
-            path.write_bytes((1 << number).to_bytes(2, "little"))
+            path.write_bytes((1 << number).to_bytes(4, "little"))  # two samples
         CONFIG.data.workers = self.draw.randint(0, 2)
         CONFIG.data.cache = self.draw.choice(("disk", "none", "none", "none"))
         for _ in range(self.draw.randint(1, RANKS)):
@@ -695,21 +719,24 @@ class World:
         if self.running is not None:
             self.running.sleep(seconds)
 
-    def pause(self, *, saves: bool = False) -> None:
-        """Let a signal come now and then; where all ranks save, which is seldom, more often and up to as many again."""
-        events, often = (self._events_of_saves, AT_A_SAVE) if saves else (self.events, self._at_a_call)
-        if self.running is None or not events or self.draw.random() >= often:
+    def pause(self, where: str = "call") -> None:
+        """Let a signal come now and then."""
+        most, often = self._at[where]
+        if self.running is None or not most or self.draw.random() >= often:
             return
-        self.events -= not saves
-        self._events_of_saves -= saves
+        self._at[where], self.disturbed_s = (most - 1, often), self.now_s
         kind = self.draw.choice(("kill", "stop", "stop", "stop", "cut power"))
         if kind == "kill":
             self.process.kill()
         elif kind == "stop":
-            self.process.stop(self.draw.uniform(0.1, 3 * SILENT_S))
+            self.process.stop(self.stop_s())
         else:
             self.cut_power()
         self.running.sleep(0.0)
+
+    def stop_s(self) -> float:
+        """How long a process is stopped: sometimes for longer than the others may wait for it."""
+        return self.draw.uniform(0.1, self.draw.choice((3, 3, 3, 3, 3, 3, 3, 30)) * SILENT_S)
 
     def cut_power(self) -> None:
         """End all processes, and with them what the disk does not hold."""
@@ -727,15 +754,15 @@ class World:
         content = [file and file.data for file in files]
         if content == self._seen:
             return
-        self._seen = content
+        self._seen, self.disturbed_s = content, self.now_s
         try:
-            step = step_of(path) if self.saved or path.is_file() else 0
-        except tensor_file.CheckpointError as error:
+            step, weight = step_of(path) if self.saved or path.is_file() else (0, 0)
+            weights = weights_of(ranks_of_steps(self.run_dir.parent))
+        except (tensor_file.CheckpointError, Fault) as error:
             self.faults.append(str(error))
             return
-        logged = {line["step"] for line in lines_of(self.run_dir.parent) if line["event"] == "train"}
-        if step < self.saved or not logged.issuperset(range(1, step + 1)):
-            self.faults.append(f"the state is of step {step}, saved were {self.saved}, logged {sorted(logged)}")
+        if step < self.saved or weights[step : step + 1] != [weight]:
+            self.faults.append(f"the state is of step {step}, saved were {self.saved}, or not that of the log")
 
     def start(self) -> None:
         """Start a process that trains."""
@@ -762,9 +789,13 @@ class World:
         self.look()
         living = [process for process in self.processes if not process.dead]
         done = not living and any(process.status == 0 for process in self.processes)
-        if self.now_s > LIMIT_S:
+        views = sorted((self.run_dir / "members").glob("view-*.json"))
+        ranks = [self.by_member[m.id] for m in _parsed(View, views[-1].read_bytes(), "").members] if views else living
+        if all(process.stopped for process in ranks if not process.dead):  # they stay the ranks
+            self.disturbed_s = self.now_s
+        if self.now_s > min(LIMIT_S, self.disturbed_s + STEPLESS_S):
             states = [(p.number, p.stopped, p.status) for p in living]
-            self.faults.append(f"not done after {LIMIT_S:.0f} s: {states}")
+            self.faults.append(f"no step since {self.disturbed_s:.0f} s, or not done at {self.now_s:.0f} s: {states}")
         if self.faults or done:
             self._events.clear()
             return
@@ -776,7 +807,7 @@ class World:
 
     def disturb(self, living: Sequence[Process]) -> None:
         """Do something to the processes."""
-        self.events -= 1
+        self.events, self.disturbed_s = self.events - 1, self.now_s
         process = self.draw.choice(living)
         kind = self.draw.choice(KINDS)
         if kind == "kill":
@@ -785,7 +816,7 @@ class World:
             for each in living:
                 self.call_later(self.draw.uniform(0, 1.5), each.kill)
         elif kind == "stop":
-            process.stop(self.draw.uniform(0.1, 3 * SILENT_S))
+            process.stop(self.stop_s())
         elif kind == "leave":
             process.signals.append(signal.SIGTERM)
         elif kind == "cut power":
@@ -797,6 +828,11 @@ class World:
             for path in CACHE.glob("*.audio"):
                 data, place = path.stat().data, self.draw.randrange(len(path.stat().data))
                 path.stat().data = data[:place] + bytes([data[place] ^ 1 << self.draw.randrange(8)]) + data[place + 1 :]
+        elif kind == "change audio":
+            self.changes += 1
+            for number, path in list(enumerate(AUDIO))[: self.draw.randint(1, len(AUDIO))]:  # what they add up to stays
+                path.stat().data = np.array([(1 << number) + self.changes, -self.changes], "<i2").tobytes()
+                path.stat().st_mtime_ns += self.draw.randint(0, 1)
         elif len(living) < RANKS:
             self.start()
 
@@ -808,12 +844,10 @@ class World:
         if len(ranks) != EPOCHS * BATCHES:
             raise Fault(f"{len(ranks)} steps were logged")
         logged = {(line["event"], line["step"]): line for line in lines_of(self.run_dir.parent)}
-        weights, models = [0], {"last": len(ranks)}
+        weights, models = weights_of(ranks), {"last": len(ranks)}
         for step, of in ranks.items():
-            content = contents_of(step)
-            if logged["train", step]["loss"] != loss_of(weights[-1], of, content):
+            if logged["train", step]["loss"] != loss_of(weights[step - 1], of, contents_of(step)):
                 raise Fault(f"the loss of step {step} is not that of its ranks and utterances, {changes(ranks)}")
-            weights.append(after_step(weights[-1], step, of, content))
         scores = {}
         for step in (2 * BATCHES, EPOCHS * BATCHES) if self.dev_utterances else ():
             losses = [dev_loss(weights[step], 1 << len(UTTERANCES) + number) for number in range(DEV)]
@@ -837,18 +871,20 @@ class World:
 
 @contextmanager
 def _atomic_file(world: World, path: Path) -> Iterator[Path]:
-    saves = path.name.startswith("trainer.") and CONFIG.checkpoint.sharded
-    world.pause(saves=saves)
+    where = "save" if path.name.startswith("trainer.") and CONFIG.checkpoint.sharded else "call"
+    world.pause(where)
     with file_system.atomic_file(path) as partial_file:
-        world.pause(saves=saves)
+        world.pause(where)
         yield partial_file
         world.disk.check_space()
-        world.sleep(world.disk.slowness * world.draw.expovariate(10))
-        world.pause(saves=saves)
-    if saves:
-        world.pause(saves=saves)
+        write_s = world.disk.slowness * world.draw.expovariate(10)
+        world.disturbed_s = max(world.disturbed_s, world.now_s + write_s)
+        world.sleep(write_s)
+        world.pause(where)
+    if where == "save":
+        world.pause(where)
     if path == state_file(world.run_dir):
-        world.saved = step_of(path)
+        world.saved, _ = step_of(path)
 
 
 def _event(world: World, write: Callable[..., None], board: RunLog, *values: Any) -> None:
@@ -867,6 +903,19 @@ def _event(world: World, write: Callable[..., None], board: RunLog, *values: Any
         world.faults.append(f"the log has no {values[0]} line of step {values[1]}")
 
 
+def _report_changes(world: World, report: Callable[..., None], path: Any, utterances: Any, _: object) -> None:
+    changes = world.changes
+
+    def check(line: str) -> None:
+        if changes > world.reported and not re.search("[1-9][0-9]* of .* other content", line):
+            world.faults.append(f"audio has changed since the last start, and the report is: {line}")
+        world.reported = max(world.reported, changes)
+
+    if not path.is_file():
+        world.reported = changes
+    report(path, utterances, check)
+
+
 def _wait(world: World, futures: Sequence[Future[None]]) -> None:
     while not all(future.done() for future in futures):
         world.sleep(POLL_S)
@@ -874,6 +923,7 @@ def _wait(world: World, futures: Sequence[Future[None]]) -> None:
 
 def share_cores(comm: Communicator) -> None:
     """Stands for that of `ds2.distributed.launch`: the last call of a meeting."""
+    cast(SimulatedCommunicator, comm).world_of.pause("meeting")
     comm.allgather(0)
 
 
@@ -889,11 +939,13 @@ def simulated(world: World) -> Iterator[None]:
     secrets = SimpleNamespace(token_hex=lambda count: draw.randbytes(count).hex())
     board = SimpleNamespace(add_custom_scalars=_nothing, add_scalar=_nothing, close=_nothing)
     changed: list[tuple[Any, str, Any]] = [
-        *[(module, "os", world.disk) for module in (elastic, file_system, run_folder, audio_cache)],
+        *[(module, "os", world.disk) for module in (elastic, file_system, run_folder, audio_cache, splits)],
         *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, audio_cache)],
         *[(module, "fcntl", lock) for module in (elastic, file_system)],
         *[(module, "host_id", lambda: "host") for module in (file_system, run_folder)],
         *[(tensor_file, name, getattr(world.disk, name)) for name in ("write_tensors", "safe_open")],
+        (elastic, "asdict", _nothing_changed),
+        (elastic, "json", SimpleNamespace(dumps=partial(json.dumps, default=vars))),
         (elastic, "parse_json", _nothing_changed),
         (elastic, "from_plain", _parsed),
         (file_system, "parse_json", _line),
@@ -936,7 +988,8 @@ def simulated(world: World) -> Iterator[None]:
         (training, "Trainer", SimulatedTrainer),
         (training, "progress_bar", lambda *_, **__: BAR),
         (training, "git_commit", lambda: ""),
-        (training, "report_changes", _nothing),
+        (training, "report_changes", partial(_report_changes, world, splits.report_changes)),
+        (splits, "member_of", _nothing),
         (training, "save_config", _nothing),
         (RunLog, "settings", _nothing),
         (time, "monotonic", lambda: world.now_s),
@@ -963,8 +1016,8 @@ def _line(text: str) -> Any:
     return parse_json(text)
 
 
-def _nothing_changed(content: bytes) -> bytes:
-    return content
+def _nothing_changed(value: Any) -> Any:
+    return value
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -986,93 +1039,8 @@ def run_seed(seed: int) -> Result:
         return Result(f"unexpected {error!r}")
 
 
-def _never_set(field: str, unset: object) -> Callable[..., None]:
-    """Plant that a field stays as it is where it should be set to a value."""
-
-    def set_field(self: Any, name: str, value: object) -> None:
-        if (name, value) != (field, unset) or not hasattr(self, field):
-            object.__setattr__(self, name, value)
-
-    return set_field
-
-
-def _keep_buffers(
-    self: Weights, state: Mapping[str, Any], strict: bool = True, original: Any = Weights.load_state_dict
-) -> None:
-    if strict:
-        original(self, state)
-
-
-def _log_as_the_last_group(trainer: Trainer, board: RunLog) -> None:
-    if board.writes and trainer.logged is not None and trainer.logged[1] == trainer.progress.step:
-        groups = [line["ranks"] for line in lines_of(trainer.run_dir.parent) if line["event"] != "train"]
-        board.scalars("train", trainer.progress.step, {**trainer.logged[2], "ranks": groups[-1]})
-
-
-def _share_cores_or_fail(comm: Communicator) -> None:
-    try:
-        comm.allgather(0)
-    except LostRankError as error:
-        raise RuntimeError("the meeting broke") from error
-
-
-def _copy_without_look(board: RunLog) -> bool:
-    with metrics.atomic_file(board._path) as copy:
-        copy.write_bytes(board._path.read_bytes())
-    return True
-
-
-def _remove_all(files: RunFiles) -> None:
-    for folder in files.run_dir.glob(".*.partial") if files.comm.rank == 0 else ():
-        if f".{os.getpid()}." not in folder.name:
-            run_folder.shutil.rmtree(folder, ignore_errors=True)
-
-
 def _in_place(path: Path, original: Any = file_system.atomic_file) -> Any:
     return nullcontext(path) if path.suffix == ".safetensors" else original(path)
-
-
-def _name_at_once(shard: Shard, run_dir: Path) -> dict[str, str]:
-    return {shard.file(run_dir, rank).name: "" for rank in range(shard.world)}
-
-
-@contextmanager
-def _remove_shards_first(run_dir: Path, names: Iterable[str]) -> Iterator[None]:
-    for path in shards_in(run_dir):
-        if path.name not in names:
-            path.unlink()
-    yield
-
-
-@contextmanager
-def _look_for_shards_last(run_dir: Path, names: Iterable[str]) -> Iterator[None]:
-    yield
-    for path in shards_in(run_dir):
-        if path.name not in names:
-            path.unlink()
-
-
-def _shard_of_any_save(files: RunFiles, original: Any = RunFiles._next_shard) -> Shard:
-    shard = original(files)
-    return replace(shard, save="a")
-
-
-def _all_but_joiners(commits: Sequence[int]) -> list[int]:
-    return [rank for rank, number in enumerate(commits) if rank == 0 or number != JOINER]
-
-
-def _begin_again(progress: Any, plan: Sequence[Any], utterances: Sequence[Any]) -> None:
-    progress.batch, progress.batches = 0, len(plan)
-
-
-def _join_lines(board: Any, run_dir: Path, original: Any = RunLog.__init__, **options: Any) -> None:
-    path = run_dir / "log.jsonl"
-    torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
-    original(board, run_dir, **options)
-    if torn and board.writes:
-        board._jsonl.close()
-        path.write_bytes(path.read_bytes()[:-1])
-        board._jsonl = path.open("a", encoding="utf-8")
 
 
 def _replace(disk: Disk, source: Path, target: Path, make_link: Any = Disk.make_link) -> None:
@@ -1080,70 +1048,52 @@ def _replace(disk: Disk, source: Path, target: Path, make_link: Any = Disk.make_
     make_link(disk, source, target)
 
 
-def _write_in_place(members: Members, name: str, value: object) -> Path:
-    path = members._folder / name
-    path.write_text(json.dumps(value), encoding="utf-8")
-    return path
-
-
-def _unchecked(file: Any, row: int) -> Any:
-    first, count, _ = file._index[row, :3].tolist()
-    return np.frombuffer(file._read(2 * count, audio_cache._SAMPLES_AT + 2 * first), "<i2")
-
-
-def _prepare_again(prepared: PreparedBatches) -> None:
-    if (batch := next(prepared._batches, None)) is not None:
-        prepared._next = batch, prepared._make_inputs(batch)
-
-
-def _even_parts(batch: Sequence[int], rank: int, world: int) -> list[int]:
-    share = len(batch) // world
-    return list(batch[rank * share : (rank + 1) * share]) or list(batch[-1:])
-
-
-def _go_on_with_sums(monitor: Any, comm: Communicator) -> None:
-    monitor._check = comm.check
-
-
-_STARTED = SimpleNamespace(is_file=lambda: True)
-_THIS, _TRAINER = sys.modules[__name__], SimulatedTrainer
 FAULTS = planted(
-    ("a step that is logged again counts for the last group", training, "_log_again", _log_as_the_last_group),
-    ("a step that is repeated begins with the buffers of its first try", Weights, "load_state_dict", _keep_buffers),
-    ("a signal that ranks agreed on holds among other ranks", Interrupts, "__setattr__", _never_set("agreed", 0)),
-    ("a rank that is lost at the end of a meeting ends the others", _THIS, "share_cores", _share_cores_or_fail),
+    ("a step that is logged again counts for the last group", training, "_log_again", "*trainer.logged)",
+     '*trainer.logged[:2], trainer.logged[2] | {"ranks": trainer.comm.world})'),
+    ("a step that is repeated begins with the buffers of its first try", Committed, "restore",
+     "self._model.load_state_dict(", "dict("),
+    ("a signal that ranks agreed on holds among other ranks", Trainer, "regroup", "interrupts.agreed = 0", "pass"),
+    ("a rank that is lost at the end of a meeting ends the others", Trainer, "regroup", "share_cores(comm)",
+     "try: share_cores(comm)\n            except LostRankError as lost: raise RuntimeError from lost"),
     ("a line that is lost with its writer is not logged again", training, "_log_again", _nothing),
-    ("a woken rank 0 replaces the log", RunLog, "_replace_by_copy", _copy_without_look),
+    ("a woken rank 0 replaces the log", RunLog, "_replace_by_copy", "if self._superseded()", "if False"),
     ("a woken rank 0 writes into the log", RunLog, "_replace_by_copy", lambda _: True),
-    ("a woken rank 0 removes the files of the next one", RunFiles, "take_over", _remove_all),
+    ("a woken rank 0 removes the files of the next one", RunFiles, "take_over", " and not self.comm.superseded()", ""),
     ("a woken rank 0 replaces the state that the next one has read", RunFiles, "take_over", _nothing),
-    ("a state names shards that are not complete", Shard, "wait", _name_at_once),
-    (
-        "the shards of a state are removed before the next one is complete",
-        states,
-        "_replace_shards",
-        _remove_shards_first,
-    ),
-    ("a woken rank 0 removes the shards of the next one", states, "_replace_shards", _look_for_shards_last),
-    ("shards of two saves have one name", RunFiles, "_next_shard", _shard_of_any_save),
+    ("a state names shards that are not complete", run_folder, "save_state", "shard.wait(run_dir)",
+     '{shard.file(run_dir, rank).name: "" for rank in range(shard.world)}'),
+    ("the shards of a state are removed before the next one is complete", states, "_replace_shards",
+     "yield", "[path.unlink() for path in others]; yield"),
+    ("shards of two saves have one name", RunFiles, "_next_shard", "Shard(name", "Shard('a'"),
     ("a save of ranks that are gone is not given up", RunFiles, "give_up", _nothing),
-    ("a run that resumes begins its epoch again", training, "resolve_position", _begin_again),
-    ("a process that was left behind counts its commits", _TRAINER, "__setattr__", _never_set("_commits", JOINER)),
-    ("a rank that lacks the state is taken for one that has it", trainers, "ranks_with_state", _all_but_joiners),
-    ("no state is written before the first step", training, "state_file", lambda _: _STARTED),
+    ("a run that resumes begins its epoch again", training, "resolve_position", "known = ",
+     "progress.batch = 0; known = "),
+    ("a process that was left behind counts its commits", Trainer, "regroup",
+     "self._commits, self.logged = JOINER", "_, self.logged = JOINER"),
+    ("a process that was left behind ends as if it had saved", training, "_run", "if comm.superseded()", "if False"),
+    ("a process that was left behind logs its line again", Trainer, "regroup", "self.logged = JOINER,", "_ = JOINER,"),
+    ("a rank that lacks the state is taken for one that has it", trainers, "ranks_with_state",
+     "== commits[0] !=", "!="),
+    ("an error of a write is forgotten", run_folder.BackgroundWriter, "run", "self._failed = True\n", "return\n"),
     ("a state is written in place", file_system, "atomic_file", _in_place),
     ("a file is named before its content is flushed", file_system, "_sync_file", _nothing),
     ("the name of a file is not flushed", file_system, "_sync_folder", _nothing),
     ("the log is not flushed before the state", run_folder, "sync", _nothing),
-    ("a torn line swallows the next one", RunLog, "__init__", _join_lines),
-    ("a request is written in place", Members, "_write", _write_in_place),
+    ("a torn line swallows the next one", RunLog, "__init__", 'self._jsonl.write("\\n")', "pass"),
+    ("a request is written in place", Members, "_write", '{name}.new"', '{name}"'),
     ("a view that another process made is replaced", Disk, "make_link", _replace),
-    ("a damaged cache is not noticed", audio_cache.CacheFile, "samples", _unchecked),
-    ("a batch that was prepared is lost", PreparedBatches, "prepare_next", _prepare_again),
+    ("a damaged cache is not noticed", audio_cache.CacheFile, "samples", "!= checksum", "is None"),
+    ("audio that changed at its length and time is not noticed", splits, "_content", lambda *_: ""),
+    ("changed audio is recorded before it is reported", splits, "report_changes", "else:\n",
+     "else:\n        write_text(path, json.dumps(now))\n"),
+    ("a batch that was prepared is lost", PreparedBatches, "prepare_next", "self._next is None and ", ""),
     ("batches that workers made for the ranks of before are used", Loader, "_drop", _nothing),
-    ("the rest of a batch that ranks cannot share evenly is lost", inputs, "rank_part", _even_parts),
-    ("an evaluation counts what one before it, cut off, has counted", DevMonitor, "start", _go_on_with_sums),
-)  # each must be detected
+    ("the rest of a batch that ranks cannot share evenly is lost", inputs, "rank_part", "batch[rank::world]",
+     "batch[rank * (len(batch) // world) : (rank + 1) * (len(batch) // world)]"),
+    ("an evaluation counts what one before it, cut off, has counted", DevMonitor, "start",
+     "self._loss, self._feasible, self._alignments =", "_ ="),
+)  # each must be detected  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

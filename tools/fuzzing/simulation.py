@@ -14,7 +14,8 @@ After every run:
 - no connection waits for ever, nothing but a refusal ends one, and every session is closed;
 - every client that speaks well has the text that its audio has alone, or an answer that says why it has not;
 - a client whose server is stopped has the text of all the audio that was taken;
-- a run takes no more than two seconds of a processor, whatever a client sent.
+- a run takes no more than two seconds of a processor, whatever a client sent, and phrases, which each take a
+  millisecond of the virtual clock, keep the event loop from nobody.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -58,7 +59,7 @@ from ds2.recognition import session as sessions
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints, Live
 from ds2.serve import engine as engines
-from ds2.serve import processes
+from ds2.serve import phrases, processes
 from ds2.serve.engine import Chunk, Engine, EngineClient, SessionSettings, StreamResult, resolve
 from ds2.serve.http import application
 from ds2.serve.limits import Limits
@@ -74,6 +75,8 @@ LOOKAHEAD = 7  # output frames
 POISON = 0.99  # a block of samples above it makes the network fail
 IDLE_S = 60.0
 LONGEST_S = 2.0  # processor time of a run: more is work that grows with what a client sent
+PHRASE_S = 0.001  # that a phrase costs: as a decoder that starts
+BUSY_S, LONGEST_WORK_S = 0.1, 2.0  # the longest that the event loop may serve nobody, and that a thread may take
 STUCK_S = 3600.0  # virtual time after which a run is stuck
 ALPHABET = Alphabet(("", " ", *"abcdefgh"))
 
@@ -400,7 +403,9 @@ class RealtimeClient(SimulatedClient):
         rules = NEVER if silence_ms is None else Endpoints(after_speech_s=silence_ms / 1000)
         self.audio = make_audio(draw, REALTIME_HZ, 2, rules, 0.2)
         detection = None if silence_ms is None else {"type": "server_vad", "silence_duration_ms": silence_ms}
-        settings = {"type": "transcription", "audio": {"input": {"turn_detection": detection}}}
+        prompt = ", ".join(["a b"] * draw.choice((0, 3, 1000)))
+        audio = {"turn_detection": detection, "transcription": {"prompt": prompt}}
+        settings = {"type": "transcription", "audio": {"input": audio}}
         self.send({"type": "session.update", "session": settings})
         for number, (start, end) in enumerate(itertools.pairwise([0, *self.audio.cuts])):
             await self.pause()
@@ -489,6 +494,7 @@ HOSTILE: tuple[Any, ...] = (
     {"config": {"phrase_list": ["a b"] * 1001}},
     {"config": {"phrase_list": ["a" * 20_001]}},
     {"config": {"max_alternatives": 2}},
+    json.dumps({"config": {"phrase_list": [f"a {number}" for number in range(180_000)]}}),
     "[" * 100_000,
     "no JSON",
     "\0",
@@ -622,8 +628,13 @@ def run_seed(seed: int, **options: bool) -> Result:
     try:
         with asyncio.Runner(loop_factory=lambda: VirtualLoop(draw)) as runner:
             loop = cast(VirtualLoop, runner.get_loop())
-            with patch("time.monotonic", loop.time):  # chunks carry when they arrived
+            written = PhraseReader._written
+            spend = patch.object(PhraseReader, "_written", lambda *each: (loop.spend(PHRASE_S), written(*each))[1])
+            silent = patch.object(Engine, "_warm_up", lambda _: None)  # builds nothing here
+            with patch("time.monotonic", loop.time), spend, silent:  # chunks carry when they arrived
                 digest = runner.run(Run(loop, options).main())
+            if loop.longest_s > BUSY_S or loop.longest_work_s > LONGEST_WORK_S:
+                raise BrokenPromiseError(f"busy: event loop {loop.longest_s:.1f}, a thread {loop.longest_work_s:.1f} s")
     except (BrokenPromiseError, StuckError) as error:
         return Result(str(error))
     except Exception as error:
@@ -636,51 +647,31 @@ def run_seed(seed: int, **options: bool) -> Result:
     return Result("", digest)
 
 
-def _fail_all(
-    items: Sequence[Any], run: Callable[[Sequence[Any]], None], failed: Callable[[Any, Exception], None]
-) -> None:
-    try:
-        run(items)
-    except Exception as error:
-        for item in items:
-            failed(item, error)
-
-
 class _HalfSampleDropped:
     def accept(self, data: bytes) -> NDArray[np.float32]:
         return Pcm16().accept(data)
 
 
-async def _receive_for_ever(client: Any, socket: Any) -> Any:
-    message = await socket.receive()
-    return None if message["type"] == "websocket.disconnect" else message
-
-
-async def _send_for_ever(client: Any, socket: Any, message: Any) -> None:
-    await socket.send_text(json.dumps(message))
-
-
-def _cross(pairs: Sequence[Any]) -> None:
-    resolve([(a, b) for (a, _), (_, b) in zip(pairs, reversed(pairs), strict=True)])
-
-
 _CLIENT = websocket.Client
-_HAS_SESSION = property(lambda client: client.session is not None, lambda client, value: None)
 FAULTS: dict[str, PlantedFault] = {
     "a stream starts with the state of another": {"forgets": False},
     "the frames behind the lookahead are lost": {"finishes": False},
     **planted(
         ("numbers of clients have no bounds", vosk, "check_number", lambda value, *_: value),
-        ("one failure in a batch fails all", sessions, "run_contained", _fail_all),
+        ("phrases are read in the event loop", PhraseReader, "run", "await", "work(*arguments) if work else await"),
+        ("phrases have no bound", phrases, "_check_size", lambda *_: None),
+        ("one failure in a batch fails all", sessions, "run_contained", "if len(items) == 1:\n            failed",
+         "if items:\n            for one in items[1:]: failed(one, error)\n            failed"),
         ("sessions of clients that left stay open", _CLIENT, "close_session", lambda _: None),
-        ("answers are crossed", processes, "resolve", _cross),
+        ("answers are crossed", processes, "resolve", lambda pairs: resolve(
+            [(call, answer) for (call, _), (_, answer) in zip(pairs, reversed(pairs), strict=True)])),
         ("half a sample between two messages is lost", _CLIENT, "sample_reader", _HalfSampleDropped),
-        ("a client that says nothing stays for ever", _CLIENT, "receive", _receive_for_ever),
-        ("a client that takes nothing stays for ever", _CLIENT, "send", _send_for_ever),
+        ("a client that says nothing stays for ever", _CLIENT, "receive", "(self.limits.idle_s)", "(None)"),
+        ("a client that takes nothing stays for ever", _CLIENT, "send", "(self.limits.idle_s)", "(None)"),
         ("a server that stops gives no last result", EngineClient, "end", lambda _: None),
-        ("a server that stops interrupts a message", _CLIENT, "interruptible", _HAS_SESSION),
+        ("a server that stops interrupts a message", websocket.ProtocolRoute, "end", "client.interruptible", "client"),
     ),
-}  # each must be found
+}  # each must be found  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,11 +11,13 @@ import argparse
 import asyncio
 import gc
 import hashlib
+import inspect
 import logging
 import multiprocessing
 import os
 import random
 import selectors
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,9 +31,20 @@ import torch
 PlantedFault = Callable[[], Any] | dict[str, bool]  # makes a context manager that plants it, or options of a run
 
 
-def planted(*rows: tuple[str, Any, str, Any]) -> dict[str, PlantedFault]:
-    """Faults by name: each puts something instead of an attribute of a module or class."""
-    return {name: partial(patch.object, *where) for name, *where in rows}
+def planted(*rows: tuple[Any, ...]) -> dict[str, PlantedFault]:
+    """Faults by name: each puts a value instead of an attribute of a module or class, or a text for one in it."""
+    return {name: partial(_plant, *where) for name, *where in rows}
+
+
+def _plant(owner: Any, name: str, *value: Any) -> Any:
+    if len(value) == 1:
+        return patch.object(owner, name, *value)
+    function, made = inspect.unwrap(getattr(owner, name)), dict[str, Any]()
+    source, (old, new) = textwrap.dedent(inspect.getsource(function)), value
+    if source.count(old) != 1:
+        raise ValueError(f"{name} has {source.count(old)} times, where a fault is planted: {old}")
+    exec("from __future__ import annotations\n" + source.replace(old, new), function.__globals__, made)
+    return patch.object(owner, name, made[function.__name__])
 
 
 class StuckError(AssertionError):
@@ -47,16 +60,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, draw: random.Random) -> None:
         self.now_s, self.draw = 0.0, draw
+        self.spent_s = self.longest_s = 0.0  # by what runs now, and by anything in the loop: meanwhile nobody is served
+        self.longest_work_s = 0.0  # of a thread
         super().__init__(_Clock(self))
 
     def time(self) -> float:
         return self.now_s
+
+    def spend(self, seconds: float) -> None:
+        """Let what runs now take so long."""
+        self.spent_s += seconds
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """See asyncio: run the work in the loop, some time later."""
         future = self.create_future()
 
         def work() -> None:
+            spent_s = self.spent_s
             try:
                 result = func(*args)
             except Exception as error:
@@ -65,6 +85,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             else:
                 if not future.done():
                     future.set_result(result)
+            self.longest_work_s, self.spent_s = max(self.longest_work_s, self.spent_s - spent_s), spent_s
 
         self.call_later(self.draw.expovariate(20), work)
         return future
@@ -89,9 +110,11 @@ class _Clock(selectors.BaseSelector):
         return self.keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        loop = self.loop
         if timeout is None:
             raise StuckError("tasks wait for what will never happen")
-        self.loop.now_s += max(0.0, timeout)
+        loop.longest_s = max(loop.longest_s, loop.spent_s)
+        loop.now_s, loop.spent_s = loop.now_s + max(timeout, loop.spent_s, 0.0), 0.0
         return []
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
@@ -261,6 +284,7 @@ def simulate(
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     gc.freeze()  # modules are not looked through again in each run
+    gc.set_threshold(50_000)  # a run makes few cycles
     seeds = range(options.first, options.first + options.seeds)
     if options.faults is not None:
         return _print_faults(run, {name: planted_faults[name] for name in options.faults or planted_faults}, seeds)
