@@ -52,7 +52,11 @@ def test_a_prompt_holds_the_phrases_that_the_network_can_write() -> None:
     prompt = "ab, c a. ab; a b c a b c, zebra,, b"
     assert asyncio.run(reader().prompt(prompt, ["cab"])) == dict.fromkeys(["ab", "c a", "b", "cab"])
     assert asyncio.run(reader("").prompt(prompt, None)) == {}
-    assert asyncio.run(reader().prompt(None, 3)) == {}
+
+
+def test_keywords_that_are_no_list_are_refused() -> None:
+    with pytest.raises(LimitError, match="keywords is a list of texts"):
+        asyncio.run(reader().prompt(None, 3))
 
 
 def test_a_decoder_without_hot_words_refuses_a_table_and_drops_a_prompt() -> None:
