@@ -109,9 +109,10 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
     _check_nonlinearity(config)
     inner = len(module_plan(config)) - 1
     if any(number > inner for number in config.intermediate) or len({*config.intermediate}) < len(config.intermediate):
+        allowed = f"allowed are different numbers from 1 to {inner}" if inner else "allowed is []"
+        modules = f"{inner + 1} modules, and the last" if inner else "one module, which"
         raise ConfigError(
-            f"model.intermediate={config.intermediate}, allowed are different numbers from 1 to {inner}: "
-            f"this model has {inner + 1} modules, and the last has the classifier anyway"
+            f"model.intermediate={config.intermediate}, {allowed}: this model has {modules} has the classifier anyway"
         )
     needed, present = 4 * min_weight_count(config), memory_bytes()
     if needed > present:

@@ -183,10 +183,19 @@ def test_an_intermediate_classifier_trains_what_lies_before_it_and_recognition_d
     assert len(trainer.model.eval().every_logits(torch.zeros(1, 161, 20), torch.tensor([20]))) == 1
 
 
-@pytest.mark.parametrize("modules", ["[2]", "[1,1]"])
-def test_an_intermediate_classifier_behind_no_inner_module_is_refused(tiny_config: MakeConfig, modules: str) -> None:
-    config = tiny_config(f"model.intermediate={modules}")
-    with pytest.raises(ConfigError, match=r"model\.intermediate=.*, allowed are different numbers from 1 to 1"):
+@pytest.mark.parametrize(
+    ("overrides", "allowed"),
+    [
+        (["model.intermediate=[2]"], "are different numbers from 1 to 1: this model has 2 modules"),
+        (["model.intermediate=[1,1]"], "are different numbers from 1 to 1"),
+        (["model.intermediate=[1]", "model.depth=1", "model.skip=1"], r"is \[\]: this model has one module"),
+    ],
+)
+def test_an_intermediate_classifier_behind_no_inner_module_is_refused(
+    tiny_config: MakeConfig, overrides: list[str], allowed: str
+) -> None:
+    config = tiny_config(*overrides)
+    with pytest.raises(ConfigError, match=rf"model\.intermediate=.*, allowed {allowed}"):
         Trainer(config, Path(config.run_dir))
 
 
