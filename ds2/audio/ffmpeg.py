@@ -40,8 +40,8 @@ _SIGNATURES = (  # offset and bytes of MP4 and QuickTime, Matroska and WebM, ASF
 )  # fmt: skip
 _SIGNATURE_BYTES = 16
 _PADDING_S = 0.5  # sound may be so much shorter than its header says: encoders pad, decoders remove the padding
-_GAP_S = 0.1  # shorter ones are rounded times; aresample's default
-_CLOCK_GAP_S = 10.0  # in MPEG-TS a longer one is a clock that began anew, as ffmpeg has it
+_GAP_S = 0.1  # shorter gaps come from rounded times; ffmpeg's aresample ignores them too
+_CLOCK_GAP_S = 10.0  # a longer gap in MPEG-TS means that its clock started again; ffmpeg has the same rule
 _SILENT_FRAMES = 1 << 16  # of silence at once
 _BUFFER_BYTES = 1 << 18
 _PROGRAM_BLOCK_BYTES = 1 << 20

@@ -160,7 +160,7 @@ def audio_blocks(
                     peak = max(peak, float(np.abs(resampled).max())) if lenient else peak
                     yield np.clip(resampled, -1.0, 1.0)
         finally:
-            del resampler  # the traceback of an error holds this frame, and soxr prints what is left at exit
+            del resampler  # an error's traceback would keep it, and soxr reports each that is left when Python ends
     if lenient and peak < QUIET_PEAK:
         loudest = f"{20 * math.log10(peak):.0f} dB of full scale" if peak else "zero"
         log.warning("%s: its loudest sample is %s: too quiet to be recognised well, amplify it", path, loudest)

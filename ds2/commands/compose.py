@@ -41,10 +41,10 @@ from ds2.text.pieces import read_pieces
 PRIMARY_CONFIG = "train"
 _QUOTED = r"'[^']*'|\"[^\"]*\"|"
 _WORDS = re.compile(_QUOTED + r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
-_NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
-_NO_MARKS = re.compile(r"[~#!&;<>^`]")
-_TILDE = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 _WORDS_OF_MAPPING = re.compile(_QUOTED + r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
+_NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
+_MARKS = re.compile(r"[~#!&;<>^`]")  # that Hydra allows in quotes only
+_HOME = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 
 
 class ConfigFolder(ConfigSource):
@@ -252,7 +252,7 @@ def _spelled(override: str) -> str:
             return word[0]
         plain = (
             word[0].isascii()
-            and not _NO_MARKS.search(word[0])
+            and not _MARKS.search(word[0])
             and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
         )
         return word[0] if plain else f"'{word[0]}'"
@@ -266,7 +266,7 @@ def _at_home(override: str) -> str:
     if key not in text_keys() or "~/" not in value:
         return override
     home = os.path.expanduser("~")
-    return f"{key}={_TILDE.sub(lambda _: home, value)}"
+    return f"{key}={_HOME.sub(lambda _: home, value)}"
 
 
 def _missing(error: MissingConfigException) -> NoReturn:

@@ -37,9 +37,9 @@ transcripts = logging.getLogger("ds2.serve.transcripts")
 transcripts.setLevel(logging.WARNING)  # `ds2 serve --log-transcripts` sets INFO
 HANGS_S = 20.0  # an engine whose turn lasts so long hangs; a turn of 64 sessions takes some two seconds of a busy core
 _LONG_S = 30.0  # longer segments are those of files: the default rules end one after 25 s
-_LONG_SHARE = 0.1  # time that a turn may take for what is longer: some searches begin anew, a second pass reads all
-_TICKS = 20  # in that time; the time in which all of the process is paused does not count
-_STDERR = 2  # its number, which is there without an object of Python's too
+_LONG_SHARE = 0.1  # a turn may take so much longer for each second beyond: some searches read the segment again
+_TICKS = 20  # looks at the turn in that time. They are counted, as time in which the process is stopped does not count
+_STDERR = 2  # its file descriptor: sys.stderr may be None
 
 
 @dataclass(frozen=True)

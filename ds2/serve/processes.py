@@ -160,7 +160,7 @@ class Failure:
 _ERRORS: dict[str, type[UserError]] = {  # a class before those that it derives from
     kind.__name__: kind for kind in (FullError, LexiconError, AudioError, DecodeError, BrokenError, UserError)
 }
-_TO_ENGINE = (
+TO_ENGINE = (
     WorkerStarted,
     OpenSession,
     AcceptWaveforms,
@@ -171,7 +171,7 @@ _TO_ENGINE = (
     SessionSettings,
     Endpoints,
 )
-_TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
+TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
 
 
 def pack(messages: Sequence[Any]) -> bytes:
@@ -212,7 +212,7 @@ class WorkerLink:
         self.engine, self.end = engine, end
         end.setblocking(False)
         self.started = False
-        self._unpacker = Unpacker(_TO_ENGINE)
+        self._unpacker = Unpacker(TO_ENGINE)
         self._sessions: dict[int, Live | UserError] = {}  # by the worker's number; an error if it could not be opened
         self._opening: set[int] = set()  # sessions with hot words, which another thread opens
         self._lock = threading.Lock()  # of these two
@@ -382,7 +382,7 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
     def __init__(self, end: socket.socket, phrases: PhraseReader, sample_rate_hz: int) -> None:
         super().__init__(phrases, sample_rate_hz)
         self._end = end
-        self._numbers, self._unpacker = itertools.count(1), Unpacker(_TO_WORKER)
+        self._numbers, self._unpacker = itertools.count(1), Unpacker(TO_WORKER)
         self._waiting: dict[int, asyncio.Future[Any]] = {}  # by the number of the call
         self._unsent: list[Any] = []
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -142,7 +142,8 @@ def _memory(copies: dict[str, Tensor], name: str, value: Tensor) -> Tensor:
     copy = copies.get(name)
     if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
         copy = copies[name] = torch.empty(value.shape, dtype=value.dtype)
-        if value.is_cuda:  # else the system finds the pages during the copy, when the driver lets no step be launched
+        if value.is_cuda:
+            # A system provides memory at its first use. If that were during the copy, the driver would launch no step.
             copy.zero_()
     return copy
 

@@ -354,11 +354,7 @@ def _warn_of_lone_settings(config: Config) -> None:
         ("augment.babble_share", "augment.noise_probability above 0", augment.noise_probability),
         ("augment.frequency_width", "augment.frequency_masks above 0", augment.frequency_masks),
         ("augment.time_width_s", "augment.time_masks above 0", augment.time_masks),
-        (
-            "features.mels",
-            "features with mel bands, such as features=log_mel",
-            "spectrogram" not in config.features.kind,
-        ),
+        ("features.mels", "mel bands, such as those of features=log_mel", config.features.kind != "log_spectrogram"),
         ("model.nonlinearity", "model.cell=rnn", config.model.cell == "rnn"),
         ("train.ctc_weight", "train.objective=ctc_crf", crf),
         ("train.denominator_order", "train.objective=ctc_crf", crf),

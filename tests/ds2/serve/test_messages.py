@@ -19,6 +19,8 @@ from ds2.serve.engine import Chunk, Engine, SessionSettings, StreamResult
 from ds2.serve.limits import BrokenError, FullError
 from ds2.serve.phrases import PhraseReader
 from ds2.serve.processes import (
+    TO_ENGINE,
+    TO_WORKER,
     AcceptWaveforms,
     Answer,
     CloseSession,
@@ -38,18 +40,6 @@ from ds2.system import UserError
 from ds2.system.messages import MessageError
 from ds2.text.alphabet import Alphabet
 
-TO_ENGINE = (
-    WorkerStarted,
-    OpenSession,
-    AcceptWaveforms,
-    Flush,
-    CloseSession,
-    CountRefusal,
-    ReadMetrics,
-    SessionSettings,
-    Endpoints,
-)
-TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
 WORD = Word("ab", 0.1, 0.5, 0.9)
 RESULT = StreamResult([Segment(0.0, 1.0, Hypothesis("ab", -1.5, (1, 2), (WORD,), -1.0))], "\ud800 c")
 
