@@ -36,6 +36,7 @@ from ds2.text.alphabet import Alphabet
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 15_000_000  # of the weights, and of the language model
+CHECKED = 100
 SPEECH = {
     "librispeech": "LibriSpeech, 20 readers of test-clean",
     "an4": "AN4's test part",
@@ -63,12 +64,12 @@ def pack_weights(source: Path, target: Path) -> None:
     save(target, small, metadata)
 
 
-def changed(first: Path, second: Path, manifest: Path, count: int) -> int:
-    """The number of utterances that two model files recognise differently, greedily, of the first `count`."""
+def changed(first: Path, second: Path, manifest: Path) -> int:
+    """The number of utterances that two model files recognise differently, greedily, of the first CHECKED."""
     texts = []
     for file in (first, second):
         recogniser = Recogniser.load(file, device="cpu", decode=DecodeConfig())
-        utterances = scored_utterances([str(manifest)], recogniser.alphabet)[:count]
+        utterances = scored_utterances([str(manifest)], recogniser.alphabet)[:CHECKED]
         loader = recognition_loader(utterances, DataConfig(), torch.device("cpu"))
         texts.append([hypothesis.text for hypothesis in recogniser.recognise(loader)])
     return sum(one != other for one, other in zip(*texts, strict=True))
@@ -100,7 +101,7 @@ def pack(options: argparse.Namespace) -> int:
             return 1
     tensors, metadata = load(source)
     tuned = decode_settings(source, config_from_dict(metadata["config"]))
-    save_settings(replace(tuned, method="beam", lm=lm.name, beam=options.beam), tuned_file(weights))
+    save_settings(replace(tuned, method="beam", lm=lm.name, beam=128), tuned_file(weights))
     card = json.loads(options.card.read_text(encoding="utf-8"))
     card["parameters"] = sum(t.numel() for name, t in tensors.items() if name.startswith("model.") and t.ndim > 1)
     trained_by = str(metadata["metrics"].get("git_commit", "unknown"))
@@ -108,8 +109,8 @@ def pack(options: argparse.Namespace) -> int:
     card["scores"] = scores(options.greedy, options.lm)
     (folder / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.check:
-        differing = changed(source, weights, options.check, options.count)
-        print(f"{differing} of {options.count} utterances are recognised differently in 16 bits")
+        differing = changed(source, weights, options.check)
+        print(f"{differing} of {CHECKED} utterances are recognised differently in 16 bits")
     return 0
 
 
@@ -125,9 +126,7 @@ def main() -> int:
     packed.add_argument("card", type=Path, help="language, sources, licence, made_by, notes; scores are filled in")
     packed.add_argument("--greedy", type=Path, required=True, help="folder of reports of decode=greedy")
     packed.add_argument("--lm", type=Path, required=True, help="folder of reports with the language model")
-    packed.add_argument("--beam", type=int, default=128)
     packed.add_argument("--check", type=Path, help="manifest")
-    packed.add_argument("--count", type=int, default=100, help="utterances of --check")
     packed.add_argument("--folder", type=Path, default=FOLDER / "english")
     options = parser.parse_args()
     if options.command == "pack":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 Read = Callable[[int, int], bytes]  # (offset, size) -> bytes, fewer at the end of the file
 
@@ -38,50 +38,55 @@ def _truncation(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> s
     return ""
 
 
-def _chunked(read: Read, size: int) -> str:
-    """RIFF, RIFX, RF64, AIFF and 8SVX: chunks of a name, 32 bits of size and content, padded to 2 bytes."""
-    order = "<" if read(0, 4) in (b"RIFF", b"RF64") else ">"
-    at, long_size = 12, 0
+def _chunks(
+    read: Read, at: int, layout: str, padding: int = 1, *, with_head: bool = False
+) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the name of each chunk, the stated size of its content and where that begins.
+
+    Args:
+        at: where the first chunk begins.
+        layout: of a chunk's head: its name and size.
+        padding: the content is padded to a multiple of so many bytes.
+        with_head: the size counts the head too.
+    """
+    head_bytes = struct.calcsize(layout)
     for _ in range(_MAX_CHUNKS):
-        head = read(at, 8)
-        if len(head) < 8:
-            break
-        name, stated = struct.unpack(f"{order}4sI", head)
-        if name == b"ds64" and len(sizes := read(at + 8, 16)) == 16:
+        head = read(at, head_bytes)
+        if len(head) < head_bytes:
+            return
+        name, stated = struct.unpack(layout, head)
+        stated, at = max(0, stated - with_head * head_bytes), at + head_bytes
+        yield name, stated, at
+        at += -(-stated // padding) * padding
+
+
+def _chunked(read: Read, size: int) -> str:
+    """RIFF, RIFX, RF64, AIFF and 8SVX: sizes of 32 bits, that of the samples of RF64 in another chunk."""
+    order = "<" if read(0, 4) in (b"RIFF", b"RF64") else ">"
+    long_size = 0
+    for name, stated, at in _chunks(read, 12, f"{order}4sI", padding=2):
+        if name == b"ds64" and len(sizes := read(at, 16)) == 16:
             long_size = struct.unpack("<8xQ", sizes)[0]
         elif name == b"data" and stated == 0xFFFFFFFF and long_size:
-            return _truncation(long_size, size - at - 8, _STREAMED_BYTES_64)
+            return _truncation(long_size, size - at, _STREAMED_BYTES_64)
         elif name in (b"data", b"SSND", b"BODY"):
-            return _truncation(stated, size - at - 8)
-        at += 8 + stated + stated % 2
+            return _truncation(stated, size - at)
     return ""
 
 
 def _wave64(read: Read, size: int) -> str:
-    """Sony Wave64: chunks of a GUID, 64 bits of size with both, and content, padded to 8 bytes."""
-    at = 40
-    for _ in range(_MAX_CHUNKS):
-        head = read(at, 24)
-        if len(head) < 24:
-            break
-        name, stated = struct.unpack("<16sQ", head)
+    """Sony Wave64: names are GUIDs."""
+    for name, stated, at in _chunks(read, 40, "<16sQ", padding=8, with_head=True):
         if name.startswith(b"data"):
-            return _truncation(stated - 24, size - at - 24, _STREAMED_BYTES_64)
-        at += max(24, -(-stated // 8) * 8)
+            return _truncation(stated, size - at, _STREAMED_BYTES_64)
     return ""
 
 
 def _core_audio(read: Read, size: int) -> str:
-    """Apple's CAF: chunks of a name, 64 bits of size (-1: to the end of the file) and content."""
-    at = 8
-    for _ in range(_MAX_CHUNKS):
-        head = read(at, 12)
-        if len(head) < 12:
-            break
-        name, stated = struct.unpack(">4sQ", head)
+    """Apple's CAF: a size of -1 means to the end of the file."""
+    for name, stated, at in _chunks(read, 8, ">4sQ"):
         if name == b"data":
-            return _truncation(stated, size - at - 12, _STREAMED_BYTES_64)
-        at += 12 + stated
+            return _truncation(stated, size - at, _STREAMED_BYTES_64)
     return ""
 
 

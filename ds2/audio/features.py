@@ -138,20 +138,10 @@ STYLES = {"kaldi_fbank": FilterBank(_povey, kaldi_filters, True), "nemo_fbank": 
 """Styles by `features.kind`: Kaldi's own, which icefall trains with and most models of sherpa-onnx use, and NeMo's."""
 
 
-def lead_samples(window_samples: int, step_samples: int) -> int:
-    """Return how many samples before the first one frame 0 begins: frames are centred on steps (snip_edges=false)."""
-    return window_samples // 2 - step_samples // 2
-
-
 def preemphasise(windows: Tensor, style: FilterBank) -> Tensor:
     """Return windows (..., W) less their mean where the style says so, then x[t] - 0.97 x[t - 1], x[-1] being x[0]."""
     x = windows - windows.mean(-1, keepdim=True) if style.remove_mean else windows
     return x - PREEMPHASIS * torch.cat([x[..., :1], x[..., :-1]], -1)
-
-
-def fft_samples(window_samples: int) -> int:
-    """Return the points of the transform: the next power of two, to which windows are zero-padded."""
-    return 1 << (window_samples - 1).bit_length()
 
 
 class Features(nn.Module):
@@ -196,8 +186,8 @@ class Features(nn.Module):
             mel_weights = mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
             self.bins = config.mels
         elif self.style is not None:
-            self.lead_samples = lead_samples(self.window_samples, self.step_samples)
-            self.fft_samples = fft_samples(self.window_samples)
+            self.lead_samples = self.window_samples // 2 - self.step_samples // 2  # frames are centred on steps
+            self.fft_samples = 1 << (self.window_samples - 1).bit_length()  # windows are padded to a power of two
             window = self.style.window(self.window_samples)
             mel_weights = self.style.filters(config.mels, self.fft_samples, sample_rate_hz).float()
             self.bins = config.mels

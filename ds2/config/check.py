@@ -80,14 +80,9 @@ def _check_audio(config: Config) -> None:
         f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "
         "and the other to 0: a batch has either a fixed count or a fixed amount of audio",
     )
-    pairs = {
-        "gain_db": augment.gain_db,
-        "noise_snr_db": augment.noise_snr_db,
-        "room_rt60_s": augment.room_rt60_s,
-        "vtlp": augment.vtlp,
-    }
-    for key, pair in ((f"augment.{name}", pair) for name, pair in pairs.items()):
-        _require(not pair or pair[0] <= pair[1], f"{key}={pair} must be [low, high]")
+    for name in ("gain_db", "noise_snr_db", "room_rt60_s", "vtlp"):
+        pair = getattr(augment, name)
+        _require(not pair or pair[0] <= pair[1], f"augment.{name}={pair} must be [low, high]")
     _require(
         augment.noise_probability == 0 or bool(augment.noise_snr_db),
         "augment.noise_probability is set: augment.noise_snr_db=[low, high] is needed too",

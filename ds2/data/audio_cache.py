@@ -39,7 +39,7 @@ from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
-VERSION = 3  # 1 had neither header nor checksums; 2 had no keys, one file per manifest
+VERSION = 3
 KEY_BYTES = 16
 _MAGIC = b"ds2audio"
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, CRC-32 of the index, utterances, samples
@@ -379,8 +379,6 @@ def _free_space(
 ) -> dict[bytes, Utterance]:
     """Remove unused files as far as necessary; return the utterances, in order, that then fit."""
     needed = {key: cache_bytes(round(u.duration_s * data.sample_rate_hz), 1) for key, u in costly.items()}
-    for old in folder.glob("*.pcm"):  # of versions with one file per manifest
-        old.unlink()
     sizes, ages = {}, {}
     for path in folder.glob("*" + SUFFIX):
         with suppress(OSError):  # another process may have removed it

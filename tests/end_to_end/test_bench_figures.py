@@ -46,7 +46,7 @@ def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
 def test_operations_of_a_step_are_those_that_torch_counts(tmp_path: Path) -> None:
     from benchmarks import scaling
 
-    size = {"duration": 0.5, "characters": 14.0, "model": "rnn_8", "bucket_mib": 25.0, "warmup": 1, "steps": 2}
+    size = {"duration": 0.5, "model": "rnn_8", "warmup": 1, "steps": 2}
     small = ["device=cpu", "model.hidden=24", "model.depth=3", "model.row_convs=0"]
     options = Namespace(**size, overrides=small)
     with FlopCounterMode(display=False) as counter:
@@ -71,19 +71,22 @@ def test_the_fit_of_a_link_recovers_latency_and_bandwidth() -> None:
     assert fit(rows) == pytest.approx((latency_s, bandwidth), rel=1e-6)
 
 
-def test_a_predicted_step_is_computed_and_summed_in_turn_or_overlapped() -> None:
+def test_a_predicted_step_is_computed_and_summed_in_turn_or_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import predict
     from benchmarks.predict import LinkSpeed, MeasuredHost, step_s
 
+    monkeypatch.setattr(predict, "NORMS", 3)
+    monkeypatch.setattr(predict, "BUCKET_BYTES", 1e6)
     link = LinkSpeed(latency_s=1e-3, bandwidth=1e9)
-    machine = MeasuredHost([1.0, 2.0], [0.1, 0.2], [0.2, 0.4], [0.01, 0.01], 4e6, 3, link, link, ranks_per_host=2)
-    alone = step_s(machine, 1, 2, bucket_bytes=1e6, overlap=True, shared=False)
+    machine = MeasuredHost([1.0, 2.0], [0.1, 0.2], [0.2, 0.4], [0.01, 0.01], 4e6, link, link, ranks_per_host=2)
+    alone = step_s(machine, 1, 2, overlap=True, shared=False)
     assert alone == pytest.approx((0.2 + 0.4 + 0.01, 0.0))
     one_sum = 1e-3 + 1e6 / 1e9  # of a bucket over two ranks
-    in_turn = step_s(machine, 2, 2, bucket_bytes=1e6, overlap=False, shared=False)
+    in_turn = step_s(machine, 2, 2, overlap=False, shared=False)
     assert in_turn == pytest.approx((alone[0] + 4 * one_sum, 4 * one_sum))
-    overlapped = step_s(machine, 2, 2, bucket_bytes=1e6, overlap=True, shared=False)
+    overlapped = step_s(machine, 2, 2, overlap=True, shared=False)
     assert overlapped == pytest.approx((alone[0] + one_sum, one_sum))  # only the last bucket is waited for
-    shared = step_s(machine, 2, 2, bucket_bytes=1e6, overlap=True, shared=True)
+    shared = step_s(machine, 2, 2, overlap=True, shared=True)
     assert shared[0] == pytest.approx(overlapped[0] + 2 * 3 * 1e-3)  # a sum a norm, forward and backward
 
 
@@ -186,7 +189,8 @@ def test_the_serving_benchmark_feeds_every_source_in_turn_and_times_every_chunk(
     recogniser = Recogniser()
     sounds = [np.arange(1000, dtype="<i2"), np.arange(1000, 1700, dtype="<i2")]
     audio = [sound.tobytes() for sound in sounds]
-    latencies, sizes = serving.in_process(recogniser, audio, 3, 0.01, 0.1)  # type: ignore[arg-type]
+    monkeypatch.setattr(serving, "CHUNK_S", 0.01)
+    latencies, sizes = serving.in_process(recogniser, audio, 3, 0.1)  # type: ignore[arg-type]
     chunks = [session.samples for session in recogniser.sessions]
     assert len(latencies) == sum(sizes) == sum(map(len, chunks)) >= 3
     for number, own in enumerate(chunks):
@@ -196,7 +200,9 @@ def test_the_serving_benchmark_feeds_every_source_in_turn_and_times_every_chunk(
         assert np.array_equal(fed, np.resize(np.roll(sound, int(sound[0]) - fed[0]), len(fed)))
 
 
-def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_every_answer() -> None:
+def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_every_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from benchmarks import serving
     from websockets.asyncio.server import ServerConnection, serve
 
@@ -214,10 +220,12 @@ def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_ever
         received.append(b"".join(chunks))
         await socket.send('{"text": "c"}')
 
+    monkeypatch.setattr(serving, "CHUNK_S", 0.1)
+
     async def measured() -> list[serving.Replies]:
         async with serve(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return await serving._clients(f"ws://127.0.0.1:{port}/", audio, 3, 0.1, 0.4, 0.0)
+            return await serving._clients(f"ws://127.0.0.1:{port}/", audio, 3, 0.4, 0.0)
 
     clients = asyncio.run(measured())
     latencies = [seconds for replies in clients for seconds in replies.latencies]
@@ -256,7 +264,7 @@ def test_the_delay_counts_from_the_last_sound_of_a_recording(
     assert (measured.delays_s, measured.cut, measured.cuts, measured.changed) == ([1.25], 1, 1, 1)
     recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(), torch.device("cpu"))
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model hears no silence
-    [early, never] = in_process(recogniser, utterance, [Endpoints(longest_s=0.5), NEVER], 0.1)
+    [early, never] = in_process(recogniser, utterance, [Endpoints(longest_s=0.5), NEVER])
     assert early.texts and not never.texts and never.rest
 
 
@@ -264,18 +272,18 @@ def test_the_fitted_contention_and_meeting_are_those_of_the_rows() -> None:
     from benchmarks.predict import LinkSpeed, MeasuredHost, errors, fitted, step_s
 
     link = LinkSpeed(latency_s=1e-4, bandwidth=1e10)
-    machine = MeasuredHost([4.0, 8.0], [0.01, 0.02], [0.02, 0.04], [0.001, 0.001], 1e8, 3, link, link, ranks_per_host=8)
+    machine = MeasuredHost([4.0, 8.0], [0.01, 0.02], [0.02, 0.04], [0.001, 0.001], 1e8, link, link, ranks_per_host=8)
     truth = replace(machine, contention=0.5, meeting_s=1e-3)
     rows = [
         {
             "ranks": ranks, "batch": ranks * batch, "overlap": overlap, "batch_norm": norm,
-            "step_ms": 1e3 * step_s(truth, ranks, batch, bucket_bytes=2e7, overlap=overlap, shared=norm == "shared")[0],
+            "step_ms": 1e3 * step_s(truth, ranks, batch, overlap=overlap, shared=norm == "shared")[0],
         }
         for ranks, batch, overlap, norm in [(2, 4, True, "local"), (2, 8, False, "shared"), (4, 8, True, "shared")]
     ]  # fmt: skip
-    assert max(map(abs, errors(truth, rows, 2e7))) < 1e-9
-    assert max(map(abs, errors(machine, rows, 2e7))) > 0.01
-    fit = fitted(machine, rows, 2e7)
+    assert max(map(abs, errors(truth, rows))) < 1e-9
+    assert max(map(abs, errors(machine, rows))) > 0.01
+    fit = fitted(machine, rows)
     assert (fit.contention, fit.meeting_s) == (pytest.approx(0.5), pytest.approx(1e-3))
 
 

@@ -10,7 +10,7 @@ kernel; the others launch an empty kernel a step, by the host or as one recorded
 from __future__ import annotations
 
 import torch
-from benchmarks.common import Table, facts, graphed, measure, write_json
+from benchmarks.common import Table, facts, gpu_of, graphed, measure, write_json
 from dispatch import new_parser, parse
 from ds2_ops.jit.launch import Launch, parameters, run, translation_unit
 
@@ -36,9 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     options = parse(parser, arguments)
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU: it measures the GPU's own barrier")
-    device, steps = torch.device("cuda"), options.steps
+    device, steps = gpu_of(parser, "it measures the GPU's own barrier"), options.steps
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     head = facts(options, device, f"{steps} steps of {blocks} blocks")
     together = Launch(BARRIER, 256, grid=blocks, cooperative=True)

@@ -31,14 +31,15 @@ from ds2.distributed.launch import connect
 from ds2.distributed.mpi import library_version
 
 Sum = Callable[[Tensor], object]
+REPEATS = 7
 
 
-def time_sum(comm: Communicator, call: Sum, elements: int, device: torch.device, repeats: int) -> tuple[float, bool]:
+def time_sum(comm: Communicator, call: Sum, elements: int, device: torch.device) -> tuple[float, bool]:
     """Median seconds of the slowest rank, and whether two sums of equal input agree bit for bit."""
     generator = torch.Generator().manual_seed(comm.rank)
     values = torch.randn(elements, generator=generator).to(device)
     tensor, results, times_s = values.clone(), [], []
-    for run in range(repeats + 2):
+    for run in range(REPEATS + 2):
         tensor.copy_(values)
         wait(device)
         MPI.COMM_WORLD.Barrier()
@@ -70,7 +71,7 @@ def measure(
     """All sizes of one way."""
     rows = []
     for kib in options.kib:
-        seconds, same = time_sum(comm, call, kib * 256, comm.device, options.repeats)
+        seconds, same = time_sum(comm, call, kib * 256, comm.device)
         bus = 2 * (comm.world - 1) / comm.world * kib * 1024 / seconds
         rows.append({"way": name, "kib": kib, "us": 1e6 * seconds, "bus_gb_per_s": bus / 1e9, "same_bits": same})
         if table:
@@ -92,7 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kib", nargs="+", type=int, default=[4, 64, 1024, 4096, 25600])
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="JSON file of all rows")
     options = parse(parser, arguments)
     resolve_device(options.device)

@@ -26,6 +26,7 @@ from ds2.system.cuda_graph import GraphRecorder
 
 RATE_HZ = 16000
 _HOST_REPEATS = 50
+_CHARACTERS_PER_S = 14.0  # of transcripts
 
 
 class Timing(NamedTuple):
@@ -121,16 +122,15 @@ def add_timing_options(parser: argparse.ArgumentParser, budget_s: float) -> None
     """Add the options of a benchmark that times single calls."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--budget", type=float, default=budget_s, help="seconds of each measurement")
     parser.add_argument("--out", type=Path, help="file for the data (JSON)")
 
 
-def device_of(options: argparse.Namespace) -> torch.device:
-    """Set the number of threads that `add_timing_options` asks for, and return its device."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    return torch.device(options.device)
+def gpu_of(parser: argparse.ArgumentParser, why: str) -> torch.device:
+    """Return the GPU; without one the command ends with the reason why it needs one."""
+    if not torch.cuda.is_available():
+        parser.error(f"this needs a GPU: {why}")
+    return torch.device("cuda")
 
 
 def add_recogniser_options(parser: argparse.ArgumentParser) -> None:
@@ -194,18 +194,18 @@ def _cell(column: str, row: Mapping[str, Any]) -> str:
         return "-"
 
 
-def write_noise(folder: Path, utterances: int, duration_s: float, characters_per_s: float) -> Path:
-    """Write a manifest of noise with random transcripts, without doubled letters."""
+def write_noise(folder: Path, utterances: int, duration_s: float) -> None:
+    """Write noise.jsonl, a manifest of noise with random transcripts, without doubled letters."""
     rng = np.random.default_rng(1)
+    folder.mkdir(parents=True, exist_ok=True)
     records = []
     for index in range(utterances):
         path = folder / f"{index}.wav"
         soundfile.write(path, 0.1 * rng.standard_normal(int(duration_s * RATE_HZ)), RATE_HZ)
-        steps = rng.integers(1, 26, size=int(duration_s * characters_per_s))
+        steps = rng.integers(1, 26, size=int(duration_s * _CHARACTERS_PER_S))
         text = "".join(chr(ord("a") + c) for c in np.cumsum(steps) % 26)
         records.append(Utterance(path, duration_s, text))
     write_manifest(folder / "noise.jsonl", records)
-    return folder / "noise.jsonl"
 
 
 def wait(device: torch.device) -> None:

@@ -10,10 +10,11 @@ convolution, which is today's cuDNN, with TF32 off. Needs a GPU.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, add_timing_options, device_of, facts, measure, relative_error, write_json
+from benchmarks.common import Table, facts, gpu_of, measure, relative_error, write_json
 from dispatch import new_parser, parse
 from ds2_ops.jit.runtime import attribute
 from ds2_ops.primitives.convolution import Convolution
@@ -66,19 +67,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Check and time every layer and pass; 1 if one is wrong."""
     parser = new_parser(__doc__)
     parser.add_argument("--images", nargs="+", type=int, default=[128])
-    parser.add_argument("--layers", nargs="+", type=int, choices=range(1, len(LAYERS) + 1), default=[1, 2, 3, 4, 5])
-    add_timing_options(parser, budget_s=0.1)
+    parser.add_argument("--budget", type=float, default=0.1, help="seconds of each measurement")
+    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
     options = parse(parser, arguments)
-    device = device_of(options)
-    if device.type != "cuda":
-        parser.error("this needs a GPU: primitives on the CPU are for checking")
+    device = gpu_of(parser, "primitives on the CPU are for checking")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     peak = 2e-12 * CORES * attribute(0, "MULTIPROCESSOR_COUNT") * attribute(0, "CLOCK_RATE") * 1e3
     head = facts(options, device, f"layers of cuDNN's Table 2, float32, peak {peak:.1f} TFLOP/s")
     columns = {"layer": "{layer}", "images": "{images}", "pass": "{kind}", "TFLOP/s": "{tflops:.1f}"}
     columns |= {"of the peak": "{share:.0%}", "the paper, %": "{his}", "torch, TFLOP/s": "{torch_tflops:.1f}"}
     table, rows = Table(columns | {"error": "{error:.1e}"}), list[dict[str, Any]]()
-    for number in options.layers:
+    for number in range(1, len(LAYERS) + 1):
         for images in options.images:
             op, few = layer(number, images), layer(number, 4)
             for kind, name in PASSES.items():

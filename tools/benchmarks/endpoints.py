@@ -18,7 +18,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from benchmarks.common import RATE_HZ, Table, add_recogniser_options, facts, files_and_recogniser
@@ -33,6 +32,8 @@ from ds2.scoring.wer import CORRECT, align
 
 FRAME_S = 0.02
 SPEECH_DB = -30.0  # of the last speech, to the 95th percentile of the file
+CHUNK_S = 0.1  # audio that a client sends at once
+CLIENTS = 4  # of a server, at once
 BACKGROUND_S = 0.3  # of the file's quietest part, which is repeated after it
 
 
@@ -101,13 +102,11 @@ def with_background(samples: NDArray[np.float32], seconds: float) -> NDArray[np.
     return np.concatenate([samples, noise])
 
 
-def in_process(
-    recogniser: Recogniser, utterance: NoisyRecording, rules: Sequence[Endpoints], chunk_s: float
-) -> list[Segments]:
+def in_process(recogniser: Recogniser, utterance: NoisyRecording, rules: Sequence[Endpoints]) -> list[Segments]:
     """The segments of each rule; all rules share batches."""
     lives = [recogniser.live(sample_rate_hz=RATE_HZ, endpoints=rule) for rule in rules]
     results = [Segments([]) for _ in rules]
-    size = round(chunk_s * RATE_HZ)
+    size = round(CHUNK_S * RATE_HZ)
     for start in range(0, len(utterance.samples), size):
         started_s = time.perf_counter()
         for live in lives:
@@ -143,14 +142,14 @@ def _pieces(pcm: bytes, size: int) -> list[bytes]:
     return [pcm[start : start + 2 * size] for start in range(0, len(pcm), 2 * size)]
 
 
-async def over_sockets(options: Any, utterances: Sequence[NoisyRecording], rule: float) -> list[Segments]:
-    """As `in_process`, for one rule and all utterances, `options.clients` at a time."""
-    free = asyncio.Semaphore(options.clients)
+async def over_sockets(url: str, utterances: Sequence[NoisyRecording], rule: float) -> list[Segments]:
+    """As `in_process`, for one rule and all utterances, a few at a time."""
+    free = asyncio.Semaphore(CLIENTS)
 
     async def speak(utterance: NoisyRecording) -> Segments:
         pcm = (np.clip(utterance.samples, -1, 1) * 32767).astype("<i2").tobytes()
-        async with free, connect(options.url, max_size=None, open_timeout=120) as socket:
-            return await _vosk(socket, pcm, round(options.chunk_s * RATE_HZ), time.perf_counter(), rule)
+        async with free, connect(url, max_size=None, open_timeout=120) as socket:
+            return await _vosk(socket, pcm, round(CHUNK_S * RATE_HZ), time.perf_counter(), rule)
 
     return await asyncio.gather(*map(speak, utterances))
 
@@ -160,9 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     add_recogniser_options(parser)
     parser.add_argument("--after-speech-s", type=float, nargs="+", default=[Endpoints().after_speech_s])
-    parser.add_argument("--chunk-s", type=float, default=0.1, help="audio that a client sends at once")
     parser.add_argument("--url", help="of a server, with decode.KEY=VALUE as it has them")
-    parser.add_argument("--clients", type=int, default=4, help="at once, with --url")
     options = parse(parser, arguments)
     files, recogniser = files_and_recogniser(options)
     rules = [Endpoints(after_speech_s=value) for value in options.after_speech_s]
@@ -174,13 +171,11 @@ def main(arguments: list[str] | None = None) -> int:
         utterances.append(NoisyRecording(noisy, speech_end_s(samples), len(samples) / RATE_HZ))
     wholes = [recogniser.transcribe(utterance.samples, RATE_HZ).text for utterance in utterances]
     if options.url:
-        by_rule = [asyncio.run(over_sockets(options, utterances, value)) for value in options.after_speech_s]
+        by_rule = [asyncio.run(over_sockets(options.url, utterances, value)) for value in options.after_speech_s]
     else:
-        by_rule = list(
-            zip(*(in_process(recogniser, utterance, rules, options.chunk_s) for utterance in utterances), strict=True)
-        )
+        by_rule = list(zip(*(in_process(recogniser, utterance, rules) for utterance in utterances), strict=True))
     minutes = sum(utterance.duration_s for utterance in utterances) / 60
-    lookahead = f"lookahead {recogniser.model.lookahead_ms:g} ms, chunks of {options.chunk_s:g} s"
+    lookahead = f"lookahead {recogniser.model.lookahead_ms:g} ms, chunks of {CHUNK_S:g} s"
     way = options.url or "in process"
     facts(
         options,

@@ -22,7 +22,6 @@ import torch
 from benchmarks.common import (
     Table,
     add_timing_options,
-    device_of,
     facts,
     module_call,
     relative_error,
@@ -174,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_timing_options(parser, budget_s=0.2)
     options = parse(parser, arguments)
     options.batch = options.batch or list(FIGURE_15_BATCHES if options.figure == "figure15" else BATCHES)
-    device = device_of(options)
+    device = torch.device(options.device)
     head = facts(options, device, f"GRNN's {options.figure}, ms, {torch.get_num_threads()} CPU threads")
     write_json(options.out, {"benchmark": "grnn", **head, "rows": FIGURES[options.figure](options, device)})
     return 0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, write_json, write_noise
+from benchmarks.common import Table, facts, gpu_of, write_json
 from benchmarks.training import add_noise_options, layers_of, noise_overrides, open_trainer
 from dispatch import new_parser, parse
 
@@ -30,8 +30,8 @@ GIB = 2**30
 def peak_bytes(kind: str, depth: int, batch: int, options: argparse.Namespace, folder: Path) -> int:
     """The peak of memory of training steps."""
     overrides = [
-        f"model.depth={depth}", f"model.skip={options.skip}", f"data.max_duration_s={options.duration + 1}",
-        f"train.graphs={options.graphs}", "model.row_convs=0", *noise_overrides(folder, batch), *options.overrides,
+        f"model.depth={depth}", "model.skip=4", f"data.max_duration_s={options.duration + 1}", "train.graphs=off",
+        "model.row_convs=0", *noise_overrides(folder, batch, options),
     ]  # fmt: skip
     with layers_of("torch" if kind == "nn.RNN" else "ours"):
         _, take_step = open_trainer(overrides, batch)
@@ -66,18 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", nargs="+", type=int, default=[4, 64])
     parser.add_argument("--gib", nargs="+", type=float, default=[12.0, 80.0], help="memory for the model")
     parser.add_argument("--depth", nargs="+", type=int, default=[4, 8], help="depths to train; two make the line")
-    parser.add_argument("--skip", type=int, default=4, help="layers that a residual skip spans")
     parser.add_argument("--kind", nargs="+", choices=("ours", "nn.RNN"), default=["ours", "nn.RNN"])
-    parser.add_argument("--graphs", choices=("auto", "off"), default="off")
     parser.add_argument("--steps", type=int, default=3)
     add_noise_options(parser, duration_s=30.0)
     options = parse(parser, arguments)
     if len(options.depth) < 2 or options.depth[0] == options.depth[1]:
         parser.error(f"--depth {' '.join(map(str, options.depth))}: two different depths come first")
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU: torch does not record the peak of memory on a CPU")
-    title = f"memory of layers, {options.duration:g} s utterances, graphs {options.graphs}"
-    head = facts(options, torch.device("cuda"), title)
+    device = gpu_of(parser, "torch does not record the peak of memory on a CPU")
+    head = facts(options, device, f"memory of layers, {options.duration:g} s utterances, no CUDA graphs")
     columns = {
         "layers": "{kind}",
         "batch": "{batch}",
@@ -88,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for batch, kind in itertools.product(options.batch, options.kind):
         with tempfile.TemporaryDirectory() as folder:
-            write_noise(Path(folder), batch, options.duration, options.characters)
             peaks = []
             for depth in options.depth:
                 gc.collect()  # else the network before, whose objects refer to each other, is part of the peak

@@ -30,6 +30,9 @@ import numpy as np
 from benchmarks.common import Table
 from dispatch import read_result
 
+NORMS = 51  # batch norm layers: 48 recurrent, 2 convolutions, 1 last
+BUCKET_BYTES = 25 * 2**20  # of gradients that are sent together
+
 
 @dataclass(frozen=True)
 class LinkSpeed:
@@ -48,7 +51,6 @@ class MeasuredHost:
     backward_s: list[float]
     optimizer_s: list[float]
     gradient_bytes: float
-    norms: int
     host: LinkSpeed
     network: LinkSpeed
     ranks_per_host: int
@@ -69,14 +71,12 @@ class MeasuredHost:
         return link.latency_s * math.log2(ranks) + 2 * (ranks - 1) / ranks * size / link.bandwidth if ranks > 1 else 0.0
 
 
-def step_s(
-    machine: MeasuredHost, ranks: int, batch: float, *, bucket_bytes: float, overlap: bool, shared: bool
-) -> tuple[float, float]:
+def step_s(machine: MeasuredHost, ranks: int, batch: float, *, overlap: bool, shared: bool) -> tuple[float, float]:
     """Seconds of a step with `batch` utterances a rank, and those in which it only waits for gradients."""
     forward, backward, optimizer = machine.compute_s(batch)
-    norm_s = machine.norms * machine.sum_s(ranks, 0) if shared else 0.0
+    norm_s = NORMS * machine.sum_s(ranks, 0) if shared else 0.0
     forward, backward = forward + norm_s, backward + norm_s
-    buckets = max(1, math.ceil(machine.gradient_bytes / bucket_bytes))
+    buckets = max(1, math.ceil(machine.gradient_bytes / BUCKET_BYTES))
     each_s = machine.sum_s(ranks, machine.gradient_bytes / buckets)
     if overlap and ranks > 1:
         filled = min(1.0, batch / machine.full_batch) if machine.full_batch else 1.0
@@ -106,25 +106,25 @@ def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], options: arg
     rest = [r["step_ms"] - r["forward_ms"] - r["backward_ms"] for r in alone]
     return MeasuredHost(
         [r["batch"] for r in alone], [r["forward_ms"] / 1000 for r in alone], [r["backward_ms"] / 1000 for r in alone],
-        [max(0.0, ms) / 1000 for ms in rest], alone[0]["gradient_mib"] * 2**20, options.norms, host, network,
+        [max(0.0, ms) / 1000 for ms in rest], alone[0]["gradient_mib"] * 2**20, host, network,
         options.ranks_per_host,
     )  # fmt: skip
 
 
-def errors(machine: MeasuredHost, rows: list[dict[str, Any]], bucket_bytes: float) -> list[float]:
+def errors(machine: MeasuredHost, rows: list[dict[str, Any]]) -> list[float]:
     """How much longer the model's steps are than the measured ones, relative to these."""
     relative = []
     for row in rows:
         batch, shared = row["batch"] / row["ranks"], row["batch_norm"] == "shared" and row["ranks"] > 1
-        how = {"bucket_bytes": bucket_bytes, "overlap": row["overlap"], "shared": shared}
-        relative.append(1000 * step_s(machine, row["ranks"], batch, **how)[0] / row["step_ms"] - 1)
+        seconds, _ = step_s(machine, row["ranks"], batch, overlap=row["overlap"], shared=shared)
+        relative.append(1000 * seconds / row["step_ms"] - 1)
     return relative
 
 
-def fitted(machine: MeasuredHost, rows: list[dict[str, Any]], bucket_bytes: float) -> MeasuredHost:
+def fitted(machine: MeasuredHost, rows: list[dict[str, Any]]) -> MeasuredHost:
     """The machine with the contention and the meeting for which the largest error is smallest."""
     tried = [replace(machine, contention=0.05 * c, meeting_s=50e-6 * m) for c in range(61) for m in range(61)]
-    return min(tried, key=lambda candidate: max(map(abs, errors(candidate, rows, bucket_bytes))))
+    return min(tried, key=lambda candidate: max(map(abs, errors(candidate, rows))))
 
 
 def calibrated(
@@ -136,22 +136,20 @@ def calibrated(
     machine = replace(
         machine, contention=options.contention, meeting_s=options.meeting_us * 1e-6, full_batch=options.full_batch
     )
-    bucket = options.bucket_mib * 2**20
     many = [row for row in rows if row["ranks"] > 1]
     if options.fit and many:
-        machine = fitted(machine, many, bucket)
+        machine = fitted(machine, many)
         print(f"{backend}, fitted: contention {machine.contention:.2f}, meeting {1e6 * machine.meeting_s:.0f} us")
     print(f"\n{backend}, measured\n")
     columns = {name: f"{{{name}}}" for name in ("ranks", "batch", "overlap", "batch_norm")}
     table = Table(columns | {"step ms": "{step_ms:.1f}", "model ms": "{model_ms:.1f}", "error": "{error:+.1%}"})
-    for row, error in zip(rows, errors(machine, rows, bucket), strict=True):
+    for row, error in zip(rows, errors(machine, rows), strict=True):
         table.print_row({**row, "model_ms": row["step_ms"] * (1 + error), "error": error})
     return machine, rows
 
 
 def predict(machine: MeasuredHost, rows: list[dict[str, Any]], duration_s: float, options: argparse.Namespace) -> None:
     """Print audio seconds a second, TFLOP/s of all ranks together and efficiency at each number of ranks."""
-    bucket = options.bucket_mib * 2**20
     flop_per_audio_s = 1e12 * rows[0].get("tflop_per_s", 0.0) / rows[0]["audio_s_per_s"]
     print(f"\npredicted, global batch {options.global_batch}\n")
     ways = {"overlap": (True, True), "no overlap": (False, True), "local norm": (True, False)}
@@ -160,11 +158,11 @@ def predict(machine: MeasuredHost, rows: list[dict[str, Any]], duration_s: float
         "audio s/s": "{rate:.0f}", "TFLOP/s": "{tflops:.0f}",
     }  # fmt: skip
     table = Table(columns | {f"efficiency, {way}": f"{{efficiency[{way}]:.1%}}" for way in ways})
-    base, _ = step_s(machine, 1, options.global_batch, bucket_bytes=bucket, overlap=True, shared=False)
+    base, _ = step_s(machine, 1, options.global_batch, overlap=True, shared=False)
     for ranks in options.ranks:
         batch = options.global_batch / ranks
         steps = {
-            way: step_s(machine, ranks, batch, bucket_bytes=bucket, overlap=overlap, shared=shared)
+            way: step_s(machine, ranks, batch, overlap=overlap, shared=shared)
             for way, (overlap, shared) in ways.items()
         }
         seconds, exposed_s = steps["overlap"]
@@ -187,10 +185,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--network-gb-per-s", type=float, default=0.0, help="bus bandwidth between hosts; 0: as inside")
     parser.add_argument("--network-latency-us", type=float, default=20.0)
-    parser.add_argument(
-        "--norms", type=int, default=51, help="batch norm layers (48 recurrent, 2 convolutions, 1 last)"
-    )
-    parser.add_argument("--bucket-mib", type=float, default=25.0)
     parser.add_argument("--contention", type=float, default=0.0, help="see above")
     parser.add_argument("--full-batch", type=float, default=0.0, help="see above; 0: contention does not depend on it")
     parser.add_argument("--meeting-us", type=float, default=0.0, help="see above")

@@ -227,7 +227,6 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cell", "--nonlinearity", choices=tuple(CELLS), default="relu")
     contenders = "backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
     parser.add_argument("--contenders", nargs="+", help=contenders)
-    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")
     parser.add_argument("--out", type=Path, help="folder for the data (JSON)")
     options = parse(parser, arguments)
@@ -242,8 +241,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 1 if an op was wrong, 130 if Ctrl-C ended it."""
     options = parse_options(arguments)
     device, gpu = torch.device(options.device), options.device == "cuda"
-    if options.threads:
-        torch.set_num_threads(options.threads)
     frames = options.frames or (512 if gpu else 200)
     dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
     peer, standard = peer_of(options.cell), STANDARD if gpu else STANDARD_CPU

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Table, facts, write_json, write_noise
+from benchmarks.common import Table, facts, write_json
 from benchmarks.training import add_noise_options, noise_overrides, open_trainer
 from dispatch import new_parser, parse
 
@@ -102,9 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(parser, arguments)
     head = facts(options, resolve_device(options.device), f"saves, {options.model}, {options.batch} utterances a step")
     with tempfile.TemporaryDirectory() as folder:
-        write_noise(Path(folder), options.batch, options.duration, options.characters)
         overrides = [f"model={options.model}", f"device={options.device}", "checkpoint.every_steps=20"]
-        overrides += [*noise_overrides(Path(folder), options.batch), *options.overrides]
+        overrides += noise_overrides(Path(folder), options.batch, options)
         trainer, take_step = open_trainer(overrides, options.batch)
         quiet_s, saves = list[float](), []
         with short_collections():  # as in `ds2 train`

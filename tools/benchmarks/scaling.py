@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, write_json, write_noise
+from benchmarks.common import Table, facts, write_json
 from benchmarks.training import add_noise_options, noise_overrides, open_trainer
 from dispatch import mpirun, new_parser, parse
 
@@ -43,6 +43,9 @@ COLUMNS = {
 }  # fmt: skip
 
 
+LIMIT_S = 600  # that each number of ranks may take
+
+
 def step_flop(trainer: Trainer, frames: int) -> float:
     """Operations of a step's matrix products, convolutions and recurrences over `frames` feature frames in all."""
     model = trainer.model
@@ -59,14 +62,10 @@ def measure(
 ) -> dict[str, Any]:
     """Mean step of one combination on these ranks, with its split."""
     with comm.in_turn():
-        corpus = folder / str(batch)
-        if not (corpus / "noise.jsonl").is_file():
-            corpus.mkdir(parents=True, exist_ok=True)
-            write_noise(corpus, batch, options.duration, options.characters)
+        noise = noise_overrides(folder / str(batch), batch, options)
     overrides = [
         f"model={options.model}", f"model.backend={backend}", f"comm.overlap={overlap}", f"comm.batch_norm={norm}",
-        f"comm.bucket_mib={options.bucket_mib}", *noise_overrides(corpus, batch), f"run_dir={folder / 'run'}",
-        *options.overrides,
+        *noise, f"run_dir={folder / 'run'}",
     ]  # fmt: skip
     trainer, take_step = open_trainer(overrides, batch, comm)
     trainer.overlap.decided = True  # each of the two is measured
@@ -96,7 +95,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """Run all combinations on the ranks of this job; rank 0 writes the rows."""
     folder = Path(options.as_rank)
     rows = []
-    with connect(CommConfig(backend=options.comm, timeout_s=120), options.device) as comm:
+    with connect(CommConfig(timeout_s=120), options.device) as comm:
         batches = [("per_rank", n * comm.world) for n in options.per_rank] + [
             ("global", n) for n in options.global_batch
         ]
@@ -119,7 +118,7 @@ def launch(arguments: list[str], options: argparse.Namespace, ranks: int, folder
     tool = str(Path(__file__).parents[1] / "bench.py")
     command = [*launcher, tool, "scaling", *arguments, "--as-rank", str(folder), "--commit", options.commit]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    subprocess.run(command, check=True, env={**os.environ, **root}, timeout=options.limit)
+    subprocess.run(command, check=True, env={**os.environ, **root}, timeout=LIMIT_S)
     rows: list[dict[str, Any]] = json.loads((folder / f"rows-{ranks}.json").read_text())
     return rows
 
@@ -146,14 +145,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch-norm", nargs="+", default=["shared"], choices=["shared", "local"])
     parser.add_argument("--model", default="rnn_8")
     parser.add_argument("--backend", nargs="+", default=["auto"], help="recurrent backends of ds2_ops, e.g. auto gemm")
-    parser.add_argument("--comm", default="auto", choices=["auto", "mpi", "gloo", "nccl"])
     parser.add_argument("--launcher", default="mpirun", choices=["mpirun", "torchrun"])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--bucket-mib", type=float, default=25.0)
     parser.add_argument("--warmup", type=int, default=14, help="recorded passes start at the eleventh step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--mpirun", default="--oversubscribe --bind-to none", help="options of mpirun")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds that each number of ranks may take")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of scaling.json")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     add_noise_options(parser)

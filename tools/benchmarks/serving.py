@@ -40,6 +40,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, decode_sessions, results
 from ds2.system.machine import short_collections
 
+CHUNK_S = 0.2  # of audio that a client sends at once
 _LATE_S = 5.0  # a measurement ends when the recogniser is this far behind
 _PLACES = 16  # of a file, where streams begin
 
@@ -54,18 +55,16 @@ class Replies:
     texts: list[str] = field(default_factory=list)
 
 
-async def stream(
-    url: str, audio: Sequence[bytes], number: int, chunk_s: float, seconds: float, spread_s: float
-) -> Replies:
+async def stream(url: str, audio: Sequence[bytes], number: int, seconds: float, spread_s: float) -> Replies:
     """Send a file again and again in real time."""
-    data, size = audio[number], round(chunk_s * RATE_HZ) * 2
+    data, size = audio[number], round(CHUNK_S * RATE_HZ) * 2
     replies = Replies(number, random.randrange(_PLACES))
     async with connect(url, max_size=None, open_timeout=120, ping_interval=None) as ws:
         await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ}}))
-        await asyncio.sleep(1.0 + random.random() * max(spread_s, chunk_s))
+        await asyncio.sleep(1.0 + random.random() * max(spread_s, CHUNK_S))
         start_s, at = time.perf_counter(), replies.place * (len(data) // 2 // _PLACES) * 2
-        for chunk in range(round(seconds / chunk_s)):
-            spoken_s = start_s + chunk * chunk_s
+        for chunk in range(round(seconds / CHUNK_S)):
+            spoken_s = start_s + chunk * CHUNK_S
             await asyncio.sleep(max(0.0, spoken_s - time.perf_counter()))
             piece = (data + data)[at : at + size]
             at = (at + size) % len(data)
@@ -89,12 +88,12 @@ def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> l
 
 
 def over_sockets(
-    url: str, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float, spread_s: float, processes: int
+    url: str, audio: Sequence[bytes], streams: int, seconds: float, spread_s: float, processes: int
 ) -> list[Replies]:
     """The replies to clients in several processes."""
     shares = [len(range(first, streams, processes)) for first in range(min(processes, streams))]
     with ProcessPoolExecutor(len(shares)) as pool:
-        running = [pool.submit(_process, url, audio, share, chunk_s, seconds, spread_s) for share in shares]
+        running = [pool.submit(_process, url, audio, share, seconds, spread_s) for share in shares]
         return [replies for one in running for replies in one.result()]
 
 
@@ -107,15 +106,15 @@ def other_texts(clients: Sequence[Replies]) -> int:
 
 
 def in_process(
-    recogniser: Recogniser, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float
+    recogniser: Recogniser, audio: Sequence[bytes], streams: int, seconds: float
 ) -> tuple[list[float], list[int]]:
     """Latencies of all chunks, seconds, and sizes of batches."""
-    draw, size = random.Random(0), round(chunk_s * RATE_HZ)
+    draw, size = random.Random(0), round(CHUNK_S * RATE_HZ)
     sounds = [np.frombuffer(data, "<i2").astype(np.float32) / 32768 for data in audio]
     sessions = [recogniser.live(sample_rate_hz=RATE_HZ) for _ in range(streams)]
     positions = [draw.randrange(len(sounds[n % len(sounds)])) for n in range(streams)]
     start_s = time.perf_counter() + 0.1
-    due = [(start_s + draw.random() * chunk_s, n) for n in range(streams)]
+    due = [(start_s + draw.random() * CHUNK_S, n) for n in range(streams)]
     heapq.heapify(due)
     latencies, sizes = list[float](), list[int]()
     while due and due[0][0] < start_s + seconds:
@@ -133,7 +132,7 @@ def in_process(
             sound = sounds[n % len(sounds)]
             sessions[n].accept_waveform(_next(sound, positions[n], size))
             positions[n] = (positions[n] + size) % len(sound)
-            heapq.heappush(due, (arrived_s + chunk_s, n))
+            heapq.heappush(due, (arrived_s + CHUNK_S, n))
         batch = [sessions[n] for _, n in arrived]
         _decode(batch)
         sizes.append(len(batch))
@@ -165,7 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto", help="of --model")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16, 32, 64])
-    parser.add_argument("--chunk-s", type=float, default=0.2)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--spread-s", type=float, default=0.0, help="within which clients begin, a chunk at least")
     parser.add_argument("--row-s", type=float, default=math.inf, help="of a server: a row for each so many seconds")
@@ -175,11 +173,11 @@ def main(arguments: list[str] | None = None) -> int:
     waveforms = (np.clip(read_audio(path, RATE_HZ) * 32767, -32768, 32767) for path in options.audio)
     audio = [waveform.astype("<i2").tobytes() for waveform in waveforms]
     recogniser = None
-    facts(options, resolve_device(options.device), f"chunks of {options.chunk_s:g} s, {options.model or options.url}")
+    facts(options, resolve_device(options.device), f"chunks of {CHUNK_S:g} s, {options.model or options.url}")
     if options.model:
         recogniser = open_recogniser(options.model, options.decode, options)
         recogniser.session().runner.prepare(max(options.streams))
-        in_process(recogniser, audio, max(options.streams), options.chunk_s, 2.0)  # builds what it needs
+        in_process(recogniser, audio, max(options.streams), 2.0)  # builds what it needs
     percentiles = {"p50": 50, "p95": 95, "p98": 98, "p99": 99, "slowest": 100}
     columns = {f"{name} ms": f"{{{name}:.0f}}" for name in percentiles}
     table = Table({"streams": "{streams}", **columns, "mean batch": "{batch:.1f}"})
@@ -188,13 +186,13 @@ def main(arguments: list[str] | None = None) -> int:
         row: dict[str, Any] = {"streams": streams}
         if recogniser is not None:
             with short_collections():
-                latencies, sizes = in_process(recogniser, audio, streams, options.chunk_s, options.seconds)
+                latencies, sizes = in_process(recogniser, audio, streams, options.seconds)
             row["batch"], parts = float(np.mean(sizes)), [latencies]
         else:
-            times = (options.chunk_s, options.seconds, options.spread_s)
+            times = (options.seconds, options.spread_s)
             clients = over_sockets(options.url, audio, streams, *times, options.processes)
             differ += other_texts(clients)
-            chunks = round(min(options.row_s, options.seconds) / options.chunk_s)
+            chunks = round(min(options.row_s, options.seconds) / CHUNK_S)
             starts = range(0, max(len(replies.latencies) for replies in clients), chunks)
             parts = [[s for replies in clients for s in replies.latencies[at : at + chunks]] for at in starts]
         for part in parts:

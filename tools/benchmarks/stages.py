@@ -28,7 +28,6 @@ import torch
 from benchmarks.common import (
     Table,
     add_timing_options,
-    device_of,
     facts,
     graphed,
     measure,
@@ -423,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", type=size_of, metavar="HxB", help="of a sweep, in place of its own")
     add_timing_options(parser, budget_s=0.3)
     options = parse(parser, arguments)
-    device, dtype = device_of(options), getattr(torch, options.dtype)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     title = f"{options.sweep or 'Table 1'}, {options.layers} layers, T {options.frames}, {options.dtype}"
     head = facts(options, device, title)
     rows = {None: table_1, "figure1": figure_1, "figure2": figure_2}[options.sweep](options, device, dtype)

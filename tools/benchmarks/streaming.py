@@ -28,6 +28,8 @@ from ds2.model.acoustic import AcousticModel
 from ds2.recognition.pipeline import Pipeline
 from ds2.text.alphabet import Alphabet
 
+BLOCK_S = 0.2
+
 
 def pipeline_of(overrides: Sequence[str], device: torch.device, precision: str) -> Pipeline:
     """An untrained model with features, alphabet and decoder."""
@@ -81,7 +83,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("overrides", nargs="*", default=["model=rnn_8"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--block-s", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", default="")
@@ -89,8 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     pipeline = pipeline_of(options.overrides, device, precision)
-    block_frames = pipeline.model.time_stride * round(options.block_s / pipeline.frame_s)
-    facts(options, device, f"{' '.join(options.overrides)}, blocks of {options.block_s:g} s, {precision}")
+    block_frames = pipeline.model.time_stride * round(BLOCK_S / pipeline.frame_s)
+    facts(options, device, f"{' '.join(options.overrides)}, blocks of {BLOCK_S:g} s, {precision}")
     columns = {"streams": "{streams}", "ms": "{median:.3f}", "p98 ms": "{p98:.3f}", "device ms": "{device:.3f}"}
     table = Table(columns | {"accepting samples ms": "{accept:.3f}"})
     runner = pipeline.block_runner(block_frames)

@@ -111,12 +111,17 @@ def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict[
     return busy_us / 1000 / steps, len(on_device) // steps, per_step
 
 
-def noise_overrides(folder: Path, batch: int) -> list[str]:
-    """Settings of a run on `write_noise`'s corpus in `folder`, whose steps hardly change the weights."""
+def noise_overrides(folder: Path, batch: int, options: argparse.Namespace) -> list[str]:
+    """Write a corpus of noise unless it is there; return settings of a run on it whose steps hardly change the weights.
+
+    Those of the command line (`add_noise_options`) come last.
+    """
+    if not (folder / "noise.jsonl").is_file():
+        write_noise(folder, batch, options.duration)
     return [
         "optim=sgd", "optim.learning_rate=1e-6", f"batching.utterances={batch}", "data.workers=0",
         f"data.train=[{folder / 'noise.jsonl'}]", f"data.work_dir={folder}", "train.max_skipped_steps=100000",
-        f"run_dir={folder / 'run'}",
+        f"run_dir={folder / 'run'}", *options.overrides,
     ]  # fmt: skip
 
 
@@ -140,8 +145,7 @@ def bench(
     """Time steps of one model at one batch size."""
     overrides = [
         f"model={model}", f"model.backend={options.backend}", f"device={options.device}",
-        f"train.precision={options.precision}", f"train.graphs={graphs}", *noise_overrides(folder, batch),
-        *options.overrides,
+        f"train.precision={options.precision}", f"train.graphs={graphs}", *noise_overrides(folder, batch, options),
     ]  # fmt: skip
     with layers_of(layers):
         trainer, take_step = open_trainer(overrides, batch)
@@ -179,7 +183,6 @@ def bench(
 def add_noise_options(parser: argparse.ArgumentParser, duration_s: float = 7.0) -> None:
     """Add the options of the corpus, and the settings that every run takes."""
     parser.add_argument("--duration", type=float, default=duration_s, help="seconds of each utterance")
-    parser.add_argument("--characters", type=float, default=14.0, help="characters of transcript a second")
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
 
 
@@ -208,7 +211,6 @@ def main(arguments: list[str] | None = None) -> int:
     ways += [("torch", "off")] if "torch" in options.layers else []  # cuDNN uses streams of its own
     for model, batch, (layers, graphs) in itertools.product(options.model, options.batch, ways):
         with tempfile.TemporaryDirectory() as folder:
-            write_noise(Path(folder), batch, options.duration, options.characters)
             rows.append(bench(model, layers, batch, graphs, options, Path(folder)))
         table.print_row(rows[-1])
         for name, (count, total_ms) in rows[-1]["kernels"].items():

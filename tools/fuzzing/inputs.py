@@ -64,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", choices=list(TARGETS), help="these readers")
     parser.add_argument("--case", type=int, help="this case alone, in this process")
-    parser.add_argument("--faults", type=Path, help="write each fault there as a line")
     options = parse(parser, arguments)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)  # children are forked: no threads may have started
@@ -79,8 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes += run(target, options.cases, options.seed)
         print(f"{target.name}: {dict(Counter(o.kind for o in outcomes if o.target == target.name))}", file=sys.stderr)
     faults = [outcome for outcome in outcomes if outcome.kind in FAULTS]
-    if options.faults:
-        options.faults.write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8", errors="replace")
     print(f"{len(outcomes)} cases, seed {options.seed}, {time.monotonic() - started:.0f} s, commit {options.commit}\n")
     print(table(outcomes))
     for fault in faults:

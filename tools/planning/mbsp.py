@@ -223,7 +223,6 @@ def main(arguments: list[str]) -> int:
     """Print predictions, and measured steps beside them; draw with --figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--record", type=Path, default=ROOT / "ops" / "figures" / "plans_h200.json")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args(arguments)
     titan = {f"TitanX, {name}": machine for name, machine in variations(MACHINES["TitanX"]).items()}
@@ -243,7 +242,7 @@ def main(arguments: list[str]) -> int:
         relaunched = relaunched_s(machine, 1152) / best(machine, 1152, options.batch).step_s
         print(f"| {name} | {most} | {flops:.1f} | {1e14 * flops / machine.peak:.0f} % | {small:.2f} | ", end="")
         print(f"{paper:.2f} | {relaunched:.1f} x |")
-    rows = compare(options.record)
+    rows = compare(ROOT / "ops" / "figures" / "plans_h200.json")
     ratios = [measured / predicted for _, _, measured, predicted in rows]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
     print(f"\nH200, {len(rows)} recorded forward passes, measured over predicted: {spread}\n")
