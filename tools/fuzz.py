@@ -16,14 +16,7 @@ import sys
 
 from dispatch import dispatch
 
-COMMANDS = {
-    "inputs": "fuzzing.inputs",
-    "kernels": "fuzzing.kernels",
-    "kills": "fuzzing.kills",
-    "simulation": "fuzzing.simulation",
-    "meetings": "fuzzing.meetings",
-    "ranks": "fuzzing.ranks",
-}
+COMMANDS = {name: f"fuzzing.{name}" for name in ("inputs", "kernels", "kills", "simulation", "meetings", "ranks")}
 
 if __name__ == "__main__":
     sys.exit(dispatch(COMMANDS, __doc__))

@@ -84,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     worst = sorted(range(len(order)), key=lambda i: -order[i].surprise)[: args.worst] if args.worst else doubtful
     for index in worst:
         utterance = utterances[index]
-        print(f"{order[index].surprise:8.2f}  {utterance.source or utterance.name}  {utterance.text!r}")
+        print(f"{order[index].surprise:8.2f}  {utterance.place}  {utterance.text!r}")
     return 0
 
 

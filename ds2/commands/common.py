@@ -32,7 +32,7 @@ _SHOWN = 60  # characters of a refused argument
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that accepts options before, between and after arguments, and suggests corrections.
 
-    argparse alone leaves a list that may be empty empty at the first option, and refuses the arguments that follow:
+    argparse alone ends an optional list at the first option, and refuses the arguments behind that option:
     `ds2 evaluate MODEL --device cpu MANIFEST`.
 
     Args:
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does, which calls this again for each kind of argument; refuse unknown arguments."""
-        if self._mixing or self._subparsers is not None or "--" in (args or ()):  # Python 3.11 loses that one
+        if self._mixing or self._subparsers is not None or "--" in (args or ()):  # which Python 3.11 drops
             return super().parse_known_args(args, namespace)
         self._mixing = True
         try:

@@ -122,7 +122,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-            composed = compose(config_name=PRIMARY_CONFIG, overrides=open_free_form(overrides))
+            composed = compose(config_name=PRIMARY_CONFIG, overrides=hydra_overrides(overrides))
     except MissingConfigException as error:
         _missing(error)
     except RecursionError as error:
@@ -161,12 +161,12 @@ def read_config(
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
     if not config.checkpoint.init_from:
         return config, Inheritance("", "")
-    inheritance = inherit(config, _source(config), overridden_keys(overrides))
+    inheritance = inherit(config, _initial_config(config), overridden_keys(overrides))
     check(config)
     return config, inheritance
 
 
-def _source(config: Config) -> Config:
+def _initial_config(config: Config) -> Config:
     """Return the settings of the initial model, or of the run itself if it resumes."""
     from ds2.model.checkpoint import find_model  # imported late: most commands compose without torch
     from ds2.system.tensor_file import CheckpointError, read_metadata
@@ -189,9 +189,9 @@ def _source(config: Config) -> Config:
     return source
 
 
-def open_free_form(overrides: Sequence[str]) -> list[str]:
+def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Return overrides in Hydra's grammar, with `++` for mappings whose keys the user chooses."""
-    overrides = [_spelled(override) for override in overrides]
+    overrides = [_quote_words(override) for override in overrides]
     keys = [override.split("=", 1)[0] for override in overrides]
     free_form = [any(key == free or key.startswith(f"{free}.") for free in FREE_FORM) for key in keys]
     return [f"++{override}" if free else override for override, free in zip(overrides, free_form, strict=True)]
@@ -224,7 +224,7 @@ def parse_override(override: str) -> Override:
     if "=" not in override and override.endswith(".jsonl"):
         raise ConfigError(f"{override!r} is no setting: name manifests by data.train=[{override}] or data.dev=[...]")
     try:
-        return OverridesParser.create().parse_override(_spelled(override))
+        return OverridesParser.create().parse_override(_quote_words(override))
     except (HydraException, ValueError) as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(
@@ -234,20 +234,20 @@ def parse_override(override: str) -> Override:
         ) from error
 
 
-def _spelled(override: str) -> str:
+def _quote_words(override: str) -> str:
     """Quote the words of a value that Hydra's grammar does not allow, or would not take as they are.
 
     It allows no non-ASCII letters, marks such as # and &, and no second =, as in the folders of a sweep; and reads
     run_dir=2024_01 as 202401.
     """
-    override = _at_home(override)
+    override = _expand_home(override)
     key, _, value = override.partition("=")
     if not value or "\\" in value or "${" in value:
         return override
     is_text = key in text_keys()
     words = _WORDS_OF_MAPPING if "{" in value else _WORDS
 
-    def spelled(word: re.Match[str]) -> str:
+    def quote(word: re.Match[str]) -> str:
         if "'" in word[0] or '"' in word[0]:
             return word[0]
         plain = (
@@ -257,10 +257,10 @@ def _spelled(override: str) -> str:
         )
         return word[0] if plain else f"'{word[0]}'"
 
-    return f"{key}={words.sub(spelled, value)}"
+    return f"{key}={words.sub(quote, value)}"
 
 
-def _at_home(override: str) -> str:
+def _expand_home(override: str) -> str:
     """Put the home folder in the place of `~/` at the start of a text, as shells do elsewhere but not in KEY=~/PATH."""
     key, _, value = override.partition("=")
     if key not in text_keys() or "~/" not in value:
@@ -288,7 +288,7 @@ def register() -> None:
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others."""
     overrides = [a for a in arguments if a.startswith(("decode=", "decode."))]
-    return [_at_home(a) for a in overrides], [a for a in arguments if a not in overrides]
+    return [_expand_home(a) for a in overrides], [a for a in arguments if a not in overrides]
 
 
 def refuse_search_settings(overrides: Sequence[str]) -> None:
@@ -312,11 +312,11 @@ def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, 
         ConfigError: an unknown name, key, type or value, or a tuned file that does not fit.
     """
     if any(override.startswith("decode=") for override in overrides):
-        return compose_config([_quoted(override) for override in overrides]).decode
+        return compose_config([_quote_path(override) for override in overrides]).decode
     return decode_settings(model_file, config, overrides, tuned=tuned)
 
 
-def _quoted(override: str) -> str:
+def _quote_path(override: str) -> str:
     """Quote the path of a language model for Hydra, in whose grammar brackets and commas mean lists."""
     key, _, value = override.partition("=")
     if key not in ("decode.lm", "decode.rescore") or value[:1] in ("'", '"') or "${" in value:

@@ -26,6 +26,7 @@ from ds2.data.manifest import (
     UNITS,
     Conditions,
     draw,
+    hours,
     read_manifest,
     read_manifests,
     select,
@@ -53,74 +54,27 @@ def make_parser() -> Parser:
     """Return the parser of `ds2 data`."""
     parser = Parser(prog="ds2 data", description="corpora to manifests, and tools for manifests")
     commands = parser.add_subparsers(dest="command", required=True)
-
-    checked = commands.add_parser("check", help="read every utterance and report problems", settings=ALL_SETTINGS)
-    checked.add_argument("--all", action="store_true", help=f"print all findings, not {_SHOWN_OF_A_KIND} of each kind")
-    checked.add_argument("--json", type=Path, help="also write the findings to this file")
-    checked.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
-
-    made = commands.add_parser("prepare", help="write the manifests of a recipe", settings=ALL_SETTINGS)
-    made.add_argument(
-        "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
-    )
-
-    imported = commands.add_parser("import", help="corpus layout to manifest")
-    imported.add_argument("format", choices=list(FORMATS))
-    imported.add_argument("folder", type=Path, help="of the corpus; for csv and deepspeech_pytorch the table itself")
-    imported.add_argument("manifest", type=Path, help="JSON-lines file to write")
-    imported.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
-    imported.add_argument("--skip-bad", action="store_true", help="leave out what has no usable audio or text")
-    imported.add_argument(
-        "--encoding", default="", metavar="NAME", help="of transcript files that are not Unicode: cp1252, cp1254, ..."
-    )
-
-    pieces = commands.add_parser(
-        "pieces",
-        help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file",
-        settings=ALL_SETTINGS,
-    )
-    pieces.add_argument("output", type=Path, help="text file to write, one piece a line")
-    pieces.add_argument("overrides", nargs="+", help="recipe=..., data.corpus=..., alphabet.symbols=...")
-    pieces.add_argument(
-        "--count", type=whole(1, 1_000_000), required=True, help="labels of the network without the blank"
-    )
-
-    exported = commands.add_parser("export-kaldi", help="manifest to Kaldi data folder")
-    exported.add_argument("manifest", type=Path)
-    exported.add_argument("folder", type=Path)
-
-    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet, _add_normalise, _add_lexicon):
+    for add in (
+        _add_check, _add_prepare, _add_import, _add_pieces, _add_export_kaldi, _add_split, _add_stats, _add_filter,
+        _add_shards, _add_alphabet, _add_normalise, _add_lexicon,
+    ):  # fmt: skip
         add(commands)
-
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one data command and return its exit status; 1 from `check` means that training must not start."""
     options = make_parser().parse_args(with_search_path(arguments))
-    if "run" in options:
-        status: int = options.run(options)
-        return status
-    if options.command == "check":
-        return run_check(compose_config(options.overrides), options.json, show_all=options.all)
-    if options.command == "prepare":
-        data = compose_config(options.overrides).data
-        for part, path in prepare(data.prepare, data.corpus, data.work_dir).items():
-            print(f"{part}: {path}")
-    elif options.command == "pieces":
-        learn(compose_config(options.overrides), options.count, options.output)
-    elif options.command == "import":
-        check_writable(options.manifest, inputs=[options.folder])
-        utterances = import_corpus(
-            options.format, options.folder, options.split, skip_bad=options.skip_bad, encoding=options.encoding
-        )
-        write_manifest(options.manifest, utterances)
-        hours = sum(u.duration_s for u in utterances) / 3600
-        print(f"{options.manifest}: {len(utterances)} utterances, {hours:.2f} h")
-    else:
-        export_kaldi(read_manifest(options.manifest), options.folder)
-        print(f"{options.folder}: Kaldi data folder")
-    return 0
+    status: int | None = options.run(options)
+    return status or 0
+
+
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser("check", help="read every utterance and report problems", settings=ALL_SETTINGS)
+    parser.add_argument("--all", action="store_true", help=f"print all findings, not {_SHOWN_OF_A_KIND} of each kind")
+    parser.add_argument("--json", type=Path, help="also write the findings to this file")
+    parser.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
+    parser.set_defaults(run=lambda o: run_check(compose_config(o.overrides), o.json, show_all=o.all))
 
 
 def run_check(config: Config, json_path: Path | None = None, *, show_all: bool = False) -> int:
@@ -149,7 +103,7 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
     with torch.device("meta"):
         model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
     named = {"train": config.data.train, "dev": config.data.dev, "test": config.data.test}
-    splits = {split: read_manifests([Path(p) for p in paths]) for split, paths in named.items() if paths}
+    splits = {split: read_manifests(paths) for split, paths in named.items() if paths}
     warn_of_other_corpus(config.data, splits["train"])
 
     def output_frames(samples: int) -> int:
@@ -162,19 +116,66 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
     return 0 if report.may_start else 1
 
 
-def learn(config: Config, count: int, output: Path) -> None:
-    """Write byte-pair pieces learnt from the training transcripts of a config, which are prepared where missing.
+def _add_prepare(commands: Any) -> None:
+    parser = commands.add_parser("prepare", help="write the manifests of a recipe", settings=ALL_SETTINGS)
+    parser.add_argument(
+        "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
+    )
+    parser.set_defaults(run=_prepare)
 
-    Args:
-        config: training manifests and alphabet of characters.
-        output: text file, one piece a line.
+
+def _prepare(options: argparse.Namespace) -> None:
+    data = compose_config(options.overrides).data
+    for part, path in prepare(data.prepare, data.corpus, data.work_dir).items():
+        print(f"{part}: {path}")
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser("import", help="corpus layout to manifest")
+    parser.add_argument("format", choices=list(FORMATS))
+    parser.add_argument("folder", type=Path, help="of the corpus; for csv and deepspeech_pytorch the table itself")
+    parser.add_argument("manifest", type=Path, help="JSON-lines file to write")
+    parser.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out what has no usable audio or text")
+    parser.add_argument(
+        "--encoding", default="", metavar="NAME", help="of transcript files that are not Unicode: cp1252, cp1254, ..."
+    )
+    parser.set_defaults(run=_import)
+
+
+def _import(options: argparse.Namespace) -> None:
+    check_writable(options.manifest, inputs=[options.folder])
+    utterances = import_corpus(
+        options.format, options.folder, options.split, skip_bad=options.skip_bad, encoding=options.encoding
+    )
+    write_manifest(options.manifest, utterances)
+    print(f"{options.manifest}: {len(utterances)} utterances, {hours(utterances):.2f} h")
+
+
+def _add_pieces(commands: Any) -> None:
+    parser = commands.add_parser(
+        "pieces",
+        help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file",
+        settings=ALL_SETTINGS,
+    )
+    parser.add_argument("output", type=Path, help="text file to write, one piece a line")
+    parser.add_argument("overrides", nargs="+", help="recipe=..., data.corpus=..., alphabet.symbols=...")
+    parser.add_argument(
+        "--count", type=whole(1, 1_000_000), required=True, help="labels of the network without the blank"
+    )
+    parser.set_defaults(run=_pieces)
+
+
+def _pieces(options: argparse.Namespace) -> None:
+    """Learn pieces from the training transcripts, which are prepared where missing.
 
     Raises:
         AlphabetError: no text, a count too small, or sentencepiece is not installed.
     """
+    config, count, output = compose_config(options.overrides), options.count, options.output
     ensure_manifests(config.data)
     check_writable(output, inputs=config.data.train)
-    texts = [u.text for u in read_manifests([Path(p) for p in config.data.train])]
+    texts = [u.text for u in read_manifests(config.data.train)]
     characters = replace(config.alphabet, pieces=[], unknown="drop")
     pieces = learn_pieces(texts, Alphabet.from_config(characters), count)
     if len(pieces) < count:
@@ -189,6 +190,18 @@ def learn(config: Config, count: int, output: Path) -> None:
     print(f"wrote {output}: {len(pieces)} pieces, {labels / max(1, words):.2f} per word of the training transcripts")
 
 
+def _add_export_kaldi(commands: Any) -> None:
+    parser = commands.add_parser("export-kaldi", help="manifest to Kaldi data folder")
+    parser.add_argument("manifest", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.set_defaults(run=_export_kaldi)
+
+
+def _export_kaldi(options: argparse.Namespace) -> None:
+    export_kaldi(read_manifest(options.manifest), options.folder)
+    print(f"{options.folder}: Kaldi data folder")
+
+
 def _add_split(commands: Any) -> None:
     parser = commands.add_parser("split", help="split manifests into train, dev and test, no speaker in two of them")
     parser.add_argument("manifests", type=Path, nargs="+")
@@ -201,7 +214,7 @@ def _add_split(commands: Any) -> None:
     parser.set_defaults(run=_split)
 
 
-def _split(options: argparse.Namespace) -> int:
+def _split(options: argparse.Namespace) -> None:
     shares: dict[str, float] = {}
     for text in options.shares:
         name, _, share = text.partition("=")
@@ -217,14 +230,11 @@ def _split(options: argparse.Namespace) -> int:
     check_writable(*outputs.values(), inputs=options.manifests)
     utterances = read_manifests(options.manifests)
     parts = split(utterances, shares, by=options.by, seed=options.seed)
-    total_s = sum(u.duration_s for u in utterances)
+    total = hours(utterances)
     for name, part in parts.items():
         write_manifest(outputs[name], part)
-        part_s, speakers = sum(u.duration_s for u in part), len({u.speaker for u in part if u.speaker})
-        print(
-            f"{outputs[name]}: {len(part)} utterances, {part_s / 3600:.2f} h "
-            f"({100 * part_s / total_s:.1f} %), {speakers} speakers"
-        )
+        share, speakers = f"{100 * hours(part) / total:.1f} %", len({u.speaker for u in part if u.speaker})
+        print(f"{outputs[name]}: {len(part)} utterances, {hours(part):.2f} h ({share}), {speakers} speakers")
     read = {path.resolve() for path in (*options.manifests, *outputs.values())}
     others = sorted(path.name for path in options.out.glob("*.jsonl") if path.resolve() not in read)
     if others:
@@ -232,7 +242,6 @@ def _split(options: argparse.Namespace) -> int:
             "%s also holds %s, which this split did not write: of an earlier split, its speakers may be in train now",
             options.out, ", ".join(others),
         )  # fmt: skip
-    return 0
 
 
 def _add_stats(commands: Any) -> None:
@@ -243,7 +252,7 @@ def _add_stats(commands: Any) -> None:
     parser.set_defaults(run=_stats)
 
 
-def _stats(options: argparse.Namespace) -> int:
+def _stats(options: argparse.Namespace) -> None:
     check_writable(*filter(None, (options.json, options.picture)), inputs=options.manifests)
     utterances = read_manifests(options.manifests)
     facts = statistics(utterances)
@@ -253,7 +262,6 @@ def _stats(options: argparse.Namespace) -> int:
     if options.picture:
         draw(utterances, options.picture)
         print(f"wrote {options.picture}")
-    return 0
 
 
 def _add_filter(commands: Any) -> None:
@@ -270,7 +278,7 @@ def _add_filter(commands: Any) -> None:
     parser.set_defaults(run=_filter)
 
 
-def _filter(options: argparse.Namespace) -> int:
+def _filter(options: argparse.Namespace) -> None:
     conditions = Conditions(
         options.min_s, options.max_s, options.min_pace, options.max_pace, options.speakers, options.without_speakers,
         options.text, options.without_text,
@@ -279,14 +287,12 @@ def _filter(options: argparse.Namespace) -> int:
     utterances = read_manifests([options.manifest])
     selected, dropped = select(utterances, conditions)
     write_manifest(options.output, selected)
-    hours = sum(u.duration_s for u in selected) / 3600
-    print(f"{options.output}: {len(selected)} of {len(utterances)} utterances, {hours:.2f} h")
+    print(f"{options.output}: {len(selected)} of {len(utterances)} utterances, {hours(selected):.2f} h")
     for reason, count in dropped.most_common():
         print(f"  {count:6d} {reason}")
     absent = {*options.speakers, *options.without_speakers} - {u.speaker for u in utterances}
     if absent:
         log.warning("%s has no speaker %s", options.manifest, ", ".join(sorted(absent)))
-    return 0
 
 
 def _add_shards(commands: Any) -> None:
@@ -301,7 +307,7 @@ def _add_shards(commands: Any) -> None:
     parser.set_defaults(run=_shards)
 
 
-def _shards(options: argparse.Namespace) -> int:
+def _shards(options: argparse.Namespace) -> None:
     check_writable(options.out / MANIFEST, inputs=options.manifests)
     shard_bytes = int(1e6 * options.shard_mb)
     written = write_shards(
@@ -314,13 +320,12 @@ def _shards(options: argparse.Namespace) -> int:
     )
     for error in written.left_out:
         print(f"left out: {error}")
-    hours = sum(u.duration_s for u in written.utterances) / 3600
     print(
-        f"{options.out / MANIFEST}: {len(written.utterances)} utterances, {hours:.2f} h, in {written.shards} shards"
+        f"{options.out / MANIFEST}: {len(written.utterances)} utterances, {hours(written.utterances):.2f} h, "
+        f"in {written.shards} shards"
         + (f", {written.reused} of them reused" if written.reused else "")
         + (f"; {len(written.left_out)} utterances left out" if written.left_out else "")
     )
-    return 0
 
 
 def _add_alphabet(commands: Any) -> None:
@@ -337,7 +342,7 @@ def _add_alphabet(commands: Any) -> None:
     parser.set_defaults(run=_alphabet)
 
 
-def _alphabet(options: argparse.Namespace) -> int:
+def _alphabet(options: argparse.Namespace) -> None:
     overrides = [a for a in options.arguments if "=" in a and not Path(a).is_file()]
     manifests = [Path(a) for a in options.arguments if a not in overrides]
     if not manifests:
@@ -381,7 +386,6 @@ def _alphabet(options: argparse.Namespace) -> int:
         else:  # Hydra finds no other place
             way = f"move it to my_conf/alphabet/{name}.yaml, then --config-dir my_conf alphabet={name}"
             print(f"wrote {options.out}; to use it {way}")
-    return 0
 
 
 def _add_normalise(commands: Any) -> None:
@@ -432,7 +436,7 @@ def _add_lexicon(commands: Any) -> None:
     parser.set_defaults(run=_lexicon)
 
 
-def _lexicon(options: argparse.Namespace) -> int:
+def _lexicon(options: argparse.Namespace) -> None:
     from ds2.lm.letters_to_phones import LettersToPhones  # imported late: the other data commands need no torch
 
     check_writable(options.output, inputs=[options.dictionary, *options.words])
@@ -466,7 +470,6 @@ def _lexicon(options: argparse.Namespace) -> int:
         lacking = sorted(set("".join(without)).difference(*dictionary.words))
         why = f"; the dictionary has no word with {' '.join(lacking)}" if lacking else ""
         print(f"without a pronunciation: {len(without)} words, such as {', '.join(without[:_SHOWN_WORDS])}{why}")
-    return 0
 
 
 def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:

@@ -36,7 +36,7 @@ from ds2.text.pieces import read_pieces
 from ds2.training.stopping import Interrupts
 
 log = logging.getLogger(__name__)
-_FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change when a training resumes
+_CHANGEABLE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # when a training resumes
 
 
 def _alphabet(arguments: argparse.Namespace) -> Alphabet:
@@ -201,7 +201,7 @@ def _train(arguments: argparse.Namespace) -> int:
     model = RecurrentLM(alphabet, shape).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     fixed = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
-             if name not in _FREE}  # fmt: skip
+             if name not in _CHANGEABLE}  # fmt: skip
     made_of = {**fixed, "text": text.digest, "alphabet": alphabet.to_dict()}
     state = StateFile(state_file, made_of, 60 * arguments.save_minutes)
     resumed = f", on from {state.path}" if state.path.is_file() else ""

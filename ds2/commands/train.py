@@ -28,7 +28,7 @@ from ds2.commands.compose import (
     compose_config,
     config_dir,
     first_of_sweep,
-    open_free_form,
+    hydra_overrides,
     parse_override,
     read_config,
     register,
@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         keys[override.key_or_group] = override.is_sweep_override()  # the last one of equal keys counts
     fixed = ",".join(key for key, swept in keys.items() if not swept)
     named = f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]"
-    sys.argv = ["ds2 train", *options, *open_free_form(overrides), *([named] if is_sweep(options) else [])]
+    sys.argv = ["ds2 train", *options, *hydra_overrides(overrides), *([named] if is_sweep(options) else [])]
     hydra.main(config_path=str(config_dir()), config_name=PRIMARY_CONFIG, version_base="1.3")(job)()
     if is_sweep(options) and jobs and launched().rank == 0:
         print(finish(jobs[0].run_dir.parent, jobs, config.train.metric))

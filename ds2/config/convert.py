@@ -36,8 +36,8 @@ from ds2.system.files import write_text
 from ds2.system.plain import NAMES, FieldError, UnknownField, from_plain, short_repr
 
 FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
-_SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
-          "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
+_SYNONYMS = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
+             "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
 _SECTIONS = ("model", "features", "alphabet")
 _OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
 _LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
@@ -170,8 +170,8 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
 def nearest_key(key: str) -> str | None:
     """Return the setting most similar to `key`, by its full name or else by its last part."""
     section, _, leaf = key.rpartition(".")
-    if leaf in _SHORT:
-        return _SHORT[leaf]
+    if leaf in _SYNONYMS:
+        return _SYNONYMS[leaf]
     known = [*_known_keys(), "recipe"]
     if section:  # do not suggest the section itself
         known = [other for other in known if "." in other]
@@ -252,41 +252,26 @@ def inherit(config: Config, stored: Config, explicit: Collection[str]) -> Inheri
         explicit: keys and groups set on the command line, such as `model`, `model.depth`, `alphabet.symbols`.
     """
     replaced, differing = [], []
-    for section in _SECTIONS:
-        for name in (field.name for field in fields(getattr(config, section))):
-            key = f"{section}.{name}"
-            if key in _OF_THE_RUN:
-                continue
-            mine, theirs = getattr(getattr(config, section), name), getattr(getattr(stored, section), name)
-            if mine == theirs:
-                continue
-            if _is_explicit(config, section, name, explicit):
-                if name != "pieces_file":
-                    differing.append(f"{key}={_short(mine)} (the model has {_short(theirs)})")
-            else:
-                setattr(getattr(config, section), name, theirs)
-                replaced.append(f"{key}={_short(theirs)} (not {_short(mine)})")
-    rate_hz, theirs_hz = config.data.sample_rate_hz, stored.data.sample_rate_hz
-    if rate_hz != theirs_hz:
-        if "data.sample_rate_hz" in explicit:
-            differing.append(f"data.sample_rate_hz={rate_hz} (the model has {theirs_hz})")
-        else:
-            config.data.sample_rate_hz = theirs_hz
-            replaced.append(f"data.sample_rate_hz={theirs_hz} (not {rate_hz})")
+    names = [(section, field.name) for section in _SECTIONS for field in fields(getattr(config, section))]
+    for section, name in (*names, ("data", "sample_rate_hz")):
+        key = f"{section}.{name}"
+        mine, theirs = getattr(getattr(config, section), name), getattr(getattr(stored, section), name)
+        if mine == theirs or key in _OF_THE_RUN:
+            continue
+        if not _is_explicit(config, section, name, explicit):
+            setattr(getattr(config, section), name, theirs)
+            replaced.append(f"{key}={short_repr(theirs)} (not {short_repr(mine)})")
+        elif name != "pieces_file":
+            differing.append(f"{key}={short_repr(mine)} (the model has {short_repr(theirs)})")
     return Inheritance(", ".join(replaced), ", ".join(differing))
 
 
 def _is_explicit(config: Config, section: str, name: str, explicit: Collection[str]) -> bool:
     names = _LABELS if section == "alphabet" and name in _LABELS else (name,)
-    if section in explicit or any(f"{section}.{one}" in explicit for one in names):
+    if (section in _SECTIONS and section in explicit) or any(f"{section}.{one}" in explicit for one in names):
         return True
     default = AlphabetConfig()
     return section == "alphabet" and any(getattr(config.alphabet, one) != getattr(default, one) for one in names)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from ds2.audio.read import AudioError, read_audio, reads_cheaply
 from ds2.audio.shard import check_members, member_of
 from ds2.config.schema import DataConfig
-from ds2.data.manifest import Utterance
+from ds2.data.manifest import Utterance, hours
 from ds2.system import UserError
 from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import usable_cores
@@ -236,7 +236,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
             try:
                 pcm = decode(utterance, self.sample_rate_hz, self.channel)
             except AudioError as error:
-                raise type(error)(f"{error} ({utterance.source or utterance.name}){_WAY_OUT}") from error
+                raise type(error)(f"{error} ({utterance.place}){_WAY_OUT}") from error
         waveform = pcm.astype(np.float32)
         waveform *= np.float32(1 / 32768)  # in place: a multiplication of mixed types takes ten times as long
         return waveform
@@ -312,7 +312,7 @@ def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int, channel: 
             try:
                 stat = file.stat()
             except OSError as error:
-                raise AudioError(f"{u.audio_filepath}: {error.strerror} ({u.source or u.name})") from error
+                raise AudioError(f"{u.audio_filepath}: {error.strerror} ({u.place})") from error
             stats[file] = (stat.st_size, stat.st_mtime_ns)
         facts = [sample_rate_hz, str(u.audio_filepath.absolute()), *stats[file], u.offset_s, u.duration_s]
         facts += [channel] if channel else []
@@ -442,8 +442,8 @@ def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: Data
         OSError: the folder cannot be written or the disk is full.
     """
     started, errors = time.monotonic(), list[AudioError]()
-    hours = sum(u.duration_s for u in utterances.values()) / 3600
-    log.info("decoding %d utterances, %.2f h, into the audio cache %s", len(utterances), hours, folder)
+    duration_h = hours(utterances.values())
+    log.info("decoding %d utterances, %.2f h, into the audio cache %s", len(utterances), duration_h, folder)
     with tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None) as progress:
         for keys in _parts(utterances, data.sample_rate_hz):
             with suppress(AudioError), atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:

@@ -9,7 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +23,7 @@ from ds2.audio.augment import speed_range
 from ds2.audio.read import END_TOLERANCE_S, QUIET_PEAK, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.audio.shard import member_of
 from ds2.config.schema import AugmentConfig, DataConfig
-from ds2.data.manifest import Utterance
+from ds2.data.manifest import Utterance, hours
 from ds2.system.files import write_text
 from ds2.system.machine import usable_cores
 from ds2.system.signals import worker_processes
@@ -155,10 +157,9 @@ def check(
         findings += [Finding(severity, kind, split, u.source, u.name, text) for severity, kind, text in problems]
     findings += _duplicates(listed, probes)
     findings += _pace_outliers(listed)
-    hours = sum(u.duration_s for _, u in listed) / 3600
     texts = [u.text for _, u in listed]
     unfit = propose_alphabet(count_unknown(texts, alphabet), alphabet, texts)
-    return CheckReport(len(listed), hours, findings, _notes(splits, alphabet), unfit)
+    return CheckReport(len(listed), hours(u for _, u in listed), findings, _notes(splits, alphabet), unfit)
 
 
 def transcript_problems(
@@ -241,26 +242,21 @@ def _clipped_samples(block: NDArray[np.float32]) -> int:
 
 def _probe_all(utterances: Sequence[Utterance], data: DataConfig) -> list[Probe]:
     chunks = [utterances[first : first + _CHUNK] for first in range(0, len(utterances), _CHUNK)]
-    with tqdm(total=len(utterances), desc="reading audio", unit="utt", disable=None) as progress:
-        if len(utterances) <= _MAX_IN_PROCESS:
-            probes = []
-            for chunk in chunks:
-                probes += probe(chunk, data.sample_rate_hz, data.channel)
-                progress.update(len(chunk))
-            return probes
-        with worker_processes(usable_cores()) as pool:
-            futures = [pool.submit(probe, chunk, data.sample_rate_hz, data.channel) for chunk in chunks]
-            probes = []
-            for chunk, future in zip(chunks, futures, strict=True):
-                try:
-                    probes += future.result()
-                except BrokenProcessPool as error:
-                    names = ", ".join(str(u.audio_filepath) for u in chunk)
-                    raise AudioError(
-                        f"a process died (out of memory, or a decoder crashed) while reading these files: {names}"
-                    ) from error
-                progress.update(len(chunk))
-            return probes
+    jobs = [partial(probe, chunk, data.sample_rate_hz, data.channel) for chunk in chunks]
+    workers = nullcontext() if len(utterances) <= _MAX_IN_PROCESS else worker_processes(usable_cores())
+    probes: list[Probe] = []
+    with tqdm(total=len(utterances), desc="reading audio", unit="utt", disable=None) as progress, workers as pool:
+        results: list[Callable[[], list[Probe]]] = [pool.submit(job).result if pool else job for job in jobs]
+        for chunk, result in zip(chunks, results, strict=True):
+            try:
+                probes += result()
+            except BrokenProcessPool as error:
+                names = ", ".join(str(u.audio_filepath) for u in chunk)
+                raise AudioError(
+                    f"a process died (out of memory, or a decoder crashed) while reading these files: {names}"
+                ) from error
+            progress.update(len(chunk))
+    return probes
 
 
 def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, is_whole_file: bool) -> list[tuple[str, str, str]]:

@@ -79,8 +79,8 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
     ascending = np.argsort(durations_s, kind="stable")
     rng = np.random.default_rng([seed, epoch])
     sorted_epoch = config.sortagrad and epoch == 1
-    order = ascending if sorted_epoch else np.concatenate([rng.permutation(b) for b in _buckets(ascending)])
-    batches = _cut(order.tolist(), durations_s.tolist(), config)
+    buckets = [ascending] if sorted_epoch else [rng.permutation(b) for b in np.array_split(ascending, _BUCKETS)]
+    batches = _cut(np.concatenate(buckets).tolist(), durations_s.tolist(), config)
     batches = [sorted(batch, key=lambda index: -durations_s[index]) for batch in batches]
     if not sorted_epoch:
         batches = [batches[position] for position in rng.permutation(len(batches))]
@@ -97,10 +97,6 @@ def rank_part(batch: Sequence[int], rank: int, world: int) -> list[int]:
     the trainer gives it no weight.
     """
     return list(batch[rank::world]) or list(batch[-1:])
-
-
-def _buckets(ascending: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    return [bucket for bucket in np.array_split(ascending, _BUCKETS) if len(bucket)]
 
 
 def _cut(order: list[int], durations_s: list[float], config: BatchingConfig) -> list[list[int]]:
@@ -244,7 +240,7 @@ class SpeechLoader:
         _, positions = self._planned.missing[0]
         first = self.utterances[positions[0]]
         return (
-            f"processes that load audio were killed twice before the batch of {first.source or first.name} and "
+            f"processes that load audio were killed twice before the batch of {first.place} and "
             f"{len(positions) - 1} others arrived: if memory is short, lower data.workers={self._workers}; "
             "data.workers=0 shows whether reading a file ends the process"
         )
@@ -380,7 +376,7 @@ def _encoded(utterance: Utterance, alphabet: Alphabet | None) -> list[int]:
     try:
         return alphabet.encode(utterance.text)
     except AlphabetError as error:
-        raise AlphabetError(f"{utterance.source or utterance.name}: {error}") from error
+        raise AlphabetError(f"{utterance.place}: {error}") from error
 
 
 def _padded(rows: Sequence[np.ndarray]) -> Tensor:

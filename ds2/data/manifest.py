@@ -54,6 +54,16 @@ class Utterance:
         """Name for messages: the file's stem, with the offset where there is one."""
         return self.audio_filepath.stem + (f"+{self.offset_s:g}s" if self.offset_s else "")
 
+    @property
+    def place(self) -> str:
+        """Where it is listed, for messages; the name of an utterance that no manifest lists."""
+        return self.source or self.name
+
+
+def hours(utterances: Iterable[Utterance]) -> float:
+    """Return the hours of audio of utterances."""
+    return sum(u.duration_s for u in utterances) / 3600
+
 
 def read_manifest(path: str | Path) -> list[Utterance]:
     """Read one manifest; see `read_manifests`."""
@@ -246,7 +256,7 @@ def split(
             f"{len(groups[''])} of {len(utterances)} utterances have no speaker: write one into the manifest, or "
             "split with --by recording or --by utterance (people who speak in two parts make the WER look better)"
         )
-    empty = [u.source or u.name for u in utterances if not u.duration_s]
+    empty = [u.place for u in utterances if not u.duration_s]
     if empty:
         raise SplitError(
             f"{len(empty)} of {len(utterances)} utterances last 0 s, the first at {empty[0]}, but parts are shares "
@@ -309,16 +319,16 @@ class Statistics:
 
 def statistics(utterances: Sequence[Utterance]) -> Statistics:
     """Return the statistics of at least one utterance; audio is not read."""
-    hours: Counter[str] = Counter()
+    by_speaker: defaultdict[str, float] = defaultdict(float)
     for utterance in utterances:
-        hours[utterance.speaker] += utterance.duration_s / 3600  # type: ignore[assignment]  # Counter types count ints
+        by_speaker[utterance.speaker] += utterance.duration_s / 3600
     return Statistics(
         len(utterances),
-        sum(u.duration_s for u in utterances) / 3600,
+        hours(utterances),
         sum(len(u.text.split()) for u in utterances),
         sum(len(u.text) for u in utterances),
         len({u.text for u in utterances}),
-        dict(sorted(hours.items(), key=lambda item: (-item[1], item[0]))),
+        dict(sorted(by_speaker.items(), key=lambda item: (-item[1], item[0]))),
         _quantiles([u.duration_s for u in utterances]),
         _quantiles([pace(u) for u in utterances]),
     )
@@ -381,11 +391,10 @@ def select(utterances: Sequence[Utterance], conditions: Conditions) -> tuple[lis
 def _reason(conditions: Conditions, utterance: Utterance) -> str:
     if not (conditions.text or conditions.without_text):
         return conditions.reason(utterance)
-    place = utterance.source or utterance.name
     patterns = " or ".join(repr(pattern) for pattern in (conditions.text, conditions.without_text) if pattern)
     too_slow = StatisticsError(
-        f"{place}: {patterns} was not matched within {_MAX_MATCH_S:g} s: a repeat within a repeat, as in (a*)*, tries "
-        "the same letters again and again; write it with one repeat"
+        f"{utterance.place}: {patterns} was not matched within {_MAX_MATCH_S:g} s: a repeat within a repeat, as in "
+        "(a*)*, tries the same letters again and again; write it with one repeat"
     )
     with time_limit(_MAX_MATCH_S, too_slow):
         return conditions.reason(utterance)

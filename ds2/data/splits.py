@@ -20,7 +20,7 @@ from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.config.schema import AugmentConfig, ConfigError, DataConfig
 from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
-from ds2.data.manifest import Utterance, read_manifests
+from ds2.data.manifest import Utterance, hours, read_manifests
 from ds2.system import UserError
 from ds2.system.files import write_text
 from ds2.system.plain import from_plain, parse_json
@@ -92,7 +92,7 @@ def training_utterances(
     if alphabet.unknown == "drop" and unfit:
         log.warning("characters outside the alphabet dropped from training texts: %s", dict(unfit.most_common()))
     if refused:
-        lines = [f"  {u.source or u.name}: {u.name}: {reason}" for u, reason in refused]
+        lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused]
         if data.on_bad_utterance == "stop":
             listed = "\n".join(lines[:_MAX_SHOWN]) + ("\n  ..." if len(lines) > _MAX_SHOWN else "")
             raise CorpusError(
@@ -148,7 +148,7 @@ class ScoredData:
         return cls(
             ", ".join(str(path) for path in manifests),
             len(scored),
-            round(sum(u.duration_s for u in scored) / 3600, 4),
+            round(hours(scored), 4),
             sum(_identity(u) in trained for u in scored),
             len(speakers),
             len(speakers & trained_speakers),

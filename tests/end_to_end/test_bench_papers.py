@@ -35,7 +35,7 @@ def test_every_stage_has_the_output_and_the_gradients_of_float64(tmp_path: Path)
         assert max(row["both_errors"]) < 1e-5 and len(row["both_errors"]) == 1 + 1 + 3 * 3
         assert row["both_host_gain"] == pytest.approx(rows["naive"]["both_host_us"] / row["both_host_us"])
         assert ("forward_host_us" in row) == (stage != "#6, weights at the end")
-    assert rows["#6 overlapped layers"]["his"] == 11.1
+    assert rows["#6 overlapped layers"]["paper"] == 11.1
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])

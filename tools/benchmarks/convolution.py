@@ -25,7 +25,7 @@ LAYERS = [  # channels, outputs, height = width, taps = R = S
     (3, 96, 128, 11), (96, 128, 64, 9), (128, 128, 32, 9), (128, 128, 16, 7), (128, 384, 13, 3),
 ]  # fmt: skip
 CORES = 128  # of a multiprocessor, in float32, since compute capability 8.6 and on 9.0
-HIS = [(23, 30), (35, 51), (35, 49), (32, 45), (24, 38)]  # % of the peak of a K40 and a GTX 980
+PAPER = [(23, 30), (35, 51), (35, 49), (32, 45), (24, 38)]  # % of the peak of a K40 and a GTX 980
 PASSES = {"forward": "y", "data_gradient": "x", "weight_gradient": "weight"}
 Arrays = dict[str, Tensor]
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     peak = 2e-12 * CORES * attribute(0, "MULTIPROCESSOR_COUNT") * attribute(0, "CLOCK_RATE") * 1e3
     head = facts(options, device, f"layers of cuDNN's Table 2, float32, peak {peak:.1f} TFLOP/s")
     columns = {"layer": "{layer}", "images": "{images}", "pass": "{kind}", "TFLOP/s": "{tflops:.1f}"}
-    columns |= {"of the peak": "{share:.0%}", "the paper, %": "{his}", "torch, TFLOP/s": "{torch_tflops:.1f}"}
+    columns |= {"of the peak": "{share:.0%}", "the paper, %": "{paper}", "torch, TFLOP/s": "{torch_tflops:.1f}"}
     table, rows = Table(columns | {"error": "{error:.1e}"}), list[dict[str, Any]]()
     for number in range(1, len(LAYERS) + 1):
         for images in options.images:
@@ -85,10 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
                 result = torch.empty(few.shapes[name], device=device)
                 workspace = torch.empty(max(op.workspace_bytes, few.workspace_bytes), dtype=torch.uint8, device=device)
                 run(few, kind, arrays, result, workspace)
-                row: dict[str, Any] = {"layer": number, "images": images, "kind": kind, "his": None}
+                row: dict[str, Any] = {"layer": number, "images": images, "kind": kind, "paper": None}
                 row["error"] = error(few, kind, arrays, result)
                 if kind == "forward":
-                    row["his"] = "{} and {}".format(*HIS[number - 1])
+                    row["paper"] = "{} and {}".format(*PAPER[number - 1])
                 arrays, result = _drawn(op, device), torch.empty(op.shapes[name], device=device)
                 seconds = measure(lambda: run(op, kind, arrays, result, workspace), device, budget_s=options.budget)[0]  # noqa: B023
                 of_torch = measure(lambda: by_torch(kind, arrays), device, budget_s=options.budget)[0]  # noqa: B023

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from benchmarks.common import Table, facts
+from benchmarks.common import Table, facts, measure
 from dispatch import new_parser, parse
 
 from ds2.audio.features import Features
@@ -66,18 +66,6 @@ def block_ms(runner: BlockRunner, streams: int, block_frames: int, rounds: int) 
     return statistics.median(times_ms[8:]), float(np.percentile(times_ms[8:], 98)), statistics.median(accept_ms[8:])
 
 
-def device_ms(runner: BlockRunner, size: int, rounds: int) -> float:
-    """Time of the graph of a batch size on the device alone."""
-    run = runner.batches[size].run[False]
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(rounds):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / rounds
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure each number of streams."""
     parser = new_parser(__doc__)
@@ -98,6 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
     for streams in options.batch:
         median, p98, accept = block_ms(runner, streams, block_frames, options.rounds)
         recorded = device.type == "cuda" and streams in runner.batches
-        graph = device_ms(runner, streams, options.rounds) if recorded else None
+        graph = (
+            1000 * measure(runner.batches[streams].run[False], device, options.rounds).median_s if recorded else None
+        )
         table.print_row({"streams": streams, "median": median, "p98": p98, "device": graph, "accept": accept})
     return 0

@@ -72,22 +72,20 @@ def layers_of(kind: str) -> Any:
     return mock.patch.object(recurrent, "make_recurrent_layer", make)
 
 
-class WaitTime:
-    """Sums the seconds that a trainer's steps wait for results of the device."""
+def time_waits(trainer: Trainer) -> list[float]:
+    """Return a list that gets the seconds of each wait of the trainer's steps for results of the device."""
+    waits_s, status = list[float](), trainer.comm.status
+    waiting = status.waiting
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.seconds = 0.0
-        status = trainer.comm.status
-        waiting = status.waiting
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with waiting(name):
+            yield
+        waits_s.append(time.perf_counter() - began)
 
-        @contextmanager
-        def timed(name: str) -> Iterator[None]:
-            began = time.perf_counter()
-            with waiting(name):
-                yield
-            self.seconds += time.perf_counter() - began
-
-        status.waiting = timed  # type: ignore[method-assign]
+    status.waiting = timed  # type: ignore[method-assign]
+    return waits_s
 
 
 def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict[str, tuple[int, float]]]:
@@ -153,16 +151,16 @@ def bench(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times_ms, host_ms = [], []
-    waits = WaitTime(trainer)
+    waits_s = time_waits(trainer)
     for step in range(options.warmup + options.steps):
         if step == options.warmup:
             trainer.timer.means(1)  # forgets the steps before
-        waits.seconds = 0.0
+        waits_s.clear()
         began = time.perf_counter()
         take_step()
         if step >= options.warmup:
             times_ms.append(1000 * (time.perf_counter() - began))
-            host_ms.append(times_ms[-1] - 1000 * waits.seconds)
+            host_ms.append(times_ms[-1] - 1000 * sum(waits_s))
     split = trainer.timer.means(options.steps)
     busy_ms, launches, kernels = trace(take_step) if on_gpu else (None, None, {})
     deciles = statistics.quantiles(times_ms, n=10)

@@ -95,9 +95,9 @@ SLOW = 0.02  # of what is sent
 SLOW_WORKER, LOST_WORKER = 0.02, 0.001  # of the batches that workers of a loader make
 LOST = "DataLoader worker (pid 1) is killed by signal: Killed."
 KINDS = (
-    *("kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join", "cut power", "bad disk"),
-    *("damage cache", "change audio"),
-)
+    "kill", "kill", "kill all", "stop", "stop", "leave", "join", "join", "join", "cut power", "bad disk",
+    "damage cache", "change audio",
+)  # fmt: skip
 # How often something happens between two calls that need each other: anywhere, in a save by all ranks, at the end of a
 # meeting. The last two are seldom.
 AT_A_CALL, AT_A_SAVE, AT_A_MEETING = (0.01, 0.04), 0.1, 0.25

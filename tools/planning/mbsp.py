@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common import Table
 from ds2_ops.recurrent.plan.model import EXCHANGE_US, GRID_EXCHANGE_US
 
 from .fit import read
@@ -226,22 +227,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args(arguments)
     titan = {f"TitanX, {name}": machine for name, machine in variations(MACHINES["TitanX"]).items()}
-    heads = (
-        "",
-        "largest H",
-        f"TFLOP/s there, B {options.batch}",
-        "of the peak",
-        "at H 512",
-        "at H 1152",
-        "a launch a step",
-    )
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    table = Table({
+        "": "{name}", "largest H": "{most}", f"TFLOP/s there, B {options.batch}": "{flops:.1f}",
+        "of the peak": "{share:.0f} %", "at H 512": "{small:.2f}", "at H 1152": "{paper:.2f}",
+        "a launch a step": "{relaunched:.1f} x",
+    })  # fmt: skip
     for name, machine in {**titan, **{name: m for name, m in MACHINES.items() if name != "TitanX"}}.items():
         most = largest(machine)
         flops, small, paper = (best(machine, hidden, options.batch).flops / 1e12 for hidden in (most, 512, 1152))
         relaunched = relaunched_s(machine, 1152) / best(machine, 1152, options.batch).step_s
-        print(f"| {name} | {most} | {flops:.1f} | {1e14 * flops / machine.peak:.0f} % | {small:.2f} | ", end="")
-        print(f"{paper:.2f} | {relaunched:.1f} x |")
+        share = 1e14 * flops / machine.peak
+        table.print_row({"name": name, "most": most, "flops": flops, "share": share, "small": small, "paper": paper,
+                         "relaunched": relaunched})  # fmt: skip
     rows = compare(ROOT / "ops" / "figures" / "plans_h200.json")
     ratios = [measured / predicted for _, _, measured, predicted in rows]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"

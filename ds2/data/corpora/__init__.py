@@ -21,7 +21,7 @@ from ds2.data.corpora.layouts import (
 )
 from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.synthetic import make_corpus
-from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.data.manifest import Utterance, hours, read_manifest, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +92,8 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
     for part, utterances in splits.items():
         written[part] = work_dir / f"{part}.jsonl"
         write_manifest(written[part], utterances)
-        hours = sum(u.duration_s for u in utterances) / 3600
         speakers = len({u.speaker for u in utterances})
-        log.info("%s: %d utterances, %.2f h, %d speakers", written[part], len(utterances), hours, speakers)
+        log.info("%s: %d utterances, %.2f h, %d speakers", written[part], len(utterances), hours(utterances), speakers)
     return written
 
 
