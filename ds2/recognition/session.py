@@ -29,7 +29,7 @@ from ds2.recognition.pipeline import Pipeline
 
 BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
 Item = TypeVar("Item")
-Failed = Callable[[Any, Exception], None]  # called with a session and its error
+Failed = Callable[[Any, Exception], object]  # called with a session and its error
 _MAX_AT_ONCE = 256  # sessions in one call of the model
 
 
@@ -320,7 +320,7 @@ def add_levels(blocks: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
 
 
 def run_contained(
-    items: Sequence[Item], run: Callable[[Sequence[Item]], None], failed: Callable[[Item, Exception], None]
+    items: Sequence[Item], run: Callable[[Sequence[Item]], None], failed: Callable[[Item, Exception], object]
 ) -> None:
     """Run a batch; if it raises, run its halves, and so on, until items that fail are alone.
 

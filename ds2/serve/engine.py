@@ -250,17 +250,17 @@ class Engine:
         """
         accepted = [chunk for chunk in arrived if self._accept(chunk)]
         self.metrics.audio_s.inc(sum(len(c.samples) / c.live.sample_rate_hz for c in accepted if c.samples is not None))
-        waiting, failures = [*waiting, *accepted], _Failures()
+        waiting, failures = [*waiting, *accepted], dict[Live, Exception]()
         try:
             waiting = self._answer_finished(waiting, failures)
             batch = list(dict.fromkeys(chunk.live for chunk in waiting[: self.max_batch]))
             if batch:
                 self.metrics.batch.observe(len(batch))
-                decode_sessions(batch, failures)
+                decode_sessions(batch, failures.setdefault)
         except Exception as error:  # not of one session: all that wait get the error, and the thread goes on
             for chunk in waiting:
-                failures(chunk.live, error)
-        return failures.answer(waiting)
+                failures.setdefault(chunk.live, error)
+        return self._answer_failed(waiting, failures)
 
     def _accept(self, chunk: Chunk) -> bool:
         """Give a chunk to its session; return whether that worked."""
@@ -276,13 +276,13 @@ class Engine:
             return False
         return True
 
-    def _answer_finished(self, waiting: list[Chunk], failures: _Failures) -> list[Chunk]:
-        """Answer the chunks that are decoded to their end; return the others."""
-        finished = {id(chunk.live): chunk for chunk in waiting if not chunk.live.is_ready()}
+    def _answer_finished(self, waiting: list[Chunk], failures: dict[Live, Exception]) -> list[Chunk]:
+        """Answer the chunks that are decoded to their end; return the others. Adds the sessions that fail."""
+        finished = {chunk.live: chunk for chunk in waiting if not chunk.live.is_ready()}
         if not finished:
             return waiting
-        finish_segments([chunk.live for chunk in finished.values() if chunk.samples is None], failures)
-        partial = results([chunk.live for chunk in finished.values()], failures)
+        finish_segments([chunk.live for chunk in finished.values() if chunk.samples is None], failures.setdefault)
+        partial = results([chunk.live for chunk in finished.values()], failures.setdefault)
         answers = [
             (chunk, _result(chunk.live, hypothesis))
             for chunk, hypothesis in zip(finished.values(), partial, strict=True)
@@ -302,38 +302,22 @@ class Engine:
         answered = {id(chunk) for chunk, _ in answers}
         return [chunk for chunk in waiting if id(chunk) not in answered]
 
+    def _answer_failed(self, waiting: list[Chunk], failures: dict[Live, Exception]) -> list[Chunk]:
+        """Answer the chunks of sessions that failed with the errors; return the others."""
+        failed = [chunk for chunk in waiting if chunk.live in failures]
+        if failed:
+            error = failures[failed[0].live]
+            log.error("%d of %d sessions failed in a batch", len(failed), len(waiting), exc_info=error)
+        for chunk in failed:
+            chunk.live.blocks.clear()
+        _deliver([(chunk, _for_client(failures[chunk.live])) for chunk in failed])
+        return [chunk for chunk in waiting if chunk.live not in failures]
+
 
 def allowed_s(turn: Sequence[Chunk]) -> float:
     """Return the longest time that a turn may take: `HANGS_S`, and more for long segments."""
-    lives = {id(chunk.live): chunk.live for chunk in turn}.values()
-    open_s = [live.duration_s - live.segment_start_s for live in lives]
+    open_s = [live.duration_s - live.segment_start_s for live in {chunk.live for chunk in turn}]
     return HANGS_S + _LONG_SHARE * sum(max(0.0, seconds - _LONG_S) for seconds in open_s)
-
-
-class _Failures:
-    """Sessions that failed in a batch, with their errors."""
-
-    def __init__(self) -> None:
-        self._errors: dict[int, Exception] = {}
-
-    def __call__(self, live: Live, error: Exception) -> None:
-        """Add a session."""
-        self._errors.setdefault(id(live), error)
-
-    def __contains__(self, live: Live) -> bool:
-        return id(live) in self._errors
-
-    def answer(self, waiting: list[Chunk]) -> list[Chunk]:
-        """Answer the chunks of sessions that failed with the errors; return the others."""
-        failed = [chunk for chunk in waiting if chunk.live in self]
-        if not failed:
-            return waiting
-        errors = [self._errors[id(chunk.live)] for chunk in failed]
-        log.error("%d of %d sessions failed in a batch", len(failed), len(waiting), exc_info=errors[0])
-        for chunk in failed:
-            chunk.live.blocks.clear()
-        _deliver([(chunk, _for_client(error)) for chunk, error in zip(failed, errors, strict=True)])
-        return [chunk for chunk in waiting if chunk.live not in self]
 
 
 def _for_client(error: Exception) -> Exception:

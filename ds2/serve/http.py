@@ -32,7 +32,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from ds2.config.schema import ConfigError
 from ds2.serve.engine import EngineClient
-from ds2.serve.limits import BAD_DATA, LimitError, Limits
+from ds2.serve.limits import BAD_DATA, Limits, StatusError
 from ds2.serve.protocols import wyoming
 from ds2.serve.protocols.deepgram import Deepgram
 from ds2.serve.protocols.openai_realtime import Realtime
@@ -64,7 +64,7 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
     async def metrics(request: Request) -> Response:
         try:
             limits.check_key(request)
-        except LimitError as error:
+        except StatusError as error:
             return PlainTextResponse(str(error) + "\n", error.status)
         return Response(await engine.metrics(), media_type=CONTENT_TYPE_LATEST)
 

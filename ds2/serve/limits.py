@@ -18,34 +18,37 @@ _SHOWN = 60  # characters of a value in a message
 KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
 
 
-class LimitError(UserError):
-    """A client exceeds a limit; `status` is HTTP's, `code` the WebSocket's."""
+class StatusError(UserError):
+    """An error that ends a request or a session; `status` is HTTP's, `code` the WebSocket's."""
 
     def __init__(self, message: str, status: int, code: int) -> None:
         super().__init__(message)
         self.status, self.code = status, code
 
 
-class BadRequestError(LimitError):
+class BadRequestError(StatusError):
     """A client sent what its protocol or this server does not take; the message says what is taken."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 400, BAD_DATA)
 
 
-class SessionOverError(LimitError):
+class SessionOverError(StatusError):
     """A session has lasted as long as it may; its client gets the last result first."""
 
 
-class FullError(UserError):
+class FullError(StatusError):
     """The server takes no more at present; the client may try again later."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 429, TRY_LATER)
 
-class BrokenError(UserError):
+
+class BrokenError(StatusError):
     """The recogniser failed, not by a fault of the client; the server's log has the traceback."""
 
     def __init__(self, message: str = "this server's recogniser failed: its log says why") -> None:
-        super().__init__(message)
+        super().__init__(message, 500, BROKEN)
 
 
 def check_number(value: object, field: str, allowed: Range) -> float:
@@ -57,7 +60,7 @@ def check_number(value: object, field: str, allowed: Range) -> float:
         allowed: a finite range.
 
     Raises:
-        LimitError: not a number (nor are true and false), NaN, infinity, or outside the range.
+        StatusError: not a number (nor are true and false), NaN, infinity, or outside the range.
     """
     if isinstance(value, bool) or value not in allowed:
         raise BadRequestError(f"{field}={repr(value)[:_SHOWN]} is not allowed: give {allowed}")
@@ -85,7 +88,7 @@ class Limits:
     tls: Certificate | None = None  # None: http
 
     def check_key(self, connection: HTTPConnection) -> None:
-        """Raise LimitError if the server has a key and the client did not send it."""
+        """Raise StatusError if the server has a key and the client did not send it."""
         key = connection.headers.get("authorization", "").removeprefix("Bearer ").removeprefix("Token ")
         offered = connection.scope.get("subprotocols", [])  # browsers cannot set headers of a WebSocket
         for before, protocol in zip(["", *offered], offered, strict=False):
@@ -93,7 +96,7 @@ class Limits:
             key = protocol if before in ("token", "bearer") else key  # as Deepgram has it
         sent = (key, unquote(key))  # a subprotocol takes fewer characters than a key may have
         if self.api_key and not any(hmac.compare_digest(one.encode(), self.api_key.encode()) for one in sent):
-            raise LimitError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
+            raise StatusError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
 
     def check_duration(self, seconds: float) -> None:
         """Raise SessionOverError past the longest session."""

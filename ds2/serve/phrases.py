@@ -62,7 +62,7 @@ class PhraseReader:
             field: as the client calls it.
 
         Raises:
-            LimitError: anything else, too many phrases, or too long ones.
+            BadRequestError: anything else, too many phrases, or too long ones.
             LexiconError: phrases that the network cannot write, or a decoder that takes none.
         """
         return await self.run(self._table, _checked(value, field), field) if value else {}
@@ -73,7 +73,7 @@ class PhraseReader:
         They are hints: phrases that the network cannot write are left out. Each has the weight decode.hot_word_bonus.
 
         Raises:
-            LimitError: a prompt that is too long, or of too many phrases; keywords that are no list.
+            BadRequestError: a prompt that is too long, or of too many phrases; keywords that are no list.
         """
         if not isinstance(keywords, list | None):
             raise BadRequestError("keywords is a list of texts")
@@ -87,7 +87,7 @@ class PhraseReader:
         """Return the only phrases that a session recognises, from a list of texts or JSON of one; none of an empty one.
 
         Raises:
-            LimitError: anything else, or too many phrases.
+            BadRequestError: anything else, or too many phrases.
             PhraseError: phrases that cannot be read, or that the network cannot write.
         """
         return await self.run(self._grammar, value, field) if value else ()
@@ -103,7 +103,7 @@ class PhraseReader:
             place: of the settings, before their names in errors.
 
         Raises:
-            LimitError: as `grammar`; phrases and keywords; false alarms that are no number, or without keywords.
+            BadRequestError: as `grammar`; phrases and keywords; false alarms that are no number, or without keywords.
             PhraseError: as `grammar`.
             LexiconError: keywords for a decoder that finds none.
         """

@@ -57,10 +57,7 @@ class Deepgram(Client):
     """One connection."""
 
     summary = "Deepgram's live interface"
-    rate_hz = 0
-    endpoints = Endpoints()
-    hot_words: HotWords | None = None
-    interim = vad_events = False
+    vad_events = False
     utterance_end_s: float | None = None
     final_s = 0.0  # audio whose words are final
     is_speech = False  # whether words of the open segment were recognised
@@ -90,14 +87,13 @@ class Deepgram(Client):
                 raise BadRequestError(f"type={kind!r} is no message of this interface: {messages}")
 
     async def _accept(self, socket: WebSocket, data: bytes) -> None:
-        settings = SessionSettings(self.rate_hz, self.endpoints, self.hot_words, interim_words=self.interim)
-        result = await self.accept_audio(data, settings)
+        result = await self.accept_audio(data)
         assert self.session is not None
         for segment in result.final:
             await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
             await self._send_segment(socket, segment, from_finalize=False)
         await self._start_speech(socket, result.partial, result.start_s)
-        if self.interim and result.partial != self.partial:
+        if self.settings.interim_words and result.partial != self.partial:
             duration_s = self.session.accepted_s - self.final_s
             words = _words(result.words)
             await self.send(socket, self._result(result.partial, self.final_s, duration_s, words, is_final=False))
@@ -188,16 +184,17 @@ class Deepgram(Client):
                 f"encoding={', encoding='.join(_ENCODINGS)}; give one of them, and sample_rate=HZ"
             )
         self.sample_reader = _ENCODINGS[query["encoding"]]
-        self.rate_hz = int(check_number(_number(query.get("sample_rate")), "sample_rate", _RATE_HZ))
-        self.interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
+        rate_hz = int(check_number(_number(query.get("sample_rate")), "sample_rate", _RATE_HZ))
+        interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
+        endpoints = Endpoints()
         pause = query.get("endpointing", "true")
         if pause == "false":
-            self.endpoints = NEVER
+            endpoints = NEVER
         elif pause != "true":
-            self.endpoints = Endpoints(after_speech_s=check_number(_number(pause), "endpointing", _MS) / 1000)
+            endpoints = Endpoints(after_speech_s=check_number(_number(pause), "endpointing", _MS) / 1000)
         if (silence := query.get("utterance_end_ms", "false")) != "false":
             self.utterance_end_s = check_number(_number(silence), "utterance_end_ms", _MS) / 1000
-        self.hot_words = await self._hot_words(query)
+        self.settings = SessionSettings(rate_hz, endpoints, await self._hot_words(query), interim_words=interim)
 
     async def _hot_words(self, query: QueryParams) -> HotWords:
         """Read keyterm=PHRASE, keywords=WORD and keywords=WORD:BONUS."""

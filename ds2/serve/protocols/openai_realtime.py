@@ -26,7 +26,7 @@ from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.phrases import OTHERS
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
-from ds2.serve.limits import BadRequestError, LimitError, SessionOverError, check_number
+from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Client, SampleReader, json_object
 
@@ -45,10 +45,8 @@ class Realtime(Client):
     """One connection."""
 
     summary = "OpenAI's realtime interface (transcription)"
+    settings = SessionSettings(RATE_HZ, Endpoints(after_speech_s=_DEFAULT_SILENCE_MS / 1000))
     silence_ms: float | None = _DEFAULT_SILENCE_MS  # of turn detection; None: it is off
-    hot_words: HotWords | None = None
-    phrases: tuple[str, ...] = ()
-    false_alarms: float | None = None  # of keywords
     format = "audio/pcm"
     item: str | None = None  # the open item, once some of its words were recognised
     last_item: str | None = None  # the item before
@@ -66,9 +64,7 @@ class Realtime(Client):
             try:
                 event = json_object(message.get("text") or "")
                 await self._handle_event(socket, event)
-            except SessionOverError:
-                raise
-            except (LimitError, LexiconError) as error:  # wrong event: the session goes on; other errors end it
+            except (BadRequestError, LexiconError) as error:  # wrong event: the session goes on; other errors end it
                 await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
 
     async def _handle_event(self, socket: WebSocket, event: dict[str, Any]) -> None:
@@ -90,11 +86,7 @@ class Realtime(Client):
             raise BadRequestError(f"type={kind!r} is no event of a transcription session")
 
     async def _append(self, socket: WebSocket, audio: Any) -> None:
-        endpoints = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
-        settings = SessionSettings(
-            _FORMATS[self.format][0], endpoints, self.hot_words, self.phrases, false_alarms=self.false_alarms
-        )
-        result = await self.accept_audio(_decode_base64(audio), settings)
+        result = await self.accept_audio(_decode_base64(audio))
         for segment in result.final:
             words = segment.hypothesis.words  # none with decode.times=false
             await self._start_item(socket, words[0].start_s if words else segment.start_s)
@@ -143,7 +135,7 @@ class Realtime(Client):
         self.last_item, self.completed_s, self.item = item, accepted_s, None
         of_item = {"item_id": item, "content_index": 0}
         words = [word for segment in final for word in segment.hypothesis.words]
-        for word in words if self.false_alarms is not None else ():
+        for word in words if self.settings.false_alarms is not None else ():
             if word.text != OTHERS:
                 await self.send(socket, _event(f"{_TRANSCRIPTION}.segment", **self._keyword(word), **of_item))
         await self.send(socket, _event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
@@ -166,7 +158,7 @@ class Realtime(Client):
 
     def _settings(self) -> dict[str, Any]:
         detection = None if self.silence_ms is None else {"type": "server_vad", "silence_duration_ms": self.silence_ms}
-        audio = {"format": {"type": self.format, "rate": _FORMATS[self.format][0]}, "turn_detection": detection}
+        audio = {"format": {"type": self.format, "rate": self.settings.sample_rate_hz}, "turn_detection": detection}
         return {"type": "transcription", "object": "realtime.transcription_session", "audio": {"input": audio}}
 
     async def _update(self, settings: Any) -> None:
@@ -183,20 +175,21 @@ class Realtime(Client):
             taken = ", ".join(f"{name} at {rate_hz}" for name, (rate_hz, _) in _FORMATS.items())
             raise BadRequestError(f"session.audio.input.format={audio_format!r} is none of {taken}")
         transcription = _object(audio_input, "transcription")
-        hot_words, only = await self._hot_words(transcription), (self.phrases, self.false_alarms)
+        hot_words, phrases = await self._hot_words(transcription), self.settings.phrases
+        false_alarms = self.settings.false_alarms
         if transcription.keys() & {"phrases", *KEYWORDS}:  # our extensions: only these
-            only = await self.engine.phrases.only(transcription, "phrases", "transcription.")
+            phrases, false_alarms = await self.engine.phrases.only(transcription, "phrases", "transcription.")
         silence_ms = self._silence_ms(audio_input)
-        previous = (self.hot_words, (self.phrases, self.false_alarms), self.silence_ms, self.format)
-        if (hot_words, only, silence_ms, kind) == previous:
+        endpoints = NEVER if silence_ms is None else Endpoints(after_speech_s=silence_ms / 1000)
+        settings = SessionSettings(_FORMATS[kind][0], endpoints, hot_words, phrases, false_alarms=false_alarms)
+        if (settings, kind) == (self.settings, self.format):
             return
         if not self._is_empty():
             raise BadRequestError(
                 "format, turn_detection and transcription change before audio, after a commit or "
                 "input_audio_buffer.clear"
             )
-        self.hot_words, self.silence_ms = hot_words, silence_ms
-        self.phrases, self.false_alarms = only
+        self.settings, self.silence_ms = settings, silence_ms
         self.format, self.sample_reader = kind, _FORMATS[kind][1]
         self._clear()
 
@@ -215,7 +208,7 @@ class Realtime(Client):
     async def _hot_words(self, transcription: dict[str, Any]) -> HotWords | None:
         """Read prompt and keywords, or hot_words (our extension): phrases with weights."""
         if not transcription.keys() & {"prompt", "keywords", "hot_words"}:
-            return self.hot_words
+            return self.settings.hot_words
         phrases = self.engine.phrases
         hints = await phrases.prompt(transcription.get("prompt"), transcription.get("keywords"))
         return {**hints, **await phrases.table(transcription.get("hot_words"), "transcription.hot_words")} or None

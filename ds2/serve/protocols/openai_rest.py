@@ -24,7 +24,7 @@ from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings
-from ds2.serve.limits import BadRequestError, BrokenError, FullError, LimitError, Limits
+from ds2.serve.limits import BadRequestError, FullError, Limits, StatusError
 from ds2.system import UserError
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _TIMED = ("srt", "verbose_json", "vtt")
 _GRANULARITIES = ("word", "segment")
 _SHOWN = 60  # characters of a value in a message
-_STATUS: dict[type[Exception], int] = {FullError: 429, BrokenError: 500}  # of other errors 400
 _PIECE_BYTES = 1 << 20  # copied at a time
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # the content of some formats does not identify them
 
@@ -53,10 +52,10 @@ class Transcriptions:
             self.limits.check_key(request)
             response = await self._transcribe(request, upload)
             return response
-        except LimitError as error:
+        except StatusError as error:
             return self._refuse(error.status, str(error))
         except UserError as error:
-            return self._refuse(_STATUS.get(type(error), 400), str(error))
+            return self._refuse(400, str(error))
         except OSError as error:  # a full disk
             log.error("an upload cannot be stored: %s", error)
             return self._refuse(507, f"this server cannot store the upload: {error.strerror}")
@@ -72,7 +71,7 @@ class Transcriptions:
         """Answer /v1/models and /v1/models/NAME: one model, which goes by any name."""
         try:
             self.limits.check_key(request)
-        except LimitError as error:
+        except StatusError as error:
             return self._refuse(error.status, str(error))
         model = {"id": request.path_params.get("name", "ds2"), "object": "model", "created": 0, "owned_by": "ds2"}
         return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
@@ -125,7 +124,7 @@ class Transcriptions:
                 async with asyncio.timeout(self.limits.idle_s):
                     message = await request.receive()
             except TimeoutError as error:
-                raise LimitError(f"nothing of the upload came for {self.limits.idle_s:g} s", 408, 1013) from error
+                raise StatusError(f"nothing of the upload came for {self.limits.idle_s:g} s", 408, 1013) from error
             upload.grow(len(message.get("body", b"")))
             return message
 
@@ -141,7 +140,7 @@ class Transcriptions:
                 self.limits.check_duration(session.accepted_s)
             for segment in (await session.flush()).final:
                 yield segment
-        except (LimitError, FullError, BrokenError):
+        except StatusError:
             raise
         except UserError as error:
             raise BadRequestError(str(error).replace(str(upload.path), upload.name)) from error
@@ -163,7 +162,7 @@ class _Upload:
         """Count bytes that arrived.
 
         Raises:
-            LimitError: this upload is too large.
+            StatusError: this upload is too large.
             FullError: all uploads together are too large.
         """
         limits = self.route.limits
@@ -171,7 +170,7 @@ class _Upload:
         self.route.stored_bytes += size_bytes
         most = min(limits.upload_bytes, limits.uploads_bytes)  # waiting does not help one that is larger than all
         if self.size_bytes > most:
-            raise LimitError(f"uploads may have {most} bytes at most", 413, 1009)
+            raise StatusError(f"uploads may have {most} bytes at most", 413, 1009)
         if self.route.stored_bytes > limits.uploads_bytes:
             raise FullError("this server takes no more uploads at once: try again later")
 

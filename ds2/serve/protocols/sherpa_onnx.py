@@ -23,7 +23,6 @@ from ds2.serve.limits import BadRequestError
 from ds2.serve.protocols.websocket import Client
 
 _RATE_HZ = 16000
-_ENDPOINTS = Endpoints()
 
 
 class Float32:
@@ -48,6 +47,7 @@ class SherpaOnnx(Client):
     """One connection."""
 
     summary = "sherpa-onnx's WebSocket"
+    settings = SessionSettings(_RATE_HZ, Endpoints(), interim_words=True)
     sample_reader = Float32
     segment = 0  # the number of the open one
     start_s = 0.0  # where it begins
@@ -60,8 +60,7 @@ class SherpaOnnx(Client):
         """`Done` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
-                settings = SessionSettings(_RATE_HZ, _ENDPOINTS, interim_words=True)
-                result = await self.accept_audio(message["bytes"], settings)
+                result = await self.accept_audio(message["bytes"])
                 for segment in result.final:
                     await self._send_segment(socket, segment, is_eof=False)
                 if result.partial != self.partial:

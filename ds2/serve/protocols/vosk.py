@@ -14,14 +14,13 @@ weights, the syntax of `ds2.decoding.phrases` in `grammar`, and `endpoints`, whe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from starlette.websockets import WebSocket
 
 from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
-from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
@@ -38,11 +37,8 @@ class Vosk(Client):
     """One connection and its settings."""
 
     summary = "Vosk's WebSocket"
-    rate_hz, words = _DEFAULT_RATE_HZ, True
-    hot_words: HotWords | None = None
-    phrases: tuple[str, ...] = ()
-    false_alarms: float | None = None  # of keywords
-    endpoints = Endpoints()
+    settings = SessionSettings(_DEFAULT_RATE_HZ, Endpoints())
+    words = True  # whether results list them
 
     def refusal(self, message: str) -> dict[str, Any]:
         return {"error": message}
@@ -51,7 +47,7 @@ class Vosk(Client):
         """`eof` ends the connection too."""
         while (message := await self.receive(socket)) is not None:
             if message.get("bytes") is not None:
-                result = await self.accept_audio(message["bytes"], self._settings())
+                result = await self.accept_audio(message["bytes"])
                 await self.send(socket, self._reply(result.final) if result.final else {"partial": result.partial})
                 continue
             command = json_object(message.get("text") or "")
@@ -71,23 +67,22 @@ class Vosk(Client):
             raise BadRequestError("config is an object")
         if config.get("max_alternatives"):
             raise BadRequestError("config.max_alternatives is not offered by this server: leave it out")
-        before = self._settings()
+        settings = self.settings
         if keys := [key for key in ("phrase_list", "hot_words") if key in config]:
             tables = [await self.engine.phrases.table(_without_unknown(config[key]), f"config.{key}") for key in keys]
-            self.hot_words = {phrase: weight for table in tables for phrase, weight in table.items()} or None
+            hot_words = {phrase: weight for table in tables for phrase, weight in table.items()} or None
+            settings = replace(settings, hot_words=hot_words)
         if config.keys() & {"grammar", *KEYWORDS}:
-            self.phrases, self.false_alarms = await self.engine.phrases.only(config, "grammar", "config.")
+            phrases, false_alarms = await self.engine.phrases.only(config, "grammar", "config.")
+            settings = replace(settings, phrases=phrases, false_alarms=false_alarms)
         if "endpoints" in config:
-            self.endpoints = _endpoints(config["endpoints"])
-        self.rate_hz = int(check_number(config.get("sample_rate", self.rate_hz), "config.sample_rate", _RATE_HZ))
+            settings = replace(settings, endpoints=_endpoints(config["endpoints"]))
+        rate_hz = check_number(config.get("sample_rate", settings.sample_rate_hz), "config.sample_rate", _RATE_HZ)
+        settings = replace(settings, sample_rate_hz=int(rate_hz))
         self.words = bool(config.get("words", self.words))
-        if self.session is not None and self._settings() != before:
+        if self.session is not None and settings != self.settings:
             raise BadRequestError("config may change nothing but words after the first audio")
-
-    def _settings(self) -> SessionSettings:
-        return SessionSettings(
-            self.rate_hz, self.endpoints, self.hot_words, self.phrases, false_alarms=self.false_alarms
-        )
+        self.settings = settings
 
     def _reply(self, final: Sequence[Segment]) -> dict[str, Any]:
         reply: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in final)}

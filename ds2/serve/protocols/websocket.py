@@ -18,15 +18,12 @@ from ds2.recognition.session import Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings, StreamResult
 from ds2.serve.limits import (
     BAD_DATA,
-    BROKEN,
     RESTART,
     TRY_LATER,
     BadRequestError,
-    BrokenError,
-    FullError,
-    LimitError,
     Limits,
     SessionOverError,
+    StatusError,
 )
 from ds2.system import UserError
 
@@ -47,6 +44,7 @@ class Client:
     """One connection; each protocol derives a class that handles its messages."""
 
     summary: ClassVar[str]  # of the protocol, for `ds2 serve --help`
+    settings: SessionSettings  # of the next session
     sample_reader: Callable[[], SampleReader] = Pcm16
     interruptible = False  # whether the end of the server may cancel its task: no words would be lost
 
@@ -94,21 +92,21 @@ class Client:
             raise SessionOverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error
         return None if message["type"] == "websocket.disconnect" else message
 
-    async def accept_audio(self, data: bytes, settings: SessionSettings) -> StreamResult:
-        """Decode audio, of the format that `sample_reader` reads; the first samples open the session.
+    async def accept_audio(self, data: bytes) -> StreamResult:
+        """Decode audio, of the format that `sample_reader` reads; the first samples open a session with `settings`.
 
         Raises:
             SessionOverError: they exceed the longest session; none of them are decoded.
             UserError: as `EngineClient.open` and `EngineSession.accept_waveform`.
         """
-        rate_hz = settings.sample_rate_hz
+        rate_hz = self.settings.sample_rate_hz
         accepted_s = self.session.accepted_s if self.session is not None else 0.0
         if self._samples is None:
             self._samples = self.sample_reader()
         samples, final = self._samples.accept(data), list[Segment]()
         self.limits.check_duration(accepted_s + len(samples) / rate_hz)
         if self.session is None:
-            self.session = await self.engine.open(settings)
+            self.session = await self.engine.open(self.settings)
         self.interruptible = False
         while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
@@ -164,7 +162,11 @@ class ProtocolRoute:
             await socket.accept(next((name for name in _SUBPROTOCOLS if name in offered), None))
             self.limits.check_key(socket)
             try:
-                await _serve(client, socket)
+                await client.handle_messages(socket)
+            except SessionOverError:  # it gets its last result
+                if client.session is not None:
+                    await client.send_last_result(socket)
+                raise
             except asyncio.CancelledError:
                 if not self.engine.ending:
                     raise
@@ -175,12 +177,8 @@ class ProtocolRoute:
             return
         except TimeoutError:
             await self._refuse(socket, client, f"nothing was taken for {self.limits.idle_s:g} s", TRY_LATER)
-        except LimitError as error:
+        except StatusError as error:
             await self._refuse(socket, client, str(error), error.code)
-        except FullError as error:
-            await self._refuse(socket, client, str(error), TRY_LATER)
-        except BrokenError as error:
-            await self._refuse(socket, client, str(error), BROKEN)
         except UserError as error:
             await self._refuse(socket, client, str(error), BAD_DATA)
         finally:
@@ -200,16 +198,6 @@ class ProtocolRoute:
                 raise
 
 
-async def _serve(client: Client, socket: WebSocket) -> None:
-    """Handle messages; a session that has lasted too long gets its last result."""
-    try:
-        await client.handle_messages(socket)
-    except SessionOverError:
-        if client.session is not None:
-            await client.send_last_result(socket)
-        raise
-
-
 async def _send(socket: WebSocket, message: dict[str, Any] | str) -> None:
     """Send JSON in ASCII: texts of clients may hold characters that break a WebSocket's text message."""
     await socket.send_text(message if isinstance(message, str) else json.dumps(message, allow_nan=False))
@@ -219,7 +207,7 @@ def json_object(text: str) -> dict[str, Any]:
     """Read a text message.
 
     Raises:
-        LimitError: it is no JSON object.
+        BadRequestError: it is no JSON object.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)

@@ -68,8 +68,7 @@ class Wyoming(Client):
                 await self.send_last_result(socket)
 
     async def _accept(self, socket: WebSocket, payload: bytes) -> None:
-        assert self.rate_hz is not None
-        result = await self.accept_audio(payload, SessionSettings(self.rate_hz, NEVER, self.hot_words))
+        result = await self.accept_audio(payload)
         await self._send_words(socket, result.partial.split()[: result.fixed_words])
 
     async def send_last_result(self, socket: WebSocket) -> None:
@@ -105,7 +104,7 @@ class Wyoming(Client):
         rate_hz = int(check_number(data.get("rate"), "rate", _RATE_HZ))
         if self.rate_hz not in (None, rate_hz):
             raise BadRequestError(f"rate={rate_hz} after {self.rate_hz}: an utterance has one rate")
-        self.rate_hz = rate_hz
+        self.rate_hz, self.settings = rate_hz, SessionSettings(rate_hz, NEVER, self.hot_words)
 
     def _info(self) -> dict[str, Any]:
         model = {"name": "ds2", "description": "the model that this server was started with", **_SOURCE}
@@ -150,7 +149,7 @@ class EventSocket:
         """Return the next event.
 
         Raises:
-            LimitError: it is no event, or too long.
+            BadRequestError: it is no event, or too long.
         """
         if not self._accepted:
             self._accepted = True

@@ -15,7 +15,9 @@ from websockets.exceptions import ConnectionClosed
 
 from ds2.config.schema import DecodeConfig
 from ds2.recognition.session import Endpoints
+from ds2.serve.engine import SessionSettings
 from ds2.serve.http import url
+from ds2.serve.protocols.openai_realtime import Realtime
 
 REALTIME_HZ = 24000
 CONFIG = {"sample_rate": RATE_HZ}
@@ -131,9 +133,7 @@ def test_a_server_without_word_times_answers_all_that_needs_none(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model finds no silence
-    monkeypatch.setattr(
-        "ds2.serve.protocols.openai_realtime.Endpoints", lambda after_speech_s: Endpoints(longest_s=0.5)
-    )
+    monkeypatch.setattr(Realtime, "settings", SessionSettings(REALTIME_HZ, Endpoints(longest_s=0.5)))
     running = serve(decode=DecodeConfig(method="beam", beam=8, times=False), idle_s=4.0)
     data = speech(2, 1.0, REALTIME_HZ)
     upload = wav(data, REALTIME_HZ)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds2.decoding.lexicon import LexiconError, SessionTrie, Spelling, build_trie
-from ds2.serve.limits import LimitError
+from ds2.serve.limits import StatusError
 from ds2.serve.phrases import MAX_CHARACTERS, MAX_WAITING, FullError, PhraseReader
 from ds2.text.alphabet import Alphabet
 
@@ -38,13 +38,13 @@ TOO_MUCH = {
 @pytest.mark.parametrize("case", TOO_MUCH)
 def test_too_much_is_refused_with_the_limit(case: str) -> None:
     value, reason = TOO_MUCH[case]
-    with pytest.raises((LimitError, LexiconError), match=reason):
+    with pytest.raises((StatusError, LexiconError), match=reason):
         asyncio.run(reader().table(value, "hot_words"))
 
 
 @pytest.mark.parametrize(("prompt", "keywords"), [("a, " * 180_000, None), ("", ["a" * 10] * 2500), ("a," * 9000, [])])
 def test_a_prompt_that_is_too_long_is_refused(prompt: str, keywords: Any) -> None:
-    with pytest.raises(LimitError, match=r"(1000|20000) at most"):
+    with pytest.raises(StatusError, match=r"(1000|20000) at most"):
         asyncio.run(reader().prompt(prompt, keywords))
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_holds_the_phrases_that_the_network_can_write() -> None:
 
 
 def test_keywords_that_are_no_list_are_refused() -> None:
-    with pytest.raises(LimitError, match="keywords is a list of texts"):
+    with pytest.raises(StatusError, match="keywords is a list of texts"):
         asyncio.run(reader().prompt(None, 3))
 
 
