@@ -84,11 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
     utterances = scored_utterances([str(path) for path in manifests], loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
-    dev = DevLogProbs.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances], loaded.frame_s)
+    references = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
+    dev = DevLogProbs.of(batches, references, loaded.frame_s, loaded.alphabet, lm, device)
     alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
     alphas, betas = arguments.alphas or alphas, arguments.betas or betas
     trials: list[TuningTrial] = []
-    for trial in search(dev, loaded.alphabet, lm, replace(options, rescore=""), alphas, betas, device):
+    for trial in search(dev, replace(options, rescore=""), alphas, betas):
         trials.append(trial)
         print(
             f"{len(trials):3d}  alpha {trial.alpha:<6g} beta {trial.beta:<6g} beam {trial.beam:<4d} "
@@ -98,16 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
     best = choose(trials)
     tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
     if options.rescore:
-        model = load_recurrent(Path(options.rescore), device)
-        shares = tune_rescoring(dev, loaded.alphabet, lm, tuned, model, device)
+        shares = tune_rescoring(dev, tuned, load_recurrent(Path(options.rescore), device))
         for share, errors in shares:
             print(f"recurrent model's share {share:g}: WER {100 * errors.rate:.2f} %", flush=True)
         share, _ = min(shares, key=lambda pair: pair[1].errors)
         tuned = replace(tuned, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
-    slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
+    slope, offset = tune_confidence(dev, tuned)
     tuned = replace(tuned, confidence=[round(slope, 4), round(offset, 4)], keyword_alarms=[])
     if tuned.method == "beam":
-        keywords = tune_keywords(dev, loaded.alphabet, lm, replace(tuned, rescore=""), device)
+        keywords = tune_keywords(dev, replace(tuned, rescore=""))
         for keyword in keywords:
             print(
                 f"keywords, bonus {keyword.bonus:g}: {100 * keyword.recall:.1f} % found, {keyword.alarms:.3g} false "

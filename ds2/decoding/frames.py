@@ -45,8 +45,9 @@ def pack(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> tuple[Ten
     Returns:
         (T + 1, B, V) packed frames, -inf for dropped labels, and (B,) int64 the number of frames of each utterance.
     """
-    packed, counts, _ = _joined(log_probs, lengths, options, None)
-    return packed, counts
+    _, batch, labels = log_probs.shape
+    packed, complete, run = pack_next(log_probs, lengths, options, OpenRun.none(batch, labels, log_probs.device))
+    return packed, complete + run.exists
 
 
 def pack_next(
@@ -63,21 +64,10 @@ def pack_next(
     """
     if not len(log_probs):
         return log_probs.new_zeros(1, *log_probs.shape[1:]), torch.zeros_like(before.exists, dtype=torch.int64), before
-    packed, counts, silent = _joined(log_probs, lengths, options, before)
-    ends = (lengths.to(log_probs.device) - 1).clamp(min=0)
-    is_open = torch.where(lengths.to(log_probs.device) > 0, silent.gather(0, ends[None])[0], before.exists)
-    last = (counts - 1).clamp(min=0)
-    sums = packed.gather(0, last[None, :, None].expand(1, -1, packed.shape[2]))[0]
-    return packed, counts - is_open.long(), OpenRun(torch.where(is_open[:, None], sums, 0.0), is_open)
-
-
-def _joined(
-    log_probs: Tensor, lengths: Tensor, options: DecodeConfig, before: OpenRun | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed frames (an open run comes first), their counts, and (T, B) bool whether a frame is silent."""
     frames, batch, labels = log_probs.shape
     device = log_probs.device
-    valid = torch.arange(frames, device=device)[:, None] < lengths.to(device, non_blocking=True)
+    lengths = lengths.to(device, non_blocking=True)
+    valid = torch.arange(frames, device=device)[:, None] < lengths
     best = log_probs.argmax(2, keepdim=True)
     followed = (log_probs >= options.label_min_log_prob).scatter_(2, best, True)
     if options.lexicon:  # the only extension of a prefix that no word continues with the other labels
@@ -86,11 +76,14 @@ def _joined(
     starts = valid.clone()  # the first frames of packed ones
     starts[1:] &= ~(silent[1:] & silent[:-1])
     packed = torch.zeros(frames + 2, batch, labels, device=device)
-    opened = 0 if before is None else before.exists.long()
-    if before is not None:
-        starts[:1] &= ~(silent[:1] & before.exists)
-        packed[0] = before.log_probs
+    starts[:1] &= ~(silent[:1] & before.exists)
+    packed[0] = before.log_probs
+    opened = before.exists.long()
     rows = starts.long().cumsum(0) - 1 + opened
     rows = torch.where(valid, rows, frames + 1)  # padding goes to a row that is cut off
     packed.scatter_add_(0, rows[..., None].expand_as(log_probs), log_probs.masked_fill(~followed, NONE))
-    return packed[:-1], starts.sum(0) + opened, silent
+    packed, counts = packed[:-1], starts.sum(0) + opened
+    is_open = torch.where(lengths > 0, silent.gather(0, (lengths - 1).clamp(min=0)[None])[0], before.exists)
+    last = (counts - 1).clamp(min=0)
+    sums = packed.gather(0, last[None, :, None].expand(1, -1, labels))[0]
+    return packed, counts - is_open.long(), OpenRun(torch.where(is_open[:, None], sums, 0.0), is_open)

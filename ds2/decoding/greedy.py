@@ -9,42 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, refuse_hot_words
-from ds2.decoding.hypothesis import DecodeError, Hypothesis, Run, Word, spell_words
+from ds2.decoding.hypothesis import Hypothesis, Run, Word, spell_words
 from ds2.decoding.lexicon import HotWords
 from ds2.text.alphabet import BLANK, Alphabet
-
-
-def best_path(logits: Tensor, lengths: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Find the most probable label of every frame; one copy from the device a batch.
-
-    Args:
-        logits: (T', B, V) of any floating type on any device; log-probs too, which log_softmax does not change.
-        lengths: (B,) integers on the CPU, valid frames.
-
-    Returns:
-        The labels (B, T') int64 and their natural log-probs (B, T') float32; what lies past a length does not count.
-
-    Raises:
-        DecodeError: an utterance has NaN or infinite logits in a valid frame.
-        ValueError: shapes or lengths that do not fit.
-    """
-    frames, batch = logits.shape[:2] if logits.dim() == 3 else (0, -1)
-    if lengths.shape != (batch,) or (batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= frames):
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)} and lengths are {lengths.tolist()}; expected (T', B, V) and B "
-            "lengths of 0 to T' frames"
-        )
-    log_probs, labels = logits.float().log_softmax(2).max(2)
-    packed = torch.stack([log_probs.double(), labels.double()]).cpu().numpy().transpose(0, 2, 1)
-    past = np.arange(frames) >= lengths.numpy()[:, None]
-    bad = np.flatnonzero(~(np.isfinite(packed[0]) | past).all(1)).tolist()
-    if bad:
-        raise DecodeError(f"logits of the utterances at {bad} in the batch are NaN or infinite", bad)
-    return packed[1].astype(np.int64), packed[0].astype(np.float32)
 
 
 class BestPath:
@@ -105,9 +75,11 @@ class BestPath:
         return Hypothesis(text, self.score, labels, words, self.score, fixed_words=fixed)
 
 
-def step_paths(paths: Sequence[BestPath], logits: Tensor, lengths: Tensor) -> None:
-    """Add the next frames to the path of each stream; arguments and errors as `best_path`."""
-    labels, log_probs = best_path(logits, lengths)
+def step_paths(paths: Sequence[BestPath], frames: Tensor, lengths: Tensor) -> None:
+    """Add the next frames (T', B, V), log-probs, to the path of each stream; one copy from the device a batch."""
+    highest, likeliest = frames.max(2)
+    packed = torch.stack([highest.double(), likeliest.double()]).cpu().numpy().transpose(0, 2, 1)
+    log_probs, labels = packed[0].astype(np.float32), packed[1].astype(np.int64)
     counts, scores = lengths.numpy(), np.array([path.score for path in paths])
     valid = np.arange(labels.shape[1]) < counts[:, None]
     for frame in range(labels.shape[1]):  # in order, so that sums do not depend on the chunks
@@ -126,39 +98,16 @@ def step_paths(paths: Sequence[BestPath], logits: Tensor, lengths: Tensor) -> No
         path.score = score
 
 
-def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float) -> list[Hypothesis]:
-    """Decode each utterance by its best path: the most probable label of every frame, collapsed.
-
-    Args:
-        logits: (T', B, V), as :func:`best_path`.
-        lengths: (B,) integers on the CPU, valid frames.
-        frame_s: seconds per output frame.
-
-    Raises:
-        DecodeError: NaN or infinite logits in a valid frame.
-        ValueError: shapes that do not fit, or an alphabet of another size than V.
-    """
-    if logits.shape[-1] != len(alphabet):
-        raise ValueError(f"logits have {logits.shape[-1]} labels, the alphabet has {len(alphabet)} with the blank")
-    paths = [BestPath(alphabet, frame_s) for _ in lengths]
-    step_paths(paths, logits, lengths)
-    return [path.hypothesis() for path in paths]
-
-
 class GreedyDecoder(Decoder):
-    """Decodes each utterance by its best path; one hypothesis per utterance."""
+    """Decodes each utterance by its best path: the most probable label of every frame, collapsed; one hypothesis."""
 
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
 
-    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        check_log_probs(log_probs, lengths, len(self.alphabet))
-        return [[h] for h in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]
-
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> GreedyDecoding:
         """Begin streams; the result of their chunks is that of the whole."""
         refuse_hot_words(hot_words)
-        return GreedyDecoding(rows, self.alphabet, self.frame_s)
+        return GreedyDecoding(self, rows)
 
     def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
@@ -168,9 +117,9 @@ class GreedyDecoder(Decoder):
 class GreedyDecoding(Decoding):
     """Streams of a greedy decoder; no frames are kept."""
 
-    def __init__(self, rows: int, alphabet: Alphabet, frame_s: float) -> None:
-        self.decoder = GreedyDecoder(alphabet, frame_s)
-        self.paths = [BestPath(alphabet, frame_s) for _ in range(rows)]
+    def __init__(self, decoder: GreedyDecoder, rows: int) -> None:
+        self.decoder = decoder
+        self.paths = [BestPath(decoder.alphabet, decoder.frame_s) for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
         self.decoder.step([self], log_probs, lengths)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.keywords import BONUSES
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.postprocess import IDENTITY, correct_words, fit_calibration, mix_scores
@@ -30,30 +31,39 @@ _SHARES = tuple(tenths / 10 for tenths in range(11))  # of a recurrent model in 
 
 @dataclass(frozen=True)
 class DevLogProbs:
-    """Log-probs of a dev set, computed once, and the reference texts."""
+    """Log-probs of a dev set, computed once, the reference texts, and what all decoders of them have in common."""
 
     batches: list[tuple[Tensor, Tensor]]  # log-probs (T', B, V) float32, lengths (B,) CPU int64
-    references: list[list[str]]  # of each batch, normalised
+    references: list[str]  # of all utterances, batch by batch, normalised
     frame_s: float  # seconds per frame
+    alphabet: Alphabet
+    lm: NGram
+    device: torch.device  # where decoders run
 
     @classmethod
     def of(
-        cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str], frame_s: float
+        cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str], *common: Any
     ) -> DevLogProbs:
         """Collect the log-probs of `Recogniser.logits` on their device; utterances without frames are dropped.
 
         Args:
             batches: indices of utterances, logits (T', B, V) and lengths (B,) CPU int64.
             references: text of each utterance.
-            frame_s: seconds per output frame.
+            common: the other attributes.
         """
         log_probs: list[tuple[Tensor, Tensor]] = []
-        texts: list[list[str]] = []
+        texts: list[str] = []
         for indices, logits, lengths in batches:
             nonempty = lengths.nonzero()[:, 0]
             log_probs.append((logits.float().log_softmax(2)[:, nonempty.to(logits.device)], lengths[nonempty]))
-            texts.append([references[indices[row]] for row in nonempty.tolist()])
-        return cls(log_probs, texts, frame_s)
+            texts += [references[indices[row]] for row in nonempty.tolist()]
+        return cls(log_probs, texts, *common)
+
+    def decode(self, options: DecodeConfig) -> list[tuple[list[Hypothesis], str]]:
+        """Return the N best hypotheses of each utterance with these settings, and its reference."""
+        decoder = make_decoder(options, self.alphabet, self.frame_s, self.device, self.lm)
+        rows = (row for log_probs, lengths in self.batches for row in decoder.decode(log_probs, lengths))
+        return list(zip(rows, self.references, strict=True))
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,9 @@ class TuningTrial:
 
 def search(
     dev: DevLogProbs,
-    alphabet: Alphabet,
-    lm: NGram,
     options: DecodeConfig,
     alphas: Sequence[float],
     betas: Sequence[float],
-    device: torch.device,
     beams: Sequence[int] = _BEAMS,
 ) -> Iterator[TuningTrial]:
     """Yield trials: the grid of alpha and beta, finer grids around the best, and then beams of other widths there.
@@ -86,7 +93,7 @@ def search(
         for alpha, beta, beam in points:
             point = (max(0.0, round(alpha, 4)), round(beta, 4), beam)
             if point not in done:
-                done[point] = _try(dev, alphabet, lm, options, point, device)
+                done[point] = _try(dev, options, *point)
                 yield done[point]
 
     yield from run((alpha, beta, options.beam) for alpha, beta in product(alphas, betas))
@@ -110,55 +117,33 @@ def choose(trials: Sequence[TuningTrial]) -> TuningTrial:
     return min(good, key=lambda trial: trial.beam)
 
 
-def _try(
-    dev: DevLogProbs,
-    alphabet: Alphabet,
-    lm: NGram,
-    options: DecodeConfig,
-    point: tuple[float, float, int],
-    device: torch.device,
-) -> TuningTrial:
-    alpha, beta, beam = point
-    settings = replace(options, alpha=alpha, beta=beta, beam=beam, nbest=1, times=False)
-    decoder = make_decoder(settings, alphabet, dev.frame_s, device, lm)
-    errors = ErrorCounts()
-    for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
-        for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
-            errors += word_errors(reference, row[0].text)
+def _try(dev: DevLogProbs, options: DecodeConfig, alpha: float, beta: float, beam: int) -> TuningTrial:
+    rows = dev.decode(replace(options, alpha=alpha, beta=beta, beam=beam, nbest=1, times=False))
+    errors = sum((word_errors(reference, best.text) for [best], reference in rows), ErrorCounts())
     return TuningTrial(alpha, beta, beam, errors)
 
 
-def tune_rescoring(
-    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, model: RecurrentLM, device: torch.device
-) -> list[tuple[float, ErrorCounts]]:
+def tune_rescoring(dev: DevLogProbs, options: DecodeConfig, model: RecurrentLM) -> list[tuple[float, ErrorCounts]]:
     """Return the errors for each share of the recurrent model, over the N best of one search with `options`."""
-    settings = replace(options, nbest=options.rescore_hypotheses, rescore="", times=False)
-    decoder = make_decoder(settings, alphabet, dev.frame_s, device, lm)
+    rows = dev.decode(replace(options, nbest=options.rescore_hypotheses, rescore="", times=False))
+    scores = iter(model.score([hypothesis.text for row, _ in rows for hypothesis in row]))
     errors = {share: ErrorCounts() for share in _SHARES}
-    for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
-        rows = decoder.decode(log_probs, lengths)
-        scores = iter(model.score([hypothesis.text for row in rows for hypothesis in row]))
-        for row, reference in zip(rows, references, strict=True):
-            scored = [(hypothesis, next(scores)) for hypothesis in row]
-            for share in _SHARES:
-                mixture = replace(options, rescore_weight=share)
-                best = max((mix_scores(*pair, mixture) for pair in scored), key=lambda hypothesis: hypothesis.score)
-                errors[share] += word_errors(reference, best.text)
+    for row, reference in rows:
+        scored = [(hypothesis, next(scores)) for hypothesis in row]
+        for share in _SHARES:
+            mixture = replace(options, rescore_weight=share)
+            best = max((mix_scores(*pair, mixture) for pair in scored), key=lambda hypothesis: hypothesis.score)
+            errors[share] += word_errors(reference, best.text)
     return list(errors.items())
 
 
-def tune_confidence(
-    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
-) -> tuple[float, float]:
+def tune_confidence(dev: DevLogProbs, options: DecodeConfig) -> tuple[float, float]:
     """Return the calibration of words' confidences that fits the dev set, decoded with `options`."""
-    plain = replace(options, nbest=1, times=True, confidence=list(IDENTITY))
-    decoder = make_decoder(plain, alphabet, dev.frame_s, device, lm)
     confidences: list[float] = []
     right: list[bool] = []
-    for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
-        for [hypothesis], reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
-            confidences += [word.confidence for word in hypothesis.words]
-            right += correct_words(reference.split(), hypothesis.text.split())
+    for [hypothesis], reference in dev.decode(replace(options, nbest=1, times=True, confidence=list(IDENTITY))):
+        confidences += [word.confidence for word in hypothesis.words]
+        right += correct_words(reference.split(), hypothesis.text.split())
     return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else IDENTITY
 
 
@@ -171,31 +156,27 @@ class KeywordTrial:
     alarms: float  # false ones an hour of one keyword; half a one more in all, so that it is never 0
 
 
-def tune_keywords(
-    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
-) -> list[KeywordTrial]:
+def tune_keywords(dev: DevLogProbs, options: DecodeConfig) -> list[KeywordTrial]:
     """Search the longer words of the dev set as keywords, with each of `BONUSES`; none if it has no such words.
 
     Returns:
         A trial for each bonus; an utterance may have a keyword as often as its reference has it.
     """
-    occurrences = Counter(word for references in dev.references for text in references for word in text.split())
-    keywords = [word for word, _ in occurrences.most_common() if len(word) >= _KEYWORD_LETTERS and word in lm.ids]
-    if alphabet.pronunciations is not None:
-        keywords = [word for word in keywords if word in alphabet.pronunciations.words]
-    keywords = keywords[:_MAX_KEYWORDS]
+    occurrences = Counter(word for text in dev.references for word in text.split())
+    pronunciations = dev.alphabet.pronunciations
+    known = dev.lm.ids.keys() if pronunciations is None else dev.lm.ids.keys() & pronunciations.words
+    words = (word for word, _ in occurrences.most_common() if len(word) >= _KEYWORD_LETTERS and word in known)
+    keywords = list(islice(words, _MAX_KEYWORDS))
     hours = sum(int(lengths.sum()) for _, lengths in dev.batches) * dev.frame_s / 3600
     total = sum(occurrences[word] for word in keywords)
     trials: list[KeywordTrial] = []
     for bonus in BONUSES if keywords else ():
         settings = replace(options, nbest=1, times=False, hot_words=keywords, hot_word_bonus=bonus)
-        decoder = make_decoder(settings, alphabet, dev.frame_s, device, lm)
         right = wrong = 0
-        for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
-            for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
-                written = Counter(word for word in row[0].text.split() if word in keywords)
-                right += (written & Counter(reference.split())).total()
-                wrong += (written - Counter(reference.split())).total()
+        for [hypothesis], reference in dev.decode(settings):
+            written = Counter(word for word in hypothesis.text.split() if word in keywords)
+            right += (written & Counter(reference.split())).total()
+            wrong += (written - Counter(reference.split())).total()
         trials.append(KeywordTrial(bonus, right / total, (wrong + 0.5) / (hours * len(keywords))))
     return trials
 

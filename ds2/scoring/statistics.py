@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from ds2.system import UserError
 
 Counts = NDArray[np.int64]
 _REPLICATES = 2000
+_CONFIDENCE = 0.95
 _DRAWS_AT_ONCE = 2**22  # bounds the memory of resampling
 
 
@@ -47,11 +49,9 @@ def bootstrap_interval(
     lengths: Counts,
     groups: Sequence[Hashable] | None = None,
     *,
-    confidence: float = 0.95,
     replicates: int = _REPLICATES,
-    seed: int = 1,
 ) -> ConfidenceInterval:
-    """Return the percentile bootstrap interval of sum(errors) / sum(lengths) (Bisani and Ney 2004).
+    """Return the 95 % percentile bootstrap interval of sum(errors) / sum(lengths) (Bisani and Ney 2004).
 
     The errors of a speaker's utterances are correlated. Resampling of speakers (`groups`) gives a wider interval that
     is valid for new speakers; with fewer than ten speakers it is inaccurate.
@@ -60,33 +60,31 @@ def bootstrap_interval(
         errors: (U,) of each utterance; may be differences of two systems' errors.
         lengths: (U,) reference words of each utterance.
         groups: the group of each utterance, which is resampled as a whole. None: utterances are resampled.
-        confidence: coverage, between 0 and 1.
+        replicates: number of resampled corpora.
 
     Returns:
         The interval; NaN at both ends if no reference has a word.
 
     Raises:
-        ScoringError: arrays of different lengths, or settings out of range.
+        ScoringError: arrays of different lengths.
     """
-    _check(errors, lengths, groups, replicates)
-    if not 0 < confidence < 1:
-        raise ScoringError(f"confidence is {confidence}, must lie between 0 and 1 (0.95: 95 %)")
+    _check(errors, lengths, groups)
     errors, lengths = _by_group(errors, groups), _by_group(lengths, groups)
     units = len(errors)
     if not lengths.sum():
-        return ConfidenceInterval(float("nan"), float("nan"), units, confidence)
+        return ConfidenceInterval(math.nan, math.nan, units, _CONFIDENCE)
     # Units with equal errors and words are interchangeable: the counts of each kind have a multinomial distribution.
     base = int(lengths.max()) + 1
     kinds, alike = np.unique(errors * base + lengths, return_counts=True)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     rates = []
     for count in _chunks(replicates, len(kinds)):
         drawn = rng.multinomial(units, alike / units, size=count)
         words = drawn @ (kinds % base)
         rates.append((drawn @ (kinds // base))[words > 0] / words[words > 0])
-    tail = 50 * (1 - confidence)
+    tail = 50 * (1 - _CONFIDENCE)
     low, high = np.percentile(np.concatenate(rates), [tail, 100 - tail])
-    return ConfidenceInterval(float(low), float(high), units, confidence)
+    return ConfidenceInterval(float(low), float(high), units, _CONFIDENCE)
 
 
 def paired_test(
@@ -111,10 +109,10 @@ def paired_test(
         replicates: number of resampled corpora; the smallest p-value is 1 / (replicates + 1).
 
     Raises:
-        ScoringError: arrays of different lengths, settings out of range, or no reference has a word.
+        ScoringError: arrays of different lengths, or no reference has a word.
     """
-    _check(errors_a, lengths, groups, replicates)
-    _check(errors_b, lengths, groups, replicates)
+    _check(errors_a, lengths, groups)
+    _check(errors_b, lengths, groups)
     if not lengths.sum():
         raise ScoringError("no reference has a word: systems cannot be compared by WER")
     difference = errors_b - errors_a
@@ -130,14 +128,12 @@ def paired_test(
     return PairedTest(rate, interval, (as_large + 1) / (replicates + 1))
 
 
-def _check(errors: Counts, lengths: Counts, groups: Sequence[Hashable] | None, replicates: int) -> None:
+def _check(errors: Counts, lengths: Counts, groups: Sequence[Hashable] | None) -> None:
     if len(errors) != len(lengths) or (groups is not None and len(groups) != len(errors)):
         raise ScoringError(
             f"{len(errors)} error counts, {len(lengths)} lengths and {'no' if groups is None else len(groups)} groups "
             "do not match: each utterance needs one of each"
         )
-    if replicates < 1:
-        raise ScoringError(f"replicates is {replicates}, must be at least 1")
 
 
 def _by_group(values: Counts, groups: Sequence[Hashable] | None) -> Counts:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.decoding.greedy import best_path, greedy_decode
-from ds2.decoding.hypothesis import DecodeError, Word
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b"))
@@ -24,8 +24,14 @@ def logits_of(path: list[int], probability: float = 0.7) -> Tensor:
     return torch.tensor(rows)[:, None, :] if rows else torch.empty(0, 1, 4)
 
 
+def greedy_decode(logits: Tensor, lengths: Tensor) -> list[Hypothesis]:
+    decoding = GreedyDecoder(ALPHABET, FRAME_S).start(len(lengths))
+    decoding.step(logits.log_softmax(2), lengths)
+    return decoding.best()
+
+
 def decode(path: list[int]) -> str:
-    [hypothesis] = greedy_decode(logits_of(path), torch.tensor([len(path)]), ALPHABET, FRAME_S)
+    [hypothesis] = greedy_decode(logits_of(path), torch.tensor([len(path)]))
     return hypothesis.text
 
 
@@ -49,7 +55,7 @@ def test_words_carry_times_and_confidence() -> None:
     path = [BLANK, A, A, BLANK, B, SPACE, BLANK, B]
     logits = logits_of(path)
     logits[2] = logits_of([A], 0.9)[0]
-    [hypothesis] = greedy_decode(logits, torch.tensor([8]), ALPHABET, FRAME_S)
+    [hypothesis] = greedy_decode(logits, torch.tensor([8]))
     first, second = hypothesis.words
     assert hypothesis.labels == (A, B, SPACE, B)
     assert first == Word("ab", pytest.approx(0.02), pytest.approx(0.1), pytest.approx(0.9 * 0.7))
@@ -61,9 +67,9 @@ def test_batch_mates_padding_and_the_scale_of_logits_do_not_matter() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(30, 4, 4, generator=generator)
     lengths = torch.tensor([30, 7, 0, 19])
-    together = greedy_decode(logits, lengths, ALPHABET, FRAME_S)
+    together = greedy_decode(logits, lengths)
     for row, length in enumerate(lengths.tolist()):
-        alone = greedy_decode(logits[:length, row : row + 1] + 3.0, lengths[row : row + 1], ALPHABET, FRAME_S)[0]
+        alone = greedy_decode(logits[:length, row : row + 1] + 3.0, lengths[row : row + 1])[0]
         assert alone.text == together[row].text
         assert alone.score == pytest.approx(together[row].score, abs=1e-4)
 
@@ -71,7 +77,7 @@ def test_batch_mates_padding_and_the_scale_of_logits_do_not_matter() -> None:
 def test_what_lies_past_the_length_is_ignored() -> None:
     logits = logits_of([A, B, A])
     logits[2] = float("nan")
-    [hypothesis] = greedy_decode(logits, torch.tensor([2]), ALPHABET, FRAME_S)
+    [hypothesis] = greedy_decode(logits, torch.tensor([2]))
     assert hypothesis.text == "ab"
 
 
@@ -80,20 +86,18 @@ def test_logits_that_are_not_finite_name_their_rows(value: float) -> None:
     logits = torch.zeros(4, 3, 4)
     logits[1, 2, 3] = value
     with pytest.raises(DecodeError, match=r"\[2\]") as caught:
-        greedy_decode(logits, torch.tensor([4, 4, 4]), ALPHABET, FRAME_S)
+        greedy_decode(logits, torch.tensor([4, 4, 4]))
     assert caught.value.rows == [2]
 
 
 def test_a_masked_label_is_allowed() -> None:
     logits = logits_of([A, B])
     logits[:, :, SPACE] = -math.inf
-    assert greedy_decode(logits, torch.tensor([2]), ALPHABET, FRAME_S)[0].text == "ab"
+    assert greedy_decode(logits, torch.tensor([2]))[0].text == "ab"
 
 
 def test_shapes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="5 labels, the alphabet has 4"):
-        greedy_decode(torch.zeros(2, 1, 5), torch.tensor([2]), ALPHABET, FRAME_S)
-    with pytest.raises(ValueError, match="0 to T' frames"):
-        best_path(torch.zeros(2, 1, 4), torch.tensor([3]))
-    with pytest.raises(ValueError, match="expected"):
-        best_path(torch.zeros(2, 4), torch.tensor([2]))
+    with pytest.raises(ValueError, match="alphabet's 4 labels"):
+        greedy_decode(torch.zeros(2, 1, 5), torch.tensor([2]))
+    with pytest.raises(ValueError, match="between 0 and the 2 frames"):
+        greedy_decode(torch.zeros(2, 1, 4), torch.tensor([3]))

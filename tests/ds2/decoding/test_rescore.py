@@ -87,8 +87,8 @@ def test_the_share_is_found_on_a_dev_set(tmp_path: Path) -> None:
     log_probs, lm = random_log_probs(6, 3, 4), language_model(tmp_path, "word")
     only = replace(options, rescore_weight=1.0)
     references = [row[0].text for row in make_decoder(only, CHARACTERS, 0.02, CPU, lm).decode(log_probs, LENGTHS)]
-    dev = DevLogProbs([(log_probs, LENGTHS)], [references], 0.02)
-    shares = tune_rescoring(dev, CHARACTERS, lm, options, model, CPU)
+    dev = DevLogProbs([(log_probs, LENGTHS)], references, 0.02, CHARACTERS, lm, CPU)
+    shares = tune_rescoring(dev, options, model)
     errors = [found.errors for _, found in shares]
     assert [share for share, _ in shares] == [tenths / 10 for tenths in range(11)]
     assert errors[-1] == 0 < errors[0]

@@ -18,7 +18,7 @@ from ds2.audio.features import Features
 from ds2.audio.read import AudioError, read_audio
 from ds2.cli import main
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.greedy import greedy_decode
+from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model
@@ -36,7 +36,8 @@ def whole(loaded: LoadedModel, path: Path) -> Hypothesis:
     waveform = torch.from_numpy(read_audio(path))[None]
     with torch.no_grad():
         logits, lengths = loaded.model(*loaded.features(waveform, torch.tensor([waveform.shape[1]])))
-    return greedy_decode(logits, lengths, loaded.alphabet, 0.01 * loaded.model.time_stride)[0]
+    decoder = GreedyDecoder(loaded.alphabet, 0.01 * loaded.model.time_stride)
+    return decoder.decode(logits.log_softmax(2), lengths)[0][0]
 
 
 @pytest.mark.parametrize("block_s", [0.1, 0.7, 60.0])

@@ -27,7 +27,7 @@ def model_of(texts: list[str], folder: Path) -> NGram:
     return estimate(SentenceReader([path], "word", ALPHABET, "stop"), 2, [0], unit="word").model
 
 
-def misheard(texts: list[str], frame_s: float = 0.02) -> DevLogProbs:
+def misheard(texts: list[str], lm: NGram, frame_s: float = 0.02) -> DevLogProbs:
     """Log-probs in which the last letter of each text is a little less likely than the other letter."""
     paths = [[label for symbol in text for label in (ALPHABET.encode(symbol) or [1])] for text in texts]
     log_probs = torch.full((2 * len(paths[0]), len(texts), 4), 0.01)
@@ -38,15 +38,17 @@ def misheard(texts: list[str], frame_s: float = 0.02) -> DevLogProbs:
         log_probs[len(log_probs) - 2, row, 5 - path[-1]] += 0.1
     logits = log_probs.log()
     lengths = torch.full((len(texts),), len(logits))
-    return DevLogProbs.of([(list(range(len(texts))), logits, lengths)], texts, frame_s)
+    return DevLogProbs.of(
+        [(list(range(len(texts))), logits, lengths)], texts, frame_s, ALPHABET, lm, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("method", ["beam", "native", "native with lexicon"])
 def test_the_search_finds_weights_that_mend_errors(method: str, tmp_path: Path) -> None:
-    dev, lm = misheard(TEXTS), model_of(TEXTS, tmp_path)
+    dev = misheard(TEXTS, model_of(TEXTS, tmp_path))
     lexicon = method.endswith("lexicon")
     options = DecodeConfig(method=method.split(maxsplit=1)[0], beam=32, unknown_score=-0.1, lexicon=lexicon, threads=1)
-    trials = list(search(dev, ALPHABET, lm, options, [0.0, 1.0], [0.0, 1.0], torch.device("cpu"), beams=(4, 32)))
+    trials = list(search(dev, options, [0.0, 1.0], [0.0, 1.0], beams=(4, 32)))
     points = {(t.alpha, t.beta): t.errors for t in trials}
     assert points[0.0, 0.0].errors == (0 if lexicon else len(TEXTS))  # what is misheard is no word
     assert points[1.0, 0.0].errors == 0
@@ -70,23 +72,23 @@ def test_a_narrower_beam_is_taken_where_it_costs_little(narrow_errors: int, beam
 def test_confidences_are_calibrated_on_what_was_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds2.decoding.alignment.IncrementalAligner.finalise", None)  # utterances of a second: one whole
     texts = [" ".join([text] * 5) for text in TEXTS]
-    dev, lm = misheard(texts), model_of(texts, tmp_path)
-    device = torch.device("cpu")
+    dev = misheard(texts, model_of(texts, tmp_path))
     mended = DecodeConfig(method="beam", beam=32, alpha=1.0, beta=0.0, unknown_score=-0.1)
-    assert tune_confidence(dev, ALPHABET, lm, mended, device) == (1.0, 0.0)  # all words are right: nothing to learn
+    assert tune_confidence(dev, mended) == (1.0, 0.0)  # all words are right: nothing to learn
     half_wrong = DecodeConfig(method="beam", beam=32, alpha=0.0, beta=0.0, unknown_score=-0.1)
-    slope, offset = tune_confidence(dev, ALPHABET, lm, half_wrong, device)
+    slope, offset = tune_confidence(dev, half_wrong)
     assert slope > 1 and math.isfinite(offset)  # the misheard words are the doubtful ones
 
 
 def test_false_alarms_of_keywords_are_counted(tmp_path: Path) -> None:
     texts = ["aaabb abbab", "abbab aaabb", "aaabb aaabb", "abbab abbab"]
-    dev, lm = misheard(texts, 3.6), model_of([*texts, "aaabb abbaa"], tmp_path)
+    lm = model_of([*texts, "aaabb abbaa"], tmp_path)
+    dev = misheard(texts, lm, 3.6)
     options = DecodeConfig(method="beam", beam=32, alpha=1.0, beta=0.0, unknown_score=-0.1, lexicon=True)
-    trials = tune_keywords(dev, ALPHABET, lm, options, torch.device("cpu"))
+    trials = tune_keywords(dev, options)
     hours = sum(int(lengths.sum()) for _, lengths in dev.batches) / 1000
     assert [trial.bonus for trial in trials] == list(BONUSES)
     assert all(trial.alarms * hours * 2 % 1 == pytest.approx(0.5) for trial in trials)
     assert trials[-1].recall == 1.0 and trials[0].recall < 1.0  # "abbaa" is chosen for "abbab" where that costs more
-    short = tune_keywords(misheard(TEXTS), ALPHABET, lm, options, torch.device("cpu"))
+    short = tune_keywords(misheard(TEXTS, lm), options)
     assert not short  # no word of five letters

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from support.serving import (
 from websockets.exceptions import ConnectionClosed
 
 from ds2.recognition.session import Endpoints
+from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 
 PIECE = 6400  # bytes
 START_AGAIN = Endpoints(longest_s=0.5)  # several segments
@@ -94,7 +96,7 @@ def test_deepgrams_client_gets_interim_results_and_events(
     shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model finds no silence
-    monkeypatch.setattr("ds2.serve.protocols.deepgram.Deepgram.endpoints", START_AGAIN)
+    monkeypatch.setattr("ds2.serve.protocols.deepgram.Endpoints", lambda: START_AGAIN)
     running, data = shared(method), speech(2, 2.0)
     asked = {"interim_results": True, "vad_events": True, "utterance_end_ms": 1000}
     messages = listen(running, pieces(data), finalize=True, **asked)
@@ -208,7 +210,7 @@ def test_sherpa_onnx_segments_are_numbered_and_timed(
     shared: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
-    monkeypatch.setattr("ds2.serve.protocols.sherpa_onnx._ENDPOINTS", START_AGAIN)
+    monkeypatch.setattr(SherpaOnnx, "settings", replace(SherpaOnnx.settings, endpoints=START_AGAIN))
     running = shared()
     results = asyncio.run(sherpa(f"{running.vosk}sherpa-onnx", speech(2, 2.0)))
     finals = [result for result in results if result["is_final"]]

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,7 @@ def test_a_microphone_in_chromium(
     serve: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
-    monkeypatch.setattr(Vosk, "endpoints", Endpoints(longest_s=1.0))
+    monkeypatch.setattr(Vosk, "settings", replace(Vosk.settings, endpoints=Endpoints(longest_s=1.0)))
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     if not CHROMIUM:
         pytest.skip("needs chromium")
