@@ -81,9 +81,6 @@ class Shard:
         self._names = np.array([member.name.encode() for member in members] or [b""])
         self._rows = np.array([[m.offset, m.size, m.crc, m.samples] for m in members], np.int64).reshape(-1, 4)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def members(self) -> list[ShardMember]:
         """Return all members, sorted by name."""
         names = self._names.tolist()

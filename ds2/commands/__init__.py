@@ -2,5 +2,4 @@
 
 `make_parser()` of a command is what `ds2 completion` reads too.
 compose: overrides to a checked configuration. common: the argument parser and error messages.
-lm_tune belongs to `ds2 lm`.
 """

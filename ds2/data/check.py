@@ -115,7 +115,6 @@ class Probe:
     rate_hz: int = 0  # of the file
     file_s: float = 0.0  # length of the file
     peak: float = 0.0  # full scale = 1
-    rms: float = 0.0
     clipped: float = 0.0  # fraction of samples in runs at full scale
     digest: str = ""  # of the samples at 16 bits
     averaged: bool = False  # over several channels
@@ -214,12 +213,11 @@ def _probe(utterance: Utterance, sample_rate_hz: int, channel: int) -> Probe:
             return Probe(
                 f"the manifest says that it ends at {end_s:.3f} s, {path} ends at {info.duration_s:.3f} s", "duration"
             )
-        peak, squares, clipped, count = 0.0, 0.0, 0, 0
+        peak, clipped, count = 0.0, 0, 0
         digest = hashlib.sha256()
         segment = utterance.offset_s, utterance.duration_s
         for block in audio_blocks(path, sample_rate_hz, *segment, channel=channel):
             peak = max(peak, float(np.abs(block).max()))
-            squares += float(np.square(block, dtype=np.float64).sum())
             clipped += _clipped_samples(block)
             count += len(block)
             digest.update(np.rint(block * 32767).astype(np.int16).tobytes())
@@ -227,10 +225,9 @@ def _probe(utterance: Utterance, sample_rate_hz: int, channel: int) -> Probe:
         return Probe(str(error), "empty")
     except AudioError as error:
         return Probe(str(error), "unreadable")
-    rms = math.sqrt(squares / max(count, 1))
     fraction = clipped / max(count, 1)
     averaged = info.channels > 1 and not channel
-    return Probe("", "", info.sample_rate_hz, info.duration_s, peak, rms, fraction, digest.hexdigest(), averaged)
+    return Probe("", "", info.sample_rate_hz, info.duration_s, peak, fraction, digest.hexdigest(), averaged)
 
 
 def _clipped_samples(block: NDArray[np.float32]) -> int:

@@ -10,7 +10,7 @@ import atexit
 import logging
 import signal
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ds2.audio.augment import (
-    NoiseSource,
     augment_in_epoch,
     augment_waveform,
     babble,
@@ -167,8 +166,8 @@ class SpeechLoader:
     ) -> None:
         self.utterances = utterances
         self.audio = open_audio(utterances, data)
-        augmentation = None if augment is None else _augmentation(augment, data, self.audio)
-        self._dataset = _BatchDataset(self.audio, utterances, alphabet, seed, augmentation)
+        augmentation = None if augment is None else _augmentation(augment, data, self.audio, seed)
+        self._dataset = _BatchDataset(self.audio, utterances, alphabet, augmentation)
         self._on_gpu = device.type == "cuda"
         self._workers = worker_count(data.workers, on_gpu=self._on_gpu)
         self._planned = _PlannedBatches()
@@ -293,30 +292,28 @@ def worker_count(workers: int, *, on_gpu: bool) -> int:
     return min(_MAX_WORKERS, usable_cores()) if on_gpu else 0
 
 
-@dataclass(frozen=True)
-class _Augmentation:
-    config: AugmentConfig
-    noise: NoiseSource
+_Augmentation = Callable[[NDArray[np.float32], int, int], NDArray[np.float32]]  # of waveform, epoch and position
 
 
-def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) -> _Augmentation:
+def _augmentation(config: AugmentConfig, data: DataConfig, voices: AudioStore, seed: int) -> _Augmentation:
     recordings: Sequence[NDArray[np.float32]] = []
-    if augment.noise_probability:
-        if augment.noise:
-            recordings = open_audio(read_manifests(augment.noise), replace(data, channel=0))
+    if config.noise_probability:
+        if config.noise:
+            recordings = open_audio(read_manifests(config.noise), replace(data, channel=0))
         else:
             # Segments of one long recording per colour: to make noise for each utterance takes most of a worker's time.
-            recordings = [coloured_noise(np.random.default_rng(0), _NOISE_SAMPLES, e) for e in augment.noise_colours]
-    recorded = partial(random_segment, recordings)
-    if not augment.babble_share:
-        return _Augmentation(augment, recorded)
+            recordings = [coloured_noise(np.random.default_rng(0), _NOISE_SAMPLES, e) for e in config.noise_colours]
 
     def noise(rng: np.random.Generator, samples: int) -> NDArray[np.float32]:
-        if rng.random() < augment.babble_share:
+        if config.babble_share and rng.random() < config.babble_share:
             return babble(voices, rng, samples, _BABBLE_VOICES)
-        return recorded(rng, samples)
+        return random_segment(recordings, rng, samples)
 
-    return _Augmentation(augment, noise)
+    def augmented(waveform: NDArray[np.float32], epoch: int, position: int) -> NDArray[np.float32]:
+        rng_of = partial(utterance_rng, seed, epoch, position)
+        return augment_waveform(waveform, augment_in_epoch(config, epoch), data.sample_rate_hz, rng_of, noise)
+
+    return augmented
 
 
 class _BatchDataset(Dataset["Batch | UserError"]):
@@ -327,10 +324,9 @@ class _BatchDataset(Dataset["Batch | UserError"]):
         audio: AudioStore,
         utterances: Sequence[Utterance],
         alphabet: Alphabet | None,
-        seed: int,
         augmentation: _Augmentation | None,
     ) -> None:
-        self.audio, self.seed, self.augmentation = audio, seed, augmentation
+        self.audio, self.augmentation = audio, augmentation
         labels = [_encoded(u, alphabet) for u in utterances]
         # Flat arrays: reference counts of a list of lists would copy its pages in every forked worker.
         self.label_ends = np.cumsum([0, *map(len, labels)])
@@ -363,11 +359,7 @@ class _BatchDataset(Dataset["Batch | UserError"]):
 
     def _waveform(self, epoch: int, position: int) -> np.ndarray:
         waveform = self.audio[position]
-        if self.augmentation is None:
-            return waveform
-        rng_of = partial(utterance_rng, self.seed, epoch, position)
-        config = augment_in_epoch(self.augmentation.config, epoch)
-        return augment_waveform(waveform, config, self.audio.sample_rate_hz, rng_of, self.augmentation.noise)
+        return waveform if self.augmentation is None else self.augmentation(waveform, epoch, position)
 
 
 def _encoded(utterance: Utterance, alphabet: Alphabet | None) -> list[int]:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import TracebackType
@@ -137,21 +137,12 @@ class ProgressBar:
         total: amount of work; None if it is not known.
         unit: of the amounts.
         shown: False shows nothing, as on all ranks but 0.
-        clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        what: str,
-        total: float | None,
-        unit: str,
-        *,
-        shown: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, what: str, total: float | None, unit: str, *, shown: bool = True) -> None:
         self.what, self.total, self.unit, self.shown = what, total, unit, shown
-        self.done, self._clock = 0.0, clock
-        self._began = self._reported_at = clock()
+        self.done, self._began = 0.0, time.monotonic()
+        self._reported_at = self._began
         self._bar = None
         if shown and sys.stderr.isatty():
             from tqdm import tqdm  # imported late: commands that end at once do without
@@ -164,7 +155,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.set_description(visible(self.what), refresh=False)
             self._bar.update(round(step, 1))
-        elif self.shown and (now := self._clock()) - self._reported_at >= _EVERY_S:
+        elif self.shown and (now := time.monotonic()) - self._reported_at >= _EVERY_S:
             self._reported_at = now
             log.info("%s: %s", self.what, self._line(now))
 

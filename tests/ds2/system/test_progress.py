@@ -7,16 +7,18 @@ import pty
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 
 from ds2.system.terminal import ProgressBar
 
 
-def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("INFO")
     now = [0.0]
-    with ProgressBar("reading", 200, "files", clock=lambda: now[0]) as progress:
+    monkeypatch.setattr("ds2.system.terminal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with ProgressBar("reading", 200, "files") as progress:
         for done in range(1, 201):
             now[0] += 1.0
             progress.update(done)
@@ -28,7 +30,7 @@ def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) ->
     caplog.clear()
     for shown, total in ((False, 9.0), (True, None)):
         now[0] = 0.0
-        progress = ProgressBar("reading", total, "s", shown=shown, clock=lambda: now[0])
+        progress = ProgressBar("reading", total, "s", shown=shown)
         now[0] = 61.0
         progress.update(5)
     assert [record.getMessage() for record in caplog.records] == ["reading: 5 s"]
