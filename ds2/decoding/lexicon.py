@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -46,7 +46,15 @@ def check_sizes(hot_words: HotWords) -> None:
     if len(hot_words) > MAX_PHRASES:
         raise LexiconError(f"{len(hot_words)} hot phrases: {MAX_PHRASES} at most")
     if long := [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]:
-        raise LexiconError(f"hot phrases {long}...: {MAX_PHRASE_CHARACTERS} characters at most")
+        raise LexiconError(f"hot phrases {long[:5]}...: {MAX_PHRASE_CHARACTERS} characters at most")
+
+
+def check_characters(phrases: Iterable[str], characters: Collection[str]) -> None:
+    """Raise LexiconError if a phrase is empty or has other characters than these and spaces."""
+    known = {" ", *characters}
+    if bad := [phrase for phrase in phrases if not phrase.strip() or not known.issuperset(phrase)]:
+        allowed = "".join(sorted(characters))
+        raise LexiconError(f"hot phrases {bad[:5]}: give words in the characters that the network writes: {allowed}")
 
 
 @dataclass(frozen=True)
@@ -240,8 +248,10 @@ class SessionTrie:
             LexiconError: phrases that are empty or hold characters that the network does not write; a bonus that is no
                 finite number.
         """
+        check_characters(phrases, self.codes)
         words = {tuple(p.split()): self.bonus if bonus is None else float(bonus) for p, bonus in phrases.items()}
-        self._check(words)
+        if not all(map(math.isfinite, words.values())):
+            raise LexiconError("the bonus of a hot phrase must be a finite number (natural log)")
         key = frozenset(words.items())
         with self._lock:
             if key not in self.roots:
@@ -259,14 +269,6 @@ class SessionTrie:
             self.phrases[root].users -= 1
             if not self.phrases[root].users:
                 del self.roots[self.phrases.pop(root).key]
-
-    def _check(self, words: Mapping[tuple[str, ...], float]) -> None:
-        bad = [" ".join(p) for p in words if not p or not self.codes.keys() >= set("".join(p))]
-        if bad:
-            allowed = "".join(sorted(self.codes))
-            raise LexiconError(f"hot phrases {bad}: give words in the characters that the network writes: {allowed}")
-        if not all(math.isfinite(bonus) for bonus in words.values()):
-            raise LexiconError("the bonus of a hot phrase must be a finite number (natural log)")
 
     def _allocate(self, count: int) -> int:
         """Return the first of `count` free nodes in a row, growing the tables if needed."""

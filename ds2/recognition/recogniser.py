@@ -360,10 +360,11 @@ def transcribe_file(
         raise ValueError(
             f"block_s={block_s} and context_s={context_s}: need 0 <= context_s <= block_s, block_s above 0"
         )
-    transcribe = _transcribe_windows if model.config.bidirectional else _transcribe_stream
     blocks = _watched(_blocks(audio, sample_rate_hz, pipeline.features.sample_rate_hz, channel), pipeline, watch)
     try:
-        return transcribe(pipeline, blocks, block_frames, context_frames, hot_words)
+        if model.config.bidirectional:
+            return _transcribe_windows(pipeline, blocks, block_frames, context_frames, hot_words)
+        return _transcribe_stream(pipeline, blocks, block_frames, hot_words)
     except LexiconError:
         raise
     except DecodeError as error:
@@ -399,11 +400,7 @@ def _watched(
 
 
 def _transcribe_stream(
-    pipeline: Pipeline,
-    blocks: Iterator[NDArray[np.float32]],
-    block_frames: int,
-    context_frames: int,
-    hot_words: HotWords | None,
+    pipeline: Pipeline, blocks: Iterator[NDArray[np.float32]], block_frames: int, hot_words: HotWords | None
 ) -> Transcript:
     block_frames = min(block_frames, file_block_frames(pipeline.model, pipeline.features.step_s))
     block_s = block_frames / pipeline.model.time_stride * pipeline.frame_s

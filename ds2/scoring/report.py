@@ -112,7 +112,7 @@ def write_report(
         folder / "report.json", json.dumps({**facts, **report_record(report)}, indent=1, ensure_ascii=False) + "\n"
     )
     write_text(folder / "errors.txt", format_alignments(report))
-    write_text(folder / "errors.html", html_page(report, title, summary(report), recordings))
+    write_text(folder / "errors.html", html_page(report, title, recordings))
 
 
 def _interval_line(interval: ConfidenceInterval, unit: str) -> str:
@@ -175,13 +175,12 @@ def most_errors(report: Report, count: int) -> list[int]:
     return sorted(wrong, key=lambda index: (-words[index].errors, words[index].reference_length))[:count]
 
 
-def html_page(report: Report, title: str, summary: str, recordings: Mapping[int, bytes] | None = None) -> str:
+def html_page(report: Report, title: str, recordings: Mapping[int, bytes] | None = None) -> str:
     """Return a self-contained page of all utterances and the most frequent errors.
 
     The page inserts texts of its JSON data as text nodes only, so that a transcript cannot act as markup.
 
     Args:
-        summary: lines shown below it.
         recordings: MP3 files by the index of their utterance, which the page then plays.
     """
     recordings = recordings or {}
@@ -192,7 +191,7 @@ def html_page(report: Report, title: str, summary: str, recordings: Mapping[int,
     }
     inserted = {
         "title": html.escape(title),
-        "summary": html.escape(summary),
+        "summary": html.escape(summary(report)),
         "players": _PLAYERS.format(count=len(recordings)) if recordings else "",
         "data": json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
     }

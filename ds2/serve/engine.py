@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,23 +80,23 @@ class StreamResult:
 Answers = Sequence[tuple["Chunk", StreamResult | Exception]]
 
 
-class Receiver(Protocol):
-    """Receives answers."""
-
-    def deliver(self, answers: Answers) -> None:
-        """Take the answers to the chunks of this receiver; called in the engine's thread."""
-
-
 @dataclass(eq=False)
 class Chunk:
-    """Samples of a session and who waits for their result; None: all samples before are made final."""
+    """Samples of a session and who waits for their result.
+
+    Attributes:
+        samples: (N,); None: all samples before are made final.
+        deliver: takes the answers to all chunks that have the same, in the engine's thread.
+        call: by which the one who waits knows it.
+        in_range: see `Resampler.accept`.
+    """
 
     live: Live
     samples: NDArray[np.float32] | None
-    receiver: Receiver
-    call: Any  # by which the receiver knows it
+    deliver: Callable[[Answers], None]
+    call: Any
     arrived_s: float = field(default_factory=time.monotonic)
-    in_range: bool = False  # see `Resampler.accept`
+    in_range: bool = False
 
 
 class Metrics:
@@ -333,12 +333,12 @@ def _result(live: Live, partial: Hypothesis) -> StreamResult:
 
 
 def _deliver(answers: Answers) -> None:
-    """Give each receiver all its answers at once."""
-    by_receiver: defaultdict[int, list[tuple[Chunk, StreamResult | Exception]]] = defaultdict(list)
+    """Deliver all answers at once to each who waits."""
+    by_deliver: defaultdict[Callable[[Answers], None], list[tuple[Chunk, StreamResult | Exception]]] = defaultdict(list)
     for chunk, answer in answers:
-        by_receiver[id(chunk.receiver)].append((chunk, answer))
-    for own in by_receiver.values():
-        own[0][0].receiver.deliver(own)
+        by_deliver[chunk.deliver].append((chunk, answer))
+    for deliver, own in by_deliver.items():
+        deliver(own)
 
 
 class EngineClient(ABC):
@@ -459,7 +459,6 @@ class LocalRecogniser(EngineClient):
         super().__init__(phrases, recogniser.features.sample_rate_hz)
         self.engine, self.hangs = Engine(recogniser, limits), False
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._receiver: _LoopReceiver | None = None
         self._thread = threading.Thread(
             target=self.engine.run, args=[self._receive, self._hang], name="recogniser", daemon=True
         )
@@ -473,8 +472,7 @@ class LocalRecogniser(EngineClient):
             _deliver([(chunk, BrokenError()) for chunk in [*chunks, *self._receive(False)] if chunk is not None])
             self.lost()
 
-        assert self._receiver is not None  # the chunks came through it
-        self._receiver.loop.call_soon_threadsafe(end)
+        chunks[0].call.get_loop().call_soon_threadsafe(end)
 
     async def open_handle(self, settings: SessionSettings) -> Live:
         if self.hangs:
@@ -486,11 +484,8 @@ class LocalRecogniser(EngineClient):
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         if self.hangs:
             raise BrokenError()
-        loop = asyncio.get_running_loop()
-        if self._receiver is None or self._receiver.loop is not loop:
-            self._receiver = _LoopReceiver(loop)
-        future: asyncio.Future[StreamResult] = loop.create_future()
-        self._chunks.put(Chunk(handle, samples, self._receiver, future))
+        future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
+        self._chunks.put(Chunk(handle, samples, _resolve_in_loops, future))
         return future
 
     def close_handle(self, handle: Live) -> None:
@@ -514,15 +509,14 @@ class LocalRecogniser(EngineClient):
         return chunks
 
 
-class _LoopReceiver(Receiver):
-    """Futures of an event loop, which wakes up once for all answers of a batch."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-
-    def deliver(self, answers: Answers) -> None:
+def _resolve_in_loops(answers: Answers) -> None:
+    """Resolve the futures of chunks; each event loop wakes up once for all answers of a batch."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = defaultdict(list)
+    for chunk, answer in answers:
+        by_loop[chunk.call.get_loop()].append((chunk.call, answer))
+    for loop, own in by_loop.items():
         try:
-            self.loop.call_soon_threadsafe(resolve, [(chunk.call, answer) for chunk, answer in answers])
+            loop.call_soon_threadsafe(resolve, own)
         except RuntimeError:  # the loop has ended, and all its futures with it
             log.debug("an answer came after its event loop had ended")
 

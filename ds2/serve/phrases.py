@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
-from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES, HotWords, LexiconError
+from ds2.decoding.decoder import refuse_hot_words
+from ds2.decoding.lexicon import MAX_PHRASES, LexiconError, check_characters, check_sizes
 from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
 from ds2.serve.limits import BadRequestError, FullError, check_number
 from ds2.system.plain import parse_json
@@ -150,7 +151,11 @@ class PhraseReader:
             shown = f"{field}: the weight of {phrase[:20]!r}"
             number = None if isinstance(value, list) else check_number(weight, shown, _WEIGHT)
             hot_words[self._written(phrase)] = number
-        self._check_characters(hot_words)
+        _check_size(hot_words, "what the network writes of the phrases")
+        if not self.characters:
+            refuse_hot_words(hot_words)
+        check_characters(hot_words, self.characters)
+        check_sizes(hot_words)
         return hot_words
 
     def _prompt(self, parts: Sequence[str]) -> dict[str, float | None]:
@@ -167,20 +172,6 @@ class PhraseReader:
 
     def _written(self, phrase: str) -> str:
         return self.alphabet.normalise(phrase)[0]
-
-    def _check_characters(self, hot_words: HotWords) -> None:
-        _check_size(hot_words, "what the network writes of the phrases")
-        if hot_words and not self.characters:
-            raise LexiconError("hot words: decode.method=beam alone takes those of a session")
-        bad = [phrase for phrase in hot_words if not phrase or not self.characters >= set(phrase.replace(" ", ""))]
-        if bad:
-            allowed = "".join(sorted(self.characters))
-            raise LexiconError(
-                f"hot phrases {bad[:5]}: give words in the characters that the network writes: {allowed}"
-            )
-        long = [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]
-        if long:
-            raise LexiconError(f"hot phrases {long[:5]}...: {MAX_PHRASE_CHARACTERS} characters at most")
 
 
 def _checked(value: Any, field: str) -> Any:

@@ -281,7 +281,7 @@ class WorkerLink:
     ) -> None:
         live = self._sessions.get(session) or BrokenError()
         if isinstance(live, Live):
-            chunks.append(Chunk(live, samples, self, call, arrived_s, in_range))
+            chunks.append(Chunk(live, samples, self.deliver, call, arrived_s, in_range))
         else:
             answers.append(Failure.of(call, live))
 
@@ -316,6 +316,7 @@ class WorkerLink:
             self.engine.close(live)
 
     def deliver(self, answers: Answers) -> None:
+        """Send the answers to chunks of this worker."""
         partial = PartialResults([], [], [], [])
         messages: list[PartialResults | Answer | Failure] = []
         for chunk, answer in answers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from ds2.system import UserError
 
 Phones = tuple[str, ...]
 _STRESS = "012"
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _MAX_TIMES = 100  # that packed pronunciations may grow; those of CMUdict grow 4 times
 
 
@@ -105,7 +107,7 @@ def parse_pronunciations(lines: Iterable[str], name: str, *, keep_stress: bool =
         word, *phones = content.split() or [""]
         if not word:
             continue
-        if not phones or _is_number(phones[0]):
+        if not phones or _NUMBER.fullmatch(phones[0]):
             what = "has no phones" if not phones else f"has the weight {phones[0]}, which is not supported"
             raise PronunciationError(f"{name}, line {number}: {word} {what}; write: word PHONE PHONE ...")
         if word.endswith(")") and "(" in word[1:]:
@@ -116,13 +118,3 @@ def parse_pronunciations(lines: Iterable[str], name: str, *, keep_stress: bool =
     if not words:
         raise PronunciationError(f"{name} has no pronunciations: write lines such as: word W ER D")
     return Pronunciations.of(words)
-
-
-def _is_number(text: str) -> bool:
-    if text[0] not in "+-.0123456789":  # nor nan, inf and infinity
-        return False
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

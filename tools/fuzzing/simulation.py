@@ -204,7 +204,7 @@ class LocalClient(EngineClient):
 
     def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
-        self.host.chunks.append(Chunk(handle, samples, self, future))
+        self.host.chunks.append(Chunk(handle, samples, self.deliver, future))
         self.host.woken.set()
         return future
 

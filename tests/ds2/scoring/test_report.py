@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ds2.audio.augment import encode
-from ds2.scoring.report import html_page, most_errors, summary
+from ds2.scoring.report import html_page, most_errors
 from ds2.scoring.wer import Report, corpus_report
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element reference in the WebDriver standard
@@ -98,7 +98,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def page(report: Report, folder: Path) -> str:
     """Write the page; returns its URL."""
-    (folder / "errors.html").write_text(html_page(report, "dev & <test>", summary(report)), encoding="utf-8")
+    (folder / "errors.html").write_text(html_page(report, "dev & <test>"), encoding="utf-8")
     return (folder / "errors.html").as_uri()
 
 
@@ -162,7 +162,7 @@ def test_utterances_with_most_errors_come_first(report: Report) -> None:
 def test_a_recording_has_a_player(browser: Browser, report: Report, tmp_path: Path) -> None:
     tone = 0.3 * np.sin(np.arange(8000, dtype=np.float32))
     recordings = {2: encode(tone, "mp3", 16000)}
-    (tmp_path / "errors.html").write_text(html_page(report, "dev", summary(report), recordings), encoding="utf-8")
+    (tmp_path / "errors.html").write_text(html_page(report, "dev", recordings), encoding="utf-8")
     browser.open((tmp_path / "errors.html").as_uri())
     assert len(browser.find("audio")) == 1
     browser.click("#order option[value=errors]")
@@ -186,7 +186,7 @@ def test_a_long_corpus_is_shown_in_parts(browser: Browser, tmp_path: Path) -> No
 
 
 def test_the_page_loads_no_other_resources(report: Report) -> None:
-    content = html_page(report, "title", summary(report))
+    content = html_page(report, "title")
     data = re.search(r'id="data">(.*?)</script>', content, re.DOTALL)
     assert data is not None
     assert [row[0] for row in json.loads(data[1])["utterances"]] == ["u1", "u2", "u3", "u4"]

@@ -87,7 +87,7 @@ def test_errors_of_users_keep_their_class_and_message(kind: type[UserError]) -> 
 def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
     ours, theirs = socket.socketpair()
     link, live = WorkerLink(cast(Engine, None), ours), cast(Live, None)
-    final, partial = Chunk(live, None, link, 7), Chunk(live, np.zeros(1, np.float32), link, 8)
+    final, partial = Chunk(live, None, link.deliver, 7), Chunk(live, np.zeros(1, np.float32), link.deliver, 8)
     link.deliver([(final, RESULT)])
     assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Answer(7, RESULT)]
     link.deliver([(final, RESULT), (partial, StreamResult([], "a b", 1, 0.5))])
@@ -107,7 +107,7 @@ def test_a_worker_that_takes_no_answers_keeps_nobody_waiting(monkeypatch: pytest
     wanted = [StreamResult([], f"{number} " + "a" * 100_000, 0, None) for number in range(20)]
     start_s = time.monotonic()
     for number, result in enumerate(wanted):
-        link.deliver([(Chunk(live, np.zeros(1, np.float32), link, number), result)])
+        link.deliver([(Chunk(live, np.zeros(1, np.float32), link.deliver, number), result)])
     assert time.monotonic() - start_s < 5 and len(link.unsent) > 1_000_000
     unpacker, arrived = Unpacker(TO_WORKER), list[PartialResults]()
     while len(arrived) < len(wanted):
@@ -116,7 +116,7 @@ def test_a_worker_that_takes_no_answers_keeps_nobody_waiting(monkeypatch: pytest
     assert [answer.texts for answer in arrived] == [[result.partial] for result in wanted] and not link.unsent
     monkeypatch.setattr("ds2.serve.processes._STUCK_S", 0.0)
     for number, result in enumerate(wanted):
-        link.deliver([(Chunk(live, np.zeros(1, np.float32), link, number), result)])
+        link.deliver([(Chunk(live, np.zeros(1, np.float32), link.deliver, number), result)])
     assert link.receive() is None and not link.unsent
     link.close()
     theirs.close()
