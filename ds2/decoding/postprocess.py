@@ -6,8 +6,9 @@ The calibration is a logistic function fitted on a dev set: a confidence p becom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def first_pass_options(options: DecodeConfig) -> DecodeConfig:
     return replace(options, nbest=max(options.nbest, options.rescore_hypotheses))
 
 
-def load_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.device) -> NBestRescorer | None:
+def load_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.device) -> SecondPass | None:
     """Load the model that `decode.rescore` names; return None if it names none.
 
     Raises:
@@ -50,34 +51,32 @@ def load_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.de
             f"{options.rescore} does not know {describe(unknown)}, which this network writes: train one with "
             "`ds2 lm train --model` of the network"
         )
-    return NBestRescorer(model, options, normalised=alphabet.normalises_as(model.alphabet))
+    normalised = alphabet.normalises_as(model.alphabet)
+    return partial(rank_again, model=model, options=options, normalised=normalised)
 
 
-class NBestRescorer:
-    """Ranks hypotheses by Q(y) with a mixture of the log-probs of both models instead of the n-gram model's.
+def rank_again(rows: Rows, model: RecurrentLM, options: DecodeConfig, *, normalised: bool) -> Rows:
+    """Rank hypotheses by Q(y) with a mixture of the log-probs of both models instead of the n-gram model's.
 
         Q(y) = log p_ctc(y|x) + alpha ((1 - w) log p_ngram(y) + w log p_recurrent(y)) + beta words(y)
 
+    All texts are scored in one batch, each once.
+
     Args:
+        rows: the hypotheses of each utterance.
         model: the recurrent one.
         options: alpha, w (`rescore_weight`) and the number of hypotheses to return (`nbest`).
         normalised: the texts of the network are already normalised as the texts of the model were.
     """
+    texts = sorted({h.text for row in rows if row != [EMPTY] for h in row})
+    scores = dict(zip(texts, model.score(texts, normalised=normalised), strict=True))
+    share = options.alpha * options.rescore_weight
 
-    def __init__(self, model: RecurrentLM, options: DecodeConfig, *, normalised: bool) -> None:
-        self.model, self.options, self.normalised = model, options, normalised
+    def ranked(row: list[Hypothesis]) -> list[Hypothesis]:
+        best = sorted(row, key=lambda h: share * (h.lm - scores[h.text]) - h.score)[: options.nbest]
+        return [mix_scores(h, scores[h.text], options) for h in best]  # only these: it costs more than ranking all
 
-    def __call__(self, rows: Rows) -> Rows:
-        """Rank the hypotheses of each utterance; all texts are scored in one batch, each once."""
-        texts = sorted({h.text for row in rows if row != [EMPTY] for h in row})
-        scores = dict(zip(texts, self.model.score(texts, normalised=self.normalised), strict=True))
-        return [self._ranked(row, scores) if row != [EMPTY] else row for row in rows]
-
-    def _ranked(self, row: list[Hypothesis], scores: Mapping[str, float]) -> list[Hypothesis]:
-        """Return the best of a row; only these are built again, which costs more than ranking all."""
-        share = self.options.alpha * self.options.rescore_weight
-        best = sorted(row, key=lambda h: share * (h.lm - scores[h.text]) - h.score)[: self.options.nbest]
-        return [mix_scores(h, scores[h.text], self.options) for h in best]
+    return [ranked(row) if row != [EMPTY] else row for row in rows]
 
 
 def mix_scores(hypothesis: Hypothesis, log_prob: float, options: DecodeConfig) -> Hypothesis:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds2.audio.features import MIN_ENERGY, POWER_FLOOR, Features, preemphasise
 from ds2.export.operations import Operations, TorchOperations, Value
-from ds2.model.acoustic import AcousticModel, NetworkWeights
+from ds2.model.acoustic import NetworkWeights
 from ds2.model.checkpoint import LoadedModel
 from ds2.model.convolution import ConvWeights
 from ds2.model.recurrent import DirectionWeights, ModuleWeights, RecurrentWeights
@@ -46,21 +46,6 @@ class FeatureWeights:
     window: TimeWindow  # in samples
     scale: Tensor  # (1, 1, F, 1): 1 / deviation
     shift: Tensor  # ... - mean / deviation
-
-
-@dataclass(frozen=True)
-class ExportWeights:
-    """Features and network, float64 on the CPU."""
-
-    features: FeatureWeights
-    network: NetworkWeights
-
-
-@torch.no_grad()
-def collect(model: AcousticModel, features: Features, *, from_samples: bool) -> ExportWeights:
-    """The weights of a model in evaluation mode on the CPU; from log energies, these are not delayed."""
-    signal = _feature_weights(features)
-    return ExportWeights(signal, model.folded(signal.window.delay if from_samples else 0))
 
 
 def _feature_weights(features: Features) -> FeatureWeights:
@@ -144,18 +129,18 @@ class Network:
     """A model in the operations of a target.
 
     Args:
+        exported: its weights.
         memory: recurrent states of streams; None: whole utterances.
         tails: ends of the layers' inputs; None: whole utterances.
     """
 
-    def __init__(
-        self, ops: Operations, weights: ExportWeights, memory: StateRow | None, tails: StateRow | None
-    ) -> None:
-        self.ops, self.weights, self.memory, self.tails = ops, weights, memory, tails
+    def __init__(self, ops: Operations, exported: Exported, memory: StateRow | None, tails: StateRow | None) -> None:
+        self.ops, self.features, self.weights = ops, exported.features, exported.network
+        self.memory, self.tails = memory, tails
 
     def energies(self, samples: Value, at: SourcePosition) -> tuple[Value, SourcePosition]:
         """Return log energies (B, 1, F, T) of samples (B, N), and their position."""
-        ops, signal, window = self.ops, self.weights.features, self.weights.features.window
+        ops, signal, window = self.ops, self.features, self.features.window
         x = self._masked(ops.reshape(samples, (0, 1, 1, -1)), at, _IMAGE).x
         mirrored = ops.slice(x, _IMAGE, 0, window.past).flip(_IMAGE) if window.past else None
         if self.tails is None:
@@ -174,7 +159,7 @@ class Network:
 
     def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
         """Return log-probs (B, T, V) of log energies (B, 1, F, T); invalid frames have a certain blank."""
-        ops, signal, network = self.ops, self.weights.features, self.weights.network
+        ops, signal, network = self.ops, self.features, self.weights
         normalised = energies * ops.constant(signal.scale) + ops.constant(signal.shift)
         frames = self._masked(normalised, at, _IMAGE)
         for conv in network.convs:
@@ -338,13 +323,14 @@ class Exported:
     frames.
 
     Attributes:
-        weights: of the model.
+        features, network: weights, float64 on the CPU.
         from_samples: the signal is samples (B, N) in [-1, 1], else log energies (B, F, T).
         chunk: samples or frames of a chunk; 0: whole utterances of any length.
         bins: F.
     """
 
-    weights: ExportWeights
+    features: FeatureWeights
+    network: NetworkWeights
     from_samples: bool
     chunk: int
     bins: int
@@ -368,15 +354,16 @@ class Exported:
             chunk = 0
         elif from_samples and chunk < features.lead_samples:
             raise ExportError(f"a chunk of {1000 * chunk_s:g} ms is less than half a window: give a longer one")
-        return cls(collect(model, features, from_samples=from_samples), from_samples, chunk, features.bins)
+        with torch.no_grad():
+            weights = _feature_weights(features)
+            network = model.folded(weights.window.delay if from_samples else 0)  # log energies are not delayed
+        return cls(weights, network, from_samples, chunk, features.bins)
 
     def write(self, ops: Operations, inputs: Mapping[str, Value]) -> tuple[dict[str, Value], int]:
         """Compute the outputs by name, of inputs by name, and the frames by which they are later than the signal."""
         signal, length = inputs["signal"], ops.reshape(inputs["length"], (0, 1))
         if not self.chunk:
-            return self._outputs(
-                ops, Network(ops, self.weights, None, None), signal, SourcePosition(length - length, length)
-            )
+            return self._outputs(ops, Network(ops, self, None, None), signal, SourcePosition(length - length, length))
         rows = [None if inputs.get(name) is None else ops.reshape(inputs[name], (0, -1)) for name in STATES]
         memory, tails = (StateRow(ops, row, signal) for row in rows[:2])
         before = length - length if rows[2] is None else rows[2]
@@ -384,7 +371,7 @@ class Exported:
         length = ops.where(past_end >= 1, 0, length)
         tails.write((past_end + self.chunk - length).float())
         at = SourcePosition(before + past_end, before + length)
-        outputs, delay = self._outputs(ops, Network(ops, self.weights, memory, tails), signal, at)
+        outputs, delay = self._outputs(ops, Network(ops, self, memory, tails), signal, at)
         for name, state in zip(STATES, (memory, tails), strict=False):
             outputs[f"next_{name}"] = ops.reshape(state.row(), (0, 1, 1, state.size))
         outputs[f"next_{STATES[2]}"] = ops.reshape(before + length, (-1,))

@@ -236,23 +236,28 @@ class WorkerLink:
                 return None
             try:
                 for message in self._unpacker.accept(data):
-                    self._handle(message, chunks, answers)
+                    for result in self._handle(message):
+                        if isinstance(result, Chunk):
+                            chunks.append(result)
+                        else:
+                            answers.append(result)
             except Exception:  # a fault of this worker or its messages must not end the others' sessions
                 log.exception("a worker's message cannot be handled: the worker is terminated")
                 return None
         self._send(answers)
         return chunks
 
-    def _handle(self, message: Any, chunks: list[Chunk], answers: list[Answer | Failure]) -> None:
+    def _handle(self, message: Any) -> Iterator[Chunk | Answer | Failure]:
+        """Handle a message; yield the chunks to decode, and answers."""
         match message:
             case AcceptWaveforms(calls, sessions, arrived_s, lengths, data):
                 samples, end = np.frombuffer(data, np.float32), 0
                 clean = is_in_range(samples)
                 for call, session, time_s, length in zip(calls, sessions, arrived_s, lengths, strict=True):
                     start, end = end, end + length
-                    self._add(call, session, time_s, samples[start:end], clean, chunks, answers)
+                    yield self._chunk(call, session, time_s, samples[start:end], clean)
             case Flush(call, session, time_s):
-                self._add(call, session, time_s, None, True, chunks, answers)
+                yield self._chunk(call, session, time_s, None, True)
             case OpenSession(0):
                 self._open(message)
             case OpenSession():
@@ -263,27 +268,19 @@ class WorkerLink:
             case CountRefusal(reason):
                 self.engine.metrics.refused.labels(reason).inc()
             case ReadMetrics(call):
-                answers.append(Answer(call, self.engine.metrics.text()))
+                yield Answer(call, self.engine.metrics.text())
             case WorkerStarted():
                 self.started = True
             case _:
                 raise TypeError(f"no message to an engine: {message!r}")
 
-    def _add(
-        self,
-        call: int,
-        session: int,
-        arrived_s: float,
-        samples: NDArray[np.float32] | None,
-        in_range: bool,
-        chunks: list[Chunk],
-        answers: list[Answer | Failure],
-    ) -> None:
+    def _chunk(
+        self, call: int, session: int, arrived_s: float, samples: NDArray[np.float32] | None, in_range: bool
+    ) -> Chunk | Failure:
         live = self._sessions.get(session) or BrokenError()
         if isinstance(live, Live):
-            chunks.append(Chunk(live, samples, self.deliver, call, arrived_s, in_range))
-        else:
-            answers.append(Failure.of(call, live))
+            return Chunk(live, samples, self.deliver, call, arrived_s, in_range)
+        return Failure.of(call, live)
 
     def _open(self, message: OpenSession) -> None:
         try:

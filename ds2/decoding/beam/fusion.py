@@ -39,10 +39,8 @@ class Extensions:
 
     stay: Tensor  # (B, K) float64
     extended: Tensor  # (B, K, V) float64
-    word_score: Tensor | None  # (B, K) float64, of the unfinished word
-    word_state: Tensor | None  # (B, K) int64
-    label_score: Tensor | None  # (B, K, V) float64
-    label_state: Tensor | None  # (B, K, V) int64
+    word: tuple[Tensor, Tensor] | None  # of the unfinished word: log-prob (B, K) float64, state after it (B, K) int64
+    label: tuple[Tensor, Tensor] | None  # of each label: log-prob (B, K, V) float64, state after it (B, K, V) int64
 
 
 class Fusion:
@@ -108,7 +106,7 @@ class Fusion:
         """
         state, node, length, words, root = integers.unbind(-1)
         base = self.alpha * floats[..., LM] + self.beta * words + floats[..., HOT]
-        complete, word_score, word_state = self._complete(state, node)
+        complete, word = self._complete(state, node)
         starts = self.spelling.starts_word
         next_node = torch.where(length > 0, self._next_root(node, root), node)
         inside = torch.where(starts, next_node[..., None], node[..., None])
@@ -116,13 +114,10 @@ class Fusion:
         lengths = length[..., None].masked_fill(starts, 0) + self.spelling.counts
         extended = base[..., None] + self._unfinished(nodes, lengths)
         extended += complete[..., None].masked_fill(~(starts & (length > 0)[..., None]), 0.0)
-        label_score = label_state = None
-        if self.by_label:
-            label_score, label_state = self._by_label(state, (length == 0) & (words > 0))
-            extended += self.alpha * label_score
-        return Extensions(
-            base + self._unfinished(node, length), extended, word_score, word_state, label_score, label_state
-        )
+        by_label = self._by_label(state, (length == 0) & (words > 0)) if self.by_label else None
+        if by_label is not None:
+            extended += self.alpha * by_label[0]
+        return Extensions(base + self._unfinished(node, length), extended, word, by_label)
 
     def select(
         self, integers: Tensor, floats: Tensor, extensions: Extensions, source: Tensor, label: Tensor
@@ -141,14 +136,16 @@ class Fusion:
         log_prob, hot = floats.unbind(-1)
         starts = self.spelling.starts_word[label]
         done = starts & (length > 0)  # the unfinished word is complete
-        if extensions.word_score is not None and extensions.word_state is not None:
-            log_prob = log_prob + extensions.word_score.gather(1, source).masked_fill(~done, 0.0)
-            state = torch.where(done, extensions.word_state.gather(1, source), state)
-        if extensions.label_score is not None and extensions.label_state is not None:
+        if extensions.word is not None:
+            scores, following = extensions.word
+            log_prob = log_prob + scores.gather(1, source).masked_fill(~done, 0.0)
+            state = torch.where(done, following.gather(1, source), state)
+        if extensions.label is not None:
+            scores, following = extensions.label
             at = source * self.spelling.counts.numel() + label
             longer = label > 0
-            log_prob = log_prob + extensions.label_score.flatten(1).gather(1, at).masked_fill(~longer, 0.0)
-            state = torch.where(longer, extensions.label_state.flatten(1).gather(1, at), state)
+            log_prob = log_prob + scores.flatten(1).gather(1, at).masked_fill(~longer, 0.0)
+            state = torch.where(longer, following.flatten(1).gather(1, at), state)
         hot = hot + self.trie.nodes.hot[node] * done
         node = self._walk(torch.where(done, self._next_root(node, root), node), self.spelling.characters[label])
         length = length.masked_fill(starts, 0) + self.spelling.counts[label]
@@ -162,10 +159,10 @@ class Fusion:
         state, node, length, words = integers[..., :SESSION_ROOT].unbind(-1)
         log_prob, hot = floats.unbind(-1)
         open_word = length > 0
-        _, word_score, word_state = self._complete(state, node)
-        if word_score is not None and word_state is not None:
-            log_prob = log_prob + torch.where(open_word, word_score, 0.0)
-            state = torch.where(open_word, word_state, state)
+        _, word = self._complete(state, node)
+        if word is not None:
+            log_prob = log_prob + torch.where(open_word, word[0], 0.0)
+            state = torch.where(open_word, word[1], state)
         if self.lm is not None:
             ends = torch.full_like(state, self._end_id)
             log_prob = log_prob + self.lm.score_batch(state.flatten(), ends.flatten())[0].view_as(state)
@@ -177,11 +174,11 @@ class Fusion:
             total = total.masked_fill(inside & ~(inside | ~alive).all(1, keepdim=True), -math.inf)
         return log_prob, bonus, total
 
-    def _complete(self, state: Tensor, node: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return what the unfinished word adds when it is complete, its log-prob and the state after it."""
+    def _complete(self, state: Tensor, node: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return what the unfinished word adds when it is complete, and `Extensions.word`."""
         gain = self.beta + self.trie.nodes.hot[node]
         if not self.by_word or self.lm is None:
-            return gain, None, None
+            return gain, None
         word = self.trie.nodes.word[node]
         known = word >= 0
         tokens = word.masked_fill(~known, self._unknown_id)
@@ -190,7 +187,7 @@ class Fusion:
         gain = gain + self.alpha * word_score
         if self.lexicon:
             gain = gain.masked_fill(~self.trie.nodes.is_word[node], -math.inf)
-        return gain, word_score, following.view_as(state)
+        return gain, (word_score, following.view_as(state))
 
     def _next_root(self, node: Tensor, root: Tensor) -> Tensor:
         """Return the root of the word after one that ends at a node."""

@@ -13,7 +13,7 @@ from support.spectra import rounding
 from torch import Tensor, nn
 
 from ds2.config.schema import ConvConfig
-from ds2.export.model import Exported, ExportError, Network, SourcePosition, TorchModel, collect
+from ds2.export.model import Exported, ExportError, Network, SourcePosition, TorchModel
 from ds2.export.operations import TorchOperations
 from ds2.model.checkpoint import LoadedModel
 
@@ -54,12 +54,8 @@ def test_chunks_give_the_log_probs_of_the_whole(random_model: Make, settings: di
 @pytest.mark.parametrize("kind", ["kaldi_fbank", "nemo_fbank", "log_spectrogram", "log_mel"])
 def test_energies_are_those_of_the_features(random_model: Make, kind: str) -> None:
     loaded, samples = random_model(kind), sound(9000)
-    network = Network(
-        TorchOperations(nn.Module(), torch.float64),
-        collect(loaded.model, loaded.features, from_samples=True),
-        None,
-        None,
-    )
+    exported = Exported.of(loaded, from_samples=True, chunk_s=0.04)
+    network = Network(TorchOperations(nn.Module(), torch.float64), exported, None, None)
     found, at = network.energies(samples.double(), SourcePosition(torch.tensor([[0]]), torch.tensor([[9000]])))
     wanted = log_energies(loaded, samples)
     assert found.shape == (1, *wanted.shape) and int(at.known) == wanted.shape[2]
