@@ -69,7 +69,7 @@ def changed(first: Path, second: Path, manifest: Path) -> int:
     texts = []
     for file in (first, second):
         recogniser = Recogniser.load(file, device="cpu", decode=DecodeConfig())
-        utterances = scored_utterances([str(manifest)], recogniser.alphabet)[:CHECKED]
+        utterances = scored_utterances([manifest], recogniser.alphabet)[:CHECKED]
         loader = recognition_loader(utterances, DataConfig(), torch.device("cpu"))
         texts.append([hypothesis.text for hypothesis in recogniser.recognise(loader)])
     return sum(one != other for one, other in zip(*texts, strict=True))

@@ -91,21 +91,21 @@ def _nearest(word: str, allowed: Iterable[object]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def own_folders(arguments: Sequence[str]) -> list[Path]:
-    """Return the folders that `--config-dir` names; raises ConfigError for one that is no folder."""
-    return _without_config_dirs(arguments)[1]
-
-
 def with_search_path(arguments: Sequence[str]) -> list[str]:
     """Replace `--config-dir DIR` by the override `hydra.searchpath`."""
-    remaining, folders = _without_config_dirs(arguments)
+    remaining, folders = split_config_dirs(arguments)
     if folders:
         quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
         remaining.append("hydra.searchpath=[" + ",".join(f"'ds2://{path}'" for path in quoted) + "]")
     return remaining
 
 
-def _without_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+def split_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Return the other arguments, and the folders of `--config-dir`.
+
+    Raises:
+        ConfigError: a folder that does not exist, or with a file that ds2 has too.
+    """
     remaining, folders = [], []
     pending = iter(arguments)
     for argument in pending:

@@ -28,8 +28,8 @@ from ds2.config.convert import (
     FREE_FORM,
     Inheritance,
     config_from_dict,
-    explain,
     inherit,
+    raise_explained,
     read_yaml,
     text_keys,
     to_config,
@@ -124,14 +124,14 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
             composed = compose(config_name=PRIMARY_CONFIG, overrides=hydra_overrides(overrides))
     except MissingConfigException as error:
-        _missing(error)
+        _raise_missing(error)
     except RecursionError as error:
         raise ConfigError(
             "a configuration has itself among its defaults; a recipe extends another one by its name alone: `- an4`, "
             "not `- /recipe: an4`"
         ) from error
     except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
-        explain(error, overrides)
+        raise_explained(error, overrides)
     return read_config(composed, overrides)[0]
 
 
@@ -269,7 +269,7 @@ def _expand_home(override: str) -> str:
     return f"{key}={_HOME.sub(lambda _: home, value)}"
 
 
-def _missing(error: MissingConfigException) -> NoReturn:
+def _raise_missing(error: MissingConfigException) -> NoReturn:
     wanted = error.missing_cfg_file or ""
     options = list(error.options or [])
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], options, n=1, cutoff=0.4)

@@ -118,7 +118,7 @@ def _robustness(
     """Print a table of WER by condition for each manifest, and write it to robustness.md."""
     snrs_db = args.robustness or [20.0, 10.0, 5.0, 0.0]
     for manifest in manifests:
-        utterances = scored_utterances([str(manifest)], recogniser.alphabet)
+        utterances = scored_utterances([manifest], recogniser.alphabet)
         settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers}
         text = robustness_table(list(robustness(recogniser, utterances, data, snrs_db, **settings)))
         path = folder / manifest.stem / "robustness.md"

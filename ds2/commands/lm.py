@@ -290,7 +290,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     picture = arguments.picture or target.with_suffix(".png")
     check_writable(target, picture)
     manifests = manifests_of(file, arguments.manifests, loaded.config.data.dev, "data.dev")
-    utterances = scored_utterances([str(path) for path in manifests], loaded.alphabet)
+    utterances = scored_utterances(manifests, loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
     references = [loaded.alphabet.normalise(u.text)[0] for u in utterances]

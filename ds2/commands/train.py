@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ds2.commands.common import own_folders, report_errors, with_search_path
+from ds2.commands.common import report_errors, split_config_dirs, with_search_path
 from ds2.commands.compose import (
     PRIMARY_CONFIG,
     compose_config,
@@ -66,7 +66,7 @@ _SHORT = {"-sc": "--shell-completion", "-cn": "--config-name", "-cp": "--config-
 def run(arguments: Sequence[str]) -> int:
     """`ds2 train [OVERRIDE...] [--multirun]`: return the worst status of its runs."""
     if "--help" in arguments or "-h" in arguments:
-        print(help_text(own_folders(arguments)), end="")
+        print(help_text(split_config_dirs(arguments)[1]), end="")
         return 0
     options, overrides = options_and_overrides(with_search_path(arguments))
     config = compose_config(first_of_sweep(overrides) if is_sweep(options) else overrides)
@@ -122,10 +122,8 @@ def _train(composed: DictConfig) -> int:
         log.info("as in %s: %s", config.checkpoint.init_from, inheritance.replaced)
     if inheritance.differing:
         log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, inheritance.differing)
-    with default_signals():
-        from ds2.training.loop import (
-            train,  # imported late: mistakes in the settings are reported before torch is loaded
-        )
+    with default_signals():  # mistakes in the settings were reported before torch is loaded
+        from ds2.training.loop import train
 
     return train(config, Path(config.run_dir))
 

@@ -149,7 +149,7 @@ def run(arguments: Sequence[str]) -> int:
                 if args.stream:
                     _write_segments(recogniser, name, args, alone=alone)
                 else:
-                    watch = progress.update if alone else partial(_of_one, progress, name, done)
+                    watch = progress.update if alone else partial(_show_part, progress, name, done)
                     _write_whole(recogniser, name, args, output, alone=alone, progress=progress, watch=watch)
             except (AudioError, DecodeError) as error:
                 progress.clear()
@@ -171,7 +171,7 @@ def _progress(files: Sequence[tuple[str, Path]], *, shown: bool) -> ProgressBar:
     return ProgressBar(f"transcribing {name}", duration_s, "s of audio", shown=shown)
 
 
-def _of_one(progress: ProgressBar, name: str, done: int, read_s: float) -> None:
+def _show_part(progress: ProgressBar, name: str, done: int, read_s: float) -> None:
     """Show how much of one of several files was read, after `done` files."""
     progress.what = f"transcribing {Path(name).name}, {read_s:.0f} s of it"
     progress.update(done)

@@ -19,7 +19,7 @@ from ds2.scoring.report import format_alignments, format_paired_test, format_rep
 from ds2.scoring.statistics import ScoringError, paired_test
 from ds2.scoring.wer import corpus_report
 from ds2.system.files import check_writable, read_lines
-from ds2.system.plain import parse_json
+from ds2.system.plain import parse_object
 from ds2.text.alphabet import fold
 
 
@@ -169,11 +169,11 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, TextLine
 def _manifest_line(line: str, path: Path, number: int, position: int, *, hypotheses: bool) -> tuple[str, TextLine]:
     source = f"{path}:{number}"
     try:
-        record = parse_json(line)
+        record = parse_object(line)
     except ValueError as error:
-        raise ScoringError(f"{source}: is not JSON ({error}), but the lines before it are") from error
-    name = "pred_text" if hypotheses and isinstance(record, dict) and "pred_text" in record else "text"
-    if not isinstance(record, dict) or not isinstance(record.get(name), str):
+        raise ScoringError(f"{source}: {error}, but the file begins as a manifest: one object a line") from error
+    name = "pred_text" if hypotheses and "pred_text" in record else "text"
+    if not isinstance(record.get(name), str):
         raise ScoringError(f"{source}: has no string {name!r}")
     audio, offset = record.get("audio_filepath"), record.get("offset") or 0
     if audio is None:

@@ -88,7 +88,7 @@ def text_keys() -> frozenset[str]:
 
 @functools.cache
 def _declared() -> dict[str, tuple[Field[Any], Any]]:
-    """The declarations and types of the settings, by dotted key."""
+    """The declarations and types of the sections and settings, by dotted key."""
     sections = [("", Config), *((f"{field.name}.", kind) for field, kind in _fields(Config) if is_dataclass(kind))]
     return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
 
@@ -99,15 +99,15 @@ def to_config(composed: DictConfig) -> Config:
     Raises:
         ConfigError: an unknown key (such as Hydra's `+key=value`), a wrong type, or values that do not work together.
     """
-    known = _known_keys()
+    known = _declared()
     try:
         for key in _keys(composed):
             if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
-                _unknown(key)
+                _raise_unknown(key)
         config = cast(Config, OmegaConf.to_object(composed))
         from_plain(Config, asdict(config), "config")  # an interpolation may have given another type
     except OmegaConfBaseException as error:
-        explain(error)
+        raise_explained(error)
     except FieldError as error:
         raise ConfigError(str(error).removeprefix("config.")) from error
     check(config)
@@ -147,17 +147,11 @@ def config_from_dict(values: object) -> Config:
     try:
         config = from_plain(Config, {"run_dir": MISSING, **values} if isinstance(values, dict) else values, "config")
     except UnknownField as error:
-        _unknown(error.field.removeprefix("config."))
+        _raise_unknown(error.field.removeprefix("config."))
     except FieldError as error:
         raise ConfigError(str(error)) from error
     check(config)
     return config
-
-
-@functools.cache
-def _known_keys() -> dict[str, None]:
-    """The sections and settings of a configuration, in their order."""
-    return dict.fromkeys(_keys(OmegaConf.structured(Config)))
 
 
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:
@@ -172,7 +166,7 @@ def nearest_key(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     if leaf in _SYNONYMS:
         return _SYNONYMS[leaf]
-    known = [*_known_keys(), "recipe"]
+    known = [*_declared(), "recipe"]
     if section:  # do not suggest the section itself
         known = [other for other in known if "." in other]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
@@ -183,7 +177,7 @@ def nearest_key(key: str) -> str | None:
     return by_leaf[close[0]] if close else None
 
 
-def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
+def raise_explained(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
     """Raise ConfigError with what an error of OmegaConf, or its cause, means for the user."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
@@ -196,7 +190,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
     detail = (cause.msg or str(cause) or text).splitlines()[0]
     full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        _unknown(full_key)
+        _raise_unknown(full_key)
     hint = "" if isinstance(cause, InterpolationResolutionError) else expected(key, cause.value)
     raise ConfigError(f"{key}: {hint or detail}") from error
 
@@ -225,7 +219,7 @@ def expected(key: str, value: object) -> str:
     return f"takes {kinds}, not {'null' if value is None else short_repr(value)}{limits}{default}"
 
 
-def _unknown(key: str) -> NoReturn:
+def _raise_unknown(key: str) -> NoReturn:
     near = nearest_key(key)
     raise ConfigError(
         f"unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "`ds2 train --help` lists all")

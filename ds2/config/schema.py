@@ -212,9 +212,8 @@ class CheckpointConfig:
     every_steps: int = number(0, 0, COUNT)  # steps from one saved trainer state to the next; 0: off
     every_epochs: int = number(1, 1, COUNT)  # epochs from one saved trainer state and last model to the next
     keep_last: int = number(1, 1, COUNT)  # last models to keep, each with its epoch in its name if more than 1
-    init_from: str = (
-        ""  # model file, run folder or shipped name whose architecture, features and weights start this run
-    )
+    # Model file, run folder or shipped name whose architecture, features and weights start this run.
+    init_from: str = ""
     resume: bool = True  # continue from the trainer state of the run folder, if there is one
     sharded: bool = False  # each rank writes its part of the trainer state; needs a run_dir that all hosts share
 

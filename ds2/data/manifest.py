@@ -17,7 +17,7 @@ import numpy as np
 
 from ds2.system import UserError
 from ds2.system.files import atomic_file, read_byte_lines
-from ds2.system.plain import parse_json, short_repr
+from ds2.system.plain import parse_object, short_repr
 from ds2.system.signals import time_limit
 
 log = logging.getLogger(__name__)
@@ -148,14 +148,11 @@ def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        record = parse_json(line.decode("utf-8"))
+        return parse_object(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ManifestError(f"byte {error.start + 1} is not UTF-8; save the manifest as UTF-8") from error
     except ValueError as error:
-        raise ManifestError(f"not JSON ({error}); expected one object a line") from error
-    if not isinstance(record, dict):
-        raise ManifestError(f"a JSON {type(record).__name__}; expected one object a line with {', '.join(_REQUIRED)}")
-    return record
+        raise ManifestError(f"{error}; expected one object a line with {', '.join(_REQUIRED)}") from error
 
 
 def _to_utterance(record: dict[str, Any], folder: Path, source: str) -> Utterance:

@@ -80,7 +80,7 @@ def training_utterances(
     Raises:
         CorpusError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
     """
-    utterances = read_manifests([Path(p) for p in data.train])
+    utterances = read_manifests(data.train)
     warn_of_other_corpus(data, utterances)
     checked = [
         (u, transcript_problems(u, data, alphabet, output_frames, speeds=speed_range(augment))) for u in utterances
@@ -110,12 +110,12 @@ def training_utterances(
     return usable
 
 
-def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utterance]:
+def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> list[Utterance]:
     """Return all utterances of dev or test manifests. Characters outside the alphabet are logged and count as errors.
 
     They are never dropped, so that the WER is comparable between systems.
     """
-    utterances = read_manifests([Path(p) for p in manifests])
+    utterances = read_manifests(manifests)
     unknown = count_unknown((u.text for u in utterances), alphabet)
     if unknown:
         log.warning(

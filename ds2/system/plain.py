@@ -36,6 +36,17 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"nested too deep ({error})") from error
 
 
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object; raises ValueError with what the text is instead."""
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}")
+    return value
+
+
 def from_plain(kind: type[T], value: object, field: str) -> T:
     """Build a value of `kind` from plain containers. Strings are data: no interpolation takes place.
 

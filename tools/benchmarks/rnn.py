@@ -82,10 +82,6 @@ class LayerProblem:
                 self.peer.get_parameter(theirs).copy_(mine)
         self.peer.flatten_parameters()
 
-    def in_dtype(self, dtype: torch.dtype) -> LayerProblem:
-        """The same size in another dtype."""
-        return LayerProblem((self.hidden, self.batch, self.frames), dtype, self.device, self.cell)
-
     def op(self, backend: str, projection: bool, backward: bool) -> Callable[[], object]:
         """Our op as a callable: forward alone, or with all gradients."""
         own = [self.inputs if projection else self.x, self.weight_hh, *([] if self.bias_hn is None else [self.bias_hn])]
@@ -139,21 +135,18 @@ def bench(problem: LayerProblem, contenders: list[str]) -> list[Result]:
     rows: list[Result] = []
     useful = 2.0 * problem.gates * problem.hidden**2 * problem.batch * problem.frames
     for contender in contenders:
-        row: Result = {
-            "hidden": problem.hidden,
-            "batch": problem.batch,
-            "frames": problem.frames,
-            "contender": contender,
-        }
+        row: Result = {"hidden": problem.hidden, "batch": problem.batch, "frames": problem.frames}
+        row["contender"] = contender
         rows.append(row)
         backend, _, graph = contender.partition(" ")  # of torch's modules, a dtype
         wrap = graphed if graph else lambda call: call
         try:
             if contender.startswith("nn."):
-                other = problem.in_dtype(getattr(torch, graph)) if graph else problem
-                both = module_call(
-                    other.peer, other.inputs, other.grad_y
-                )  # has no clipping, which takes hardly any time
+                other = problem
+                if graph:
+                    other = LayerProblem(size(row), getattr(torch, graph), problem.device, problem.cell)
+                # Its ReLU has no clip, which takes hardly any time.
+                both = module_call(other.peer, other.inputs, other.grad_y)
                 calls = {"projected_forward": module_call(other.peer, other.inputs), "projected_both": both}
             else:
                 row["errors"] = errors = problem.errors(backend)

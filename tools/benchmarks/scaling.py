@@ -125,14 +125,13 @@ def launch(arguments: list[str], options: argparse.Namespace, ranks: int, folder
 
 def add_efficiency(rows: list[dict[str, Any]]) -> None:
     """Add the throughput a rank over that of the fewest ranks with the same batch (a rank, or in all)."""
+
+    def work(row: dict[str, Any]) -> tuple[str, str, float]:
+        return row["fixed"], row["backend"], row["batch"] / (row["ranks"] if row["fixed"] == "per_rank" else 1)
+
     for row in rows:
-
-        def comparable(other: dict[str, Any], row: dict[str, Any] = row) -> bool:
-            ranks = (other["ranks"], row["ranks"]) if row["fixed"] == "per_rank" else (1, 1)
-            same_batch = other["batch"] * ranks[1] == row["batch"] * ranks[0]
-            return same_batch and all(other[key] == row[key] for key in ("fixed", "backend"))
-
-        base = min(filter(comparable, rows), key=lambda r: (r["ranks"], not r["overlap"]))
+        comparable = [other for other in rows if work(other) == work(row)]
+        base = min(comparable, key=lambda r: (r["ranks"], not r["overlap"]))
         row["efficiency"] = row["audio_s_per_s"] / row["ranks"] / (base["audio_s_per_s"] / base["ranks"])
 
 

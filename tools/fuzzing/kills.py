@@ -301,10 +301,8 @@ def _descendants(process: int) -> list[int]:
 
 def _is_python(process: int) -> bool:
     with suppress(OSError):
-        return (
-            b"ds2.cli" in Path(f"/proc/{process}/cmdline").read_bytes()
-            and b"mpirun" not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
-        )
+        program, *arguments = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        return b"ds2.cli" in arguments and b"mpirun" not in program
     return False
 
 

@@ -10,8 +10,8 @@ of which resumes where the one before was stopped. Every loss and every tensor o
 bits, every step must be there once, and no file may remain half written. The exit status is 1 if a run differs. Ranks
 are forked: libraries load once.
 
-How long no step ended counts from the last loss of a series: a rank that is stopped while the others meet after the end
-of another one is a loss of its own, which they wait for anew.
+A pause without a step counts from the last loss of a series: the others wait for a rank that is stopped while they
+regroup after an earlier loss.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def pauses_s(folder: Path, strikes: Sequence[Strike]) -> list[tuple[str, float]]
 def last_loss_s(strikes: Sequence[Strike], began_s: float, ended_s: float, left: str) -> float:
     """When the last rank was lost between two steps, of which `left` says who was left.
 
-    Who was stopped and went on before the others noticed was lost until then: they have waited for it.
+    A rank that was stopped and went on before the others noticed counts as lost until it went on: they waited for it.
     """
     times = [began_s]
     for strike in (strike for strike in strikes if strike.of_rank):

@@ -242,7 +242,7 @@ def _make_aligned(folder: Path) -> None:
 
 def _aligned(folder: Path) -> Any:
     recogniser = _recogniser(folder)
-    utterances = scored_utterances([str(folder / "m.jsonl")], recogniser.alphabet)
+    utterances = scored_utterances([folder / "m.jsonl"], recogniser.alphabet)
     with torch.inference_mode():
         alignments, _ = align_utterances(recogniser, recognition_loader(utterances, TINY.data, CPU))
     return [(one.words, one.surprise) for one in alignments]

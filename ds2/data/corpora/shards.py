@@ -11,7 +11,7 @@ from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, t
 from ds2.data.corpora.layouts import COLUMNS
 from ds2.data.manifest import Utterance
 from ds2.system.files import files_beneath, read_byte_lines
-from ds2.system.plain import parse_json, short_repr
+from ds2.system.plain import parse_object, short_repr
 
 _TEXT_SUFFIXES = ("txt", "text")
 
@@ -138,12 +138,9 @@ def _cut(tar: Path, names: dict[str, str], source: str, line: bytes) -> CorpusEn
 
 def _object(content: bytes, source: str) -> dict[str, Any]:
     try:
-        record = parse_json(content)
+        return parse_object(content)
     except ValueError as error:
-        raise ImporterError(f"{source}: not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ImporterError(f"{source}: a JSON {type(record).__name__}; expected an object")
-    return record
+        raise ImporterError(f"{source}: {error}; expected an object") from error
 
 
 def _text(record: dict[str, Any], keys: tuple[str, ...], source: str) -> str:

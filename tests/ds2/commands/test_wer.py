@@ -124,12 +124,12 @@ def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest
         ),
         (b"a\n", b"a\n", ["--out", __file__], f"{Path(__file__) / 'report.txt'} could not be written"),
         (b"u1 a\nu1 b\n", b"u1 a\n", ["--ids"], "ref:2: u1 is listed twice"),
-        (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: is not JSON"),
+        (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: not JSON"),
         (b'{"txt": "a"}\n', b"a\n", [], "ref:1: has no string 'text'"),
         (b'{"text": "a", "audio_filepath": 3}\n', b"a\n", [], "ref:1: audio_filepath must be a string"),
         (b'{"text": "a", "audio_filepath": "\\u0000"}\n', b"a\n", [], "ref:1: audio_filepath or offset is invalid"),
-        (b'{"text": ' + b"[" * 100_000, b"a\n", [], "ref:1: is not JSON"),
-        (b'{"text": 1' + b"0" * 5000 + b"}", b"a\n", [], "ref:1: is not JSON"),
+        (b'{"text": ' + b"[" * 100_000, b"a\n", [], "ref:1: not JSON"),
+        (b'{"text": 1' + b"0" * 5000 + b"}", b"a\n", [], "ref:1: not JSON"),
     ],
 )
 def test_input_that_cannot_be_scored(
@@ -177,7 +177,7 @@ def test_composed_and_decomposed_letters_are_the_same(write: Write, capsys: pyte
     assert cli.main(["wer", str(one), str(other)]) == 0
     assert "%WER 0.00" in capsys.readouterr().out
     assert cli.main(["wer", str(nested), str(nested)]) == 2
-    assert "deep.jsonl:1: is not JSON" in capsys.readouterr().err
+    assert "deep.jsonl:1: not JSON" in capsys.readouterr().err
 
 
 def test_fold_scores_again_without_case_and_punctuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
