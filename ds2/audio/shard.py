@@ -23,12 +23,12 @@ import numpy as np
 
 from ds2.system import UserError
 from ds2.system.files import write_text
+from ds2.system.plain import short_repr
 
 _VERSION = 1
 _REPAIR = "copy it again, or write it again with `ds2 data shards`"
 _FILES_OPEN = 256
 _MAX_NAME_BYTES = 1024  # names are kept in an array whose rows are as long as the longest
-_NAME_SHOWN = 60
 
 
 class ShardError(UserError):
@@ -147,12 +147,11 @@ class Shard:
             except UnicodeEncodeError as error:
                 raise ShardError(f"{self.path}: the name of member {name!r} is not UTF-8; {_REPAIR}") from error
             if name_bytes > _MAX_NAME_BYTES or "\0" in name:
-                shown = f"{name[:_NAME_SHOWN]!r}..."
-                raise ShardError(f"{self.path}: the name {shown} is over {_MAX_NAME_BYTES} bytes, or holds NUL")
-            if name.startswith("/") or ".." in name.split("/"):  # its path through the shard would be another file's
                 raise ShardError(
-                    f"{self.path}: the name {name[:_NAME_SHOWN]!r} leaves the shard; write it again without"
+                    f"{self.path}: the name {short_repr(name)} is over {_MAX_NAME_BYTES} bytes, or holds NUL"
                 )
+            if name.startswith("/") or ".." in name.split("/"):  # its path through the shard would be another file's
+                raise ShardError(f"{self.path}: the name {short_repr(name)} leaves the shard; write it again without")
             if name in names:
                 raise ShardError(f"{self.path}: holds two members named {name}; rename one, or remove the stale one")
             if not (offset >= 0 and size >= 0 and offset + size <= self._bytes):

@@ -21,12 +21,12 @@ from ds2.distributed.launcher import yield_to_rank_0
 from ds2.model.shipped import DEFAULT, default_model
 from ds2.system import UserError
 from ds2.system.files import describe_full_disk
+from ds2.system.plain import short_repr
 from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
 USER_ERROR = 2
 ALL_SETTINGS, DECODER_SETTINGS = "", "decode"  # of a Parser
-_SHOWN = 60  # characters of a refused argument
 
 
 class Parser(argparse.ArgumentParser):
@@ -243,7 +243,7 @@ class NumberArgument:
             if value in self.allowed:
                 return value
         wanted = f"{'whole ' * (self.kind is int)}{self.allowed}"
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not allowed: {wanted}")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not allowed: {wanted}")
 
     def __str__(self) -> str:
         low, high = (f"{limit:.15g}" for limit in (self.allowed.low, self.allowed.high))

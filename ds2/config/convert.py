@@ -83,11 +83,11 @@ def read_yaml(text: str) -> Any:
 @functools.cache
 def text_keys() -> frozenset[str]:
     """Return the settings that are texts or lists of texts, by dotted key."""
-    return frozenset(key for key, (_, kind) in _declared().items() if kind in (str, list[str]))
+    return frozenset(key for key, (_, kind) in declared_settings().items() if kind in (str, list[str]))
 
 
 @functools.cache
-def _declared() -> dict[str, tuple[Field[Any], Any]]:
+def declared_settings() -> dict[str, tuple[Field[Any], Any]]:
     """The declarations and types of the sections and settings, by dotted key."""
     sections = [("", Config), *((f"{field.name}.", kind) for field, kind in _fields(Config) if is_dataclass(kind))]
     return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
@@ -99,7 +99,7 @@ def to_config(composed: DictConfig) -> Config:
     Raises:
         ConfigError: an unknown key (such as Hydra's `+key=value`), a wrong type, or values that do not work together.
     """
-    known = _declared()
+    known = declared_settings()
     try:
         for key in _keys(composed):
             if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
@@ -166,7 +166,7 @@ def nearest_key(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     if leaf in _SYNONYMS:
         return _SYNONYMS[leaf]
-    known = [*_declared(), "recipe"]
+    known = [*declared_settings(), "recipe"]
     if section:  # do not suggest the section itself
         known = [other for other in known if "." in other]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
@@ -203,7 +203,7 @@ def expected(key: str, value: object) -> str:
         value: the wrong one.
     """
     name, entry, _ = key.partition("[")
-    declared, kind = _declared().get(name, (None, None))
+    declared, kind = declared_settings().get(name, (None, None))
     if declared is None or is_dataclass(kind):
         return ""
     if get_origin(kind) is list and not entry:

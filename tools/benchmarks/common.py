@@ -23,6 +23,7 @@ from ds2.data.manifest import Utterance, write_manifest
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.cuda_graph import GraphRecorder
+from ds2.system.files import write_text
 
 RATE_HZ = 16000
 _HOST_REPEATS = 50
@@ -167,8 +168,7 @@ def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
     if path is None:
         print(json.dumps(result))
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 class Table:

@@ -128,18 +128,14 @@ def in_process(recogniser: Recogniser, utterance: NoisyRecording, rules: Sequenc
 async def _vosk(socket: ClientConnection, pcm: bytes, size: int, start_s: float, rule: float) -> Segments:
     await socket.send(json.dumps({"config": {"sample_rate": RATE_HZ, "endpoints": {"after_speech_s": rule}}}))
     result = Segments([])
-    for number, piece in enumerate(_pieces(pcm, size), start=1):
+    for number, start in enumerate(range(0, len(pcm), 2 * size), start=1):
         await asyncio.sleep(max(0.0, start_s + number * size / RATE_HZ - time.perf_counter()))
-        await socket.send(piece)
+        await socket.send(pcm[start : start + 2 * size])
         answer = json.loads(await socket.recv())
         if answer.get("text"):
             result.texts.append(answer["text"])
             result.last_s = time.perf_counter() - start_s
     return result
-
-
-def _pieces(pcm: bytes, size: int) -> list[bytes]:
-    return [pcm[start : start + 2 * size] for start in range(0, len(pcm), 2 * size)]
 
 
 async def over_sockets(url: str, utterances: Sequence[NoisyRecording], rule: float) -> list[Segments]:

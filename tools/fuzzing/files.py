@@ -9,9 +9,9 @@ import math
 import random
 import tarfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -23,6 +23,7 @@ from ds2.audio.features import Features
 from ds2.audio.read import audio_info, read_audio
 from ds2.commands.compose import compose_config
 from ds2.commands.wer import read_texts
+from ds2.config.convert import declared_settings
 from ds2.config.schema import Config, DataConfig, ModelConfig
 from ds2.data.audio_cache import open_audio
 from ds2.data.check import check
@@ -99,9 +100,9 @@ def _audio(container: str, subtype: str) -> Target:
     return Target(f"audio {container.lower()} {subtype.lower()}", make, read, BYTES)
 
 
-def speech(folder: Path, count: int = 3) -> list[Utterance]:
+def speech(folder: Path) -> list[Utterance]:
     utterances = []
-    for number in range(count):
+    for number in range(3):
         path = folder / "wav" / f"speaker{number}" / f"u{number}.wav"
         path.parent.mkdir(parents=True)
         soundfile.write(path, noise(0.2, number), RATE_HZ)
@@ -230,17 +231,7 @@ def _read_tuned(folder: Path) -> Any:
     return options
 
 
-def _keys(section: type, prefix: str = "") -> Iterable[str]:
-    hints = get_type_hints(section)
-    for declared in fields(section):
-        kind = hints[declared.name]
-        if is_dataclass(kind):
-            yield from _keys(kind, f"{prefix}{declared.name}.")  # type: ignore[arg-type]
-        else:
-            yield prefix + declared.name
-
-
-KEYS = tuple(_keys(Config))
+KEYS = tuple(key for key, (_, kind) in declared_settings().items() if not is_dataclass(kind))
 
 
 def _override(draw: random.Random, content: bytes) -> bytes:

@@ -12,11 +12,10 @@ error; `died`; `hang`, longer than 30 s; `memory`, 1 GiB more than before. The e
 
 from __future__ import annotations
 
-import json
 import logging
+import multiprocessing
 import os
 import random
-import select
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -163,38 +163,33 @@ def run(target: Target, cases: int, seed: int) -> Iterator[Outcome]:
 
 
 def _forked(reader: _Reader, cases: range) -> Iterator[Outcome]:
-    source, sink = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(source)
-        _work(reader, cases, sink)
-    os.close(sink)
-    pending, case = b"", cases.start
+    context = multiprocessing.get_context("fork")
+    source, sink = context.Pipe(duplex=False)
+    child = context.Process(target=_work, args=(reader, cases, sink))
+    child.start()
+    sink.close()
+    case = cases.start
     try:
-        with os.fdopen(source, "rb", buffering=0) as results:
-            while case < cases.stop:
-                if not select.select([results], [], [], HANG_S)[0]:
-                    yield Outcome(reader.target.name, case, "?", "hang", f"over {HANG_S:g} s")
-                    return
-                part = results.read(1 << 16)
-                if not part:
-                    yield Outcome(reader.target.name, case, "?", "died", "")
-                    return
-                *lines, pending = (pending + part).split(b"\n")
-                for line in lines:
-                    outcome = Outcome(*json.loads(line))
-                    yield outcome
-                    case = outcome.case + 1
-                    if outcome.kind == "memory":
-                        return
+        while case < cases.stop:
+            if not source.poll(HANG_S):
+                yield Outcome(reader.target.name, case, "?", "hang", f"over {HANG_S:g} s")
+                return
+            try:
+                outcome: Outcome = source.recv()
+            except EOFError:
+                yield Outcome(reader.target.name, case, "?", "died")
+                return
+            yield outcome
+            case = outcome.case + 1
+            if outcome.kind == "memory":
+                return
     finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
 
 
-def _work(reader: _Reader, cases: range, sink: int) -> NoReturn:
+def _work(reader: _Reader, cases: range, sink: Connection) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders write there
     for case in cases:
-        o = reader.run(case)
-        os.write(sink, json.dumps([o.target, o.case, o.damage, o.kind, o.detail[:_SHOWN]]).encode() + b"\n")
+        sink.send(reader.run(case))
     os._exit(0)

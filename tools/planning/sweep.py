@@ -35,6 +35,8 @@ from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem, array_bytes, pass_arguments
 from torch import Tensor
 
+from ds2.system.files import read_log
+
 FRAMES, CHECKED_FRAMES, LAUNCHES = 256, 5, 2
 HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
 HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
@@ -172,17 +174,6 @@ def _build_one(text: str, arch: str) -> str:
     return f"{binary.local_bytes} B local, {binary.loss}" if binary.local_bytes or binary.loss else ""
 
 
-def read_journal(journal: Path) -> list[dict[str, Any]]:
-    """Return what was noted so far; a last line that a kill cut short is left out."""
-    entries = []
-    for line in journal.read_text().splitlines() if journal.exists() else []:
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue
-    return entries
-
-
 def finished_problems(entries: list[dict[str, Any]]) -> set[Key]:
     """Return the problems of a journal that need no more measuring."""
     return {tuple(entry["key"]) for entry in entries if "times" in entry or entry.get("hung") == "timing"}
@@ -190,7 +181,7 @@ def finished_problems(entries: list[dict[str, Any]]) -> set[Key]:
 
 def estimate(options: argparse.Namespace) -> str:
     """Return how much a sweep on a GPU of `DEVICES` has to do, its launches' time by the model; needs no GPU."""
-    facts, finished = DEVICES[options.estimate], finished_problems(read_journal(options.out.with_suffix(".journal")))
+    facts, finished = DEVICES[options.estimate], finished_problems(read_log(options.out.with_suffix(".journal")))
     sets = [choices for p in problems(options) if key_of(p) not in finished and (choices := tiles(p, facts, options))]
     every = [choice for choices in sets for choice in choices]
     kernels = len({choice.launch.source.text for choice in every})
@@ -201,7 +192,7 @@ def estimate(options: argparse.Namespace) -> str:
 def measure_all(options: argparse.Namespace, journal: Path) -> None:
     """Check and time what the journal lacks, and add it to the journal."""
     facts = device_facts(0)
-    done = read_journal(journal)
+    done = read_log(journal)
     finished = finished_problems(done)
     hung = {(*entry["key"], entry["hung"]) for entry in done if "hung" in entry}
     with journal.open("a") as file:
@@ -243,7 +234,7 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
     deadline = time.monotonic() + options.budget_s
     facts, arch = _facts_of_gpu()
     journal = options.out.with_suffix(".journal")
-    wanted, finished = set(), finished_problems(read_journal(journal))
+    wanted, finished = set(), finished_problems(read_log(journal))
     for problem in problems(options):
         if key_of(problem) not in finished:
             wanted |= {choice.launch.source.text for choice in tiles(problem, facts, options)}
@@ -268,7 +259,7 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
         child.kill()
         child.wait()
         if time.monotonic() < deadline:
-            last = (read_journal(journal) or [{}])[-1]
+            last = (read_log(journal) or [{}])[-1]
             if "key" not in last:
                 print("the measuring process fails at its start", flush=True)
                 return 1
@@ -282,7 +273,7 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> None:
     """Turn a journal into the record: names once, one problem a line."""
-    entries = read_journal(journal)
+    entries = read_log(journal)
     numbers: dict[str, int] = {}
     lines = []
     for entry in entries:

@@ -137,7 +137,7 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.Capt
     lines = [json.dumps({"key": done[0], "times": [["a", 1.0]]}), json.dumps({"key": done[1], "hung": "timing"})]
     cut = json.dumps({"key": ("lstm", True, 64, 8), "times": []})[:-4]
     (tmp_path / "a.journal").write_text("\n".join([*lines, cut]))
-    entries = sweep.read_journal(tmp_path / "a.journal")
+    entries = sweep.read_log(tmp_path / "a.journal")
     assert sweep.finished_problems(entries) == set(done) and len(entries) == 2
     assert estimated([], tmp_path / "a.json", capsys)[0] == whole[0] - 2
 
