@@ -193,13 +193,15 @@ def _worker_count(sessions: int, device: str, option: int | None) -> int:
     return max(0, min(-(-sessions // WORKER_SESSIONS), usable_cores() - 1))
 
 
-def _protocols() -> str:
+def _protocols() -> tuple[str, list[str] | None]:
+    """The protocols for the help, and those that `--root` may name: with a version in its path a client needs none."""
     try:
         from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS
     except ImportError:  # without the extra `serve` the help is shorter
-        return ""
+        return "", None
     paths = [f"{protocol.summary} at {path}" for path, protocol in PROTOCOLS.items()]
-    return ", ".join([*paths, *(protocol.summary for protocol in TCP_PROTOCOLS.values()), ""])
+    described = ", ".join([*paths, *(protocol.summary for protocol, _ in TCP_PROTOCOLS.values()), ""])
+    return described, [path[1:] for path in PROTOCOLS if not path.startswith("/v1/")]
 
 
 def _fixed_limits() -> str:
@@ -218,12 +220,13 @@ def _fixed_limits() -> str:
 
 def make_parser() -> Parser:
     """Return the parser of `ds2 serve`."""
+    protocols, roots = _protocols()
     parser = Parser(
         prog="ds2 serve",
         settings=DECODER_SETTINGS,
         usage="%(prog)s [MODEL] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="a page at / for microphone and files, /v1/audio/transcriptions as OpenAI has it, "
-        f"{_protocols()}/healthz and /metrics, all on one port; with DS2_API_KEY in the environment, "
+        f"{protocols}/healthz and /metrics, all on one port; with DS2_API_KEY in the environment, "
         "clients must send it as Authorization: Bearer KEY",
         epilog=_fixed_limits(),
     )
@@ -247,7 +250,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--root",
-        choices=["vosk", "sherpa-onnx"],
+        choices=roots,
         default="vosk",
         help="the protocol of WebSockets at /, whose clients know no path (default: vosk)",
     )

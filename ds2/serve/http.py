@@ -39,17 +39,20 @@ from ds2.serve.protocols.openai_realtime import Realtime
 from ds2.serve.protocols.openai_rest import Transcriptions
 from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 from ds2.serve.protocols.vosk import Vosk
-from ds2.serve.protocols.websocket import Client, ProtocolRoute
+from ds2.serve.protocols.websocket import Connection, ProtocolRoute
 from ds2.system.machine import short_collections
 
 log = logging.getLogger(__name__)
-PROTOCOLS: dict[str, type[Client]] = {  # WebSockets by their path
+PROTOCOLS: dict[str, type[Connection]] = {  # WebSockets by their path
     "/v1/realtime": Realtime,
     "/v1/listen": Deepgram,
     "/vosk": Vosk,
     "/sherpa-onnx": SherpaOnnx,
 }
-TCP_PROTOCOLS: dict[bytes, type[Client]] = {wyoming.FIRST_BYTE: wyoming.Wyoming}  # by the first byte of a connection
+# By the first byte of a connection: the protocol, and the class that makes WebSocket messages of the bytes.
+TCP_PROTOCOLS: dict[bytes, tuple[type[Connection], type[wyoming.EventSocket]]] = {
+    wyoming.FIRST_BYTE: (wyoming.Wyoming, wyoming.EventSocket),
+}
 _SHUTDOWN_S = 30  # for requests that are being answered
 WILDCARDS = ("", "0.0.0.0", "::")  # hosts that stand for all addresses
 _PORTS = {"http": 80, "https": 443}
@@ -71,7 +74,7 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
     rest = Transcriptions(engine, limits)
     protocols = PROTOCOLS | {"/": PROTOCOLS[f"/{limits.root}"]}
     websockets = {path: ProtocolRoute(protocol, engine, limits) for path, protocol in protocols.items()}
-    tcp = {first: ProtocolRoute(protocol, engine, limits) for first, protocol in TCP_PROTOCOLS.items()}
+    tcp = {first: (ProtocolRoute(protocol, engine, limits), kind) for first, (protocol, kind) in TCP_PROTOCOLS.items()}
     routes: list[BaseRoute] = [
         Route("/", page()),
         Route("/healthz", health),
@@ -84,7 +87,7 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
 
     async def end() -> None:
         engine.end()
-        await asyncio.gather(*(route.end() for route in [*websockets.values(), *tcp.values()]))
+        await asyncio.gather(*(route.end() for route in [*websockets.values(), *(route for route, _ in tcp.values())]))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -275,8 +278,7 @@ class HttpConnection(H11Protocol):
     A first byte of `TCP_PROTOCOLS` makes it a connection of that protocol.
     """
 
-    _is_http = False  # known from the first byte
-
+    _is_first = True  # whether no byte has come yet
     _timer: asyncio.TimerHandle | None = None
     _last: Any = None  # at the last check: the request that was answered, and whether the client took nothing
 
@@ -290,18 +292,19 @@ class HttpConnection(H11Protocol):
             self._timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        route = None if self._is_http else self.config.app.state.tcp.get(data[:1])  # type: ignore[union-attr]
-        self._is_http = True
-        if route is None:
+        protocol = self.config.app.state.tcp.get(data[:1]) if self._is_first else None  # type: ignore[union-attr]
+        self._is_first = False
+        if protocol is None:
             super().data_received(data)
             return
         self.connections.discard(self)
+        route, kind = protocol
         reader = asyncio.StreamReader(loop=self.loop)
-        serve = functools.partial(_serve_events, route, self.config.ws_max_size)
-        protocol = asyncio.StreamReaderProtocol(reader, serve, loop=self.loop)
-        self.transport.set_protocol(protocol)
-        protocol.connection_made(self.transport)
-        protocol.data_received(data)
+        serve = functools.partial(_serve_tcp, route, kind, self.config.ws_max_size)
+        streams = asyncio.StreamReaderProtocol(reader, serve, loop=self.loop)
+        self.transport.set_protocol(streams)
+        streams.connection_made(self.transport)
+        streams.data_received(data)
 
     def _start_timer(self) -> None:
         if self in self.connections:  # else it has become a WebSocket
@@ -318,10 +321,14 @@ class HttpConnection(H11Protocol):
         self._start_timer()
 
 
-async def _serve_events(
-    route: ProtocolRoute, longest: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+async def _serve_tcp(
+    route: ProtocolRoute,
+    kind: type[wyoming.EventSocket],
+    max_bytes: int,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
 ) -> None:
-    socket = wyoming.EventSocket(reader, writer, longest)
+    socket = kind(reader, writer, max_bytes)
     try:
         await route(socket.websocket)
     finally:

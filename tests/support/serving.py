@@ -50,7 +50,7 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def vosk(self) -> str:
+    def websocket(self) -> str:
         return f"ws://127.0.0.1:{self.port}/"
 
     def text(self, path: str) -> str:
@@ -134,7 +134,7 @@ async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
 
 async def texts_though_killed(server: Running, data: bytes, clients: int, pid: int) -> set[Any]:
     """The texts of clients that all sent `data` before a process was killed; None for the clients of that process."""
-    held = [await connect(server.vosk) for _ in range(clients)]
+    held = [await connect(server.websocket) for _ in range(clients)]
     for ws in held:
         await ws.send(CONFIG)
         await ws.send(data)

@@ -44,7 +44,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.serve.engine import LocalRecogniser
 from ds2.serve.http import application
 from ds2.serve.limits import Limits
-from ds2.serve.protocols.wyoming import FIRST_BYTE, EventSocket
+from ds2.serve.protocols.wyoming import FIRST_BYTE
 from ds2.system import UserError
 
 BOUNDARY = "0123456789abcdef"
@@ -211,8 +211,9 @@ def _events(folder: Path) -> Any:
         reader = asyncio.StreamReader()
         reader.feed_data((folder / "events").read_bytes())
         reader.feed_eof()
-        socket = EventSocket(reader, writer, LIMITS.message_bytes)
-        await app.state.tcp[FIRST_BYTE](socket.websocket)
+        route, kind = app.state.tcp[FIRST_BYTE]
+        socket = kind(reader, writer, LIMITS.message_bytes)
+        await route(socket.websocket)
         await socket.close()
 
     _request(folder, lambda client: client.portal.call(serve, client.app))

@@ -652,7 +652,7 @@ class _HalfSampleDropped:
         return Pcm16().accept(data)
 
 
-_CLIENT = websocket.Client
+_CONNECTION = websocket.Connection
 FAULTS: dict[str, PlantedFault] = {
     "a stream starts with the state of another": {"forgets": False},
     "the frames behind the lookahead are lost": {"finishes": False},
@@ -662,12 +662,12 @@ FAULTS: dict[str, PlantedFault] = {
         ("phrases have no bound", phrases, "_check_size", lambda *_: None),
         ("one failure in a batch fails all", sessions, "run_contained", "if len(items) == 1:\n            failed",
          "if items:\n            for one in items[1:]: failed(one, error)\n            failed"),
-        ("sessions of clients that left stay open", _CLIENT, "close_session", lambda _: None),
+        ("sessions of clients that left stay open", _CONNECTION, "close_session", lambda _: None),
         ("answers are crossed", processes, "resolve", lambda pairs: resolve(
             [(call, answer) for (call, _), (_, answer) in zip(pairs, reversed(pairs), strict=True)])),
-        ("half a sample between two messages is lost", _CLIENT, "sample_reader", _HalfSampleDropped),
-        ("a client that says nothing stays for ever", _CLIENT, "receive", "(self.limits.idle_s)", "(None)"),
-        ("a client that takes nothing stays for ever", _CLIENT, "send", "(self.limits.idle_s)", "(None)"),
+        ("half a sample between two messages is lost", _CONNECTION, "sample_reader", _HalfSampleDropped),
+        ("a client that says nothing stays for ever", _CONNECTION, "receive", "(self.limits.idle_s)", "(None)"),
+        ("a client that takes nothing stays for ever", _CONNECTION, "send", "(self.limits.idle_s)", "(None)"),
         ("a server that stops gives no last result", EngineClient, "end", lambda _: None),
         ("a server that stops interrupts a message", websocket.ProtocolRoute, "end", "client.interruptible", "client"),
     ),

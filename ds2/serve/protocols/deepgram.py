@@ -29,7 +29,7 @@ from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
-from ds2.serve.protocols.websocket import Client, SampleReader, json_object
+from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
 
 _RATE_HZ = Range(*RATES_HZ)
 _MS = Range(0, 3_600_000, above=True)
@@ -53,7 +53,7 @@ _ONLY = {  # settings with the one value that they may have
 }
 
 
-class Deepgram(Client):
+class Deepgram(Connection):
     """One connection."""
 
     summary = "Deepgram's live interface"

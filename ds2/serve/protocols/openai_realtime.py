@@ -28,7 +28,7 @@ from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.phrases import KEYWORDS
-from ds2.serve.protocols.websocket import Client, SampleReader, json_object
+from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
 
 RATE_HZ = 24000
 _FORMATS: dict[str, tuple[int, Callable[[], SampleReader]]] = {
@@ -41,7 +41,7 @@ _SILENCE_MS = Range(0, 3_600_000, above=True)
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
-class Realtime(Client):
+class Realtime(Connection):
     """One connection."""
 
     summary = "OpenAI's realtime interface (transcription)"

@@ -20,7 +20,7 @@ from ds2.decoding.hypothesis import Word
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError
-from ds2.serve.protocols.websocket import Client
+from ds2.serve.protocols.websocket import Connection
 
 _RATE_HZ = 16000
 
@@ -43,7 +43,7 @@ class Float32:
         return as_samples(samples) if len(samples) else samples
 
 
-class SherpaOnnx(Client):
+class SherpaOnnx(Connection):
     """One connection."""
 
     summary = "sherpa-onnx's WebSocket"

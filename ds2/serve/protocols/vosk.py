@@ -25,7 +25,7 @@ from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.phrases import KEYWORDS
-from ds2.serve.protocols.websocket import Client, json_object
+from ds2.serve.protocols.websocket import Connection, json_object
 
 _DEFAULT_RATE_HZ = 8000
 _RATE_HZ = Range(*RATES_HZ)
@@ -33,7 +33,7 @@ _SECONDS = Range(0, 1e9, above=True)
 _EVERYTHING_ELSE = "[unk]"  # in a phrase_list
 
 
-class Vosk(Client):
+class Vosk(Connection):
     """One connection and its settings."""
 
     summary = "Vosk's WebSocket"

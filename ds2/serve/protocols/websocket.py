@@ -40,11 +40,15 @@ class SampleReader(Protocol):
         """Take the next bytes; return the complete samples (N,) float32 in [-1, 1]."""
 
 
-class Client:
-    """One connection; each protocol derives a class that handles its messages."""
+class Connection:
+    """One client's connection; each protocol is a subclass with `handle_messages`, `send_last_result` and `refusal`.
+
+    `receive`, `accept_audio`, `flush` and `send` are what these need. Errors that they raise end the connection with
+    `refusal`; the session, which the first audio opens, is closed with the connection.
+    """
 
     summary: ClassVar[str]  # of the protocol, for `ds2 serve --help`
-    settings: SessionSettings  # of the next session
+    settings: SessionSettings  # of the next session; the subclass sets them before the first audio
     sample_reader: Callable[[], SampleReader] = Pcm16
     interruptible = False  # whether the end of the server may cancel its task: no words would be lost
 
@@ -55,11 +59,11 @@ class Client:
         self._samples: SampleReader | None = None  # made by `sample_reader` with the first audio of a session
 
     async def handle_messages(self, socket: WebSocket) -> None:
-        """Answer messages until the end of the connection."""
+        """Answer messages until `receive` returns None, or close the socket where the protocol ends the stream."""
         raise NotImplementedError
 
     async def send_last_result(self, socket: WebSocket) -> None:
-        """Send what was recognised and not sent yet, as the session ends."""
+        """Send the words of `flush`; also called when the server ends or a session has lasted too long."""
         raise NotImplementedError
 
     def refusal(self, message: str) -> dict[str, Any]:
@@ -140,56 +144,56 @@ class Client:
 class ProtocolRoute:
     """The route of a WebSocket protocol: its connections, from accept to close."""
 
-    def __init__(self, protocol: type[Client], engine: EngineClient, limits: Limits) -> None:
+    def __init__(self, protocol: type[Connection], engine: EngineClient, limits: Limits) -> None:
         self.protocol, self.engine, self.limits = protocol, engine, limits
-        self._connections: dict[asyncio.Task[Any], Client] = {}
+        self._connections: dict[asyncio.Task[Any], Connection] = {}
 
     async def end(self) -> None:
         """End all connections after the messages that they handle, and after their last results."""
-        for task, client in self._connections.items():
-            if client.interruptible:
+        for task, connection in self._connections.items():
+            if connection.interruptible:
                 task.cancel()
         while self._connections:
             await asyncio.wait(self._connections)
 
     async def __call__(self, socket: WebSocket) -> None:
         """Serve a connection to its end."""
-        client, task = self.protocol(self.engine, self.limits), asyncio.current_task()
+        connection, task = self.protocol(self.engine, self.limits), asyncio.current_task()
         assert task is not None
-        self._connections[task] = client
+        self._connections[task] = connection
         try:
             offered = socket.scope["subprotocols"]
             await socket.accept(next((name for name in _SUBPROTOCOLS if name in offered), None))
             self.limits.check_key(socket)
             try:
-                await client.handle_messages(socket)
+                await connection.handle_messages(socket)
             except SessionOverError:  # it gets its last result
-                if client.session is not None:
-                    await client.send_last_result(socket)
+                if connection.session is not None:
+                    await connection.send_last_result(socket)
                 raise
             except asyncio.CancelledError:
                 if not self.engine.ending:
                     raise
                 task.uncancel()
-                await client.send_last_result(socket)
+                await connection.send_last_result(socket)
                 await socket.close(RESTART, "the server ends")
         except (WebSocketDisconnect, RuntimeError):  # RuntimeError: a message was sent after the end of the connection
             return
         except TimeoutError:
-            await self._refuse(socket, client, f"nothing was taken for {self.limits.idle_s:g} s", TRY_LATER)
+            await self._refuse(socket, connection, f"nothing was taken for {self.limits.idle_s:g} s", TRY_LATER)
         except StatusError as error:
-            await self._refuse(socket, client, str(error), error.code)
+            await self._refuse(socket, connection, str(error), error.code)
         except UserError as error:
-            await self._refuse(socket, client, str(error), BAD_DATA)
+            await self._refuse(socket, connection, str(error), BAD_DATA)
         finally:
             del self._connections[task]
-            client.close_session()
+            connection.close_session()
 
-    async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:
+    async def _refuse(self, socket: WebSocket, connection: Connection, message: str, code: int) -> None:
         self.engine.count_refusal(str(code))
         try:
             async with asyncio.timeout(_REFUSAL_S):
-                await _send(socket, client.refusal(message))
+                await _send(socket, connection.refusal(message))
                 await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
             return  # the client has left

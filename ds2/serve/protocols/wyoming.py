@@ -25,7 +25,7 @@ from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
-from ds2.serve.protocols.websocket import Client, json_object
+from ds2.serve.protocols.websocket import Connection, json_object
 
 FIRST_BYTE = b"{"
 _RATE_HZ = Range(*RATES_HZ)
@@ -33,7 +33,7 @@ _CLOSE_S = 2.0
 _SOURCE = {"attribution": {"name": "ds2", "url": ""}, "installed": True, "version": None}
 
 
-class Wyoming(Client):
+class Wyoming(Connection):
     """One connection."""
 
     summary = "Wyoming (Home Assistant) over TCP"
@@ -123,11 +123,11 @@ class EventSocket:
 
     Args:
         reader, writer: of the connection.
-        longest: of the data and of the payload of an event, bytes.
+        max_bytes: of the data and of the payload of an event.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, longest: int) -> None:
-        self.reader, self.writer, self.longest = reader, writer, longest
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_bytes: int) -> None:
+        self.reader, self.writer, self.max_bytes = reader, writer, max_bytes
         self._accepted = False
         scope = {"type": "websocket", "path": "/", "query_string": b"", "headers": [], "subprotocols": []}
         self.websocket = WebSocket(scope, self._receive, self._send)
@@ -178,7 +178,7 @@ class EventSocket:
         length = header.get(name) or 0
         if not isinstance(length, int):
             raise BadRequestError(f"{name} is a whole number")
-        return int(check_number(length, name, Range(0, self.longest)))
+        return int(check_number(length, name, Range(0, self.max_bytes)))
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "websocket.send":

@@ -65,27 +65,29 @@ def test_vosk_tells_words_with_times_unless_they_are_not_wanted(shared: Callable
     running, data = shared(), speech(2, 1.0)
     wanted = text_alone(running.recogniser, data)
     start = config(**CONFIG)
-    first = asyncio.run(replies(running.vosk, [start, data, '{"eof" : 1}']))[-1]
+    first = asyncio.run(replies(running.websocket, [start, data, '{"eof" : 1}']))[-1]
     assert " ".join(word["word"] for word in first["result"]) == first["text"] == wanted
     assert all(word.keys() == {"conf", "end", "start", "word"} for word in first["result"])
-    without = asyncio.run(replies(running.vosk, [config(**CONFIG, words=0), data, '{"eof" : 1}']))[-1]
+    without = asyncio.run(replies(running.websocket, [config(**CONFIG, words=0), data, '{"eof" : 1}']))[-1]
     assert without == {"text": wanted}
-    late = asyncio.run(replies(running.vosk, [start, data, config(words=False), '{"eof" : 1}']))[-1]
+    late = asyncio.run(replies(running.websocket, [start, data, config(words=False), '{"eof" : 1}']))[-1]
     assert late == {"text": wanted}
 
 
 def test_a_vosk_client_may_say_its_config_again(shared: Callable[..., Running]) -> None:
     running, data = shared(), speech(3, 1.0)
     messages = [config(**CONFIG), data, '{"reset" : 1}', config(**CONFIG), data, config(**CONFIG), '{"eof" : 1}']
-    assert texts(asyncio.run(replies(running.vosk, messages))) == [text_alone(running.recogniser, data)] * 2
+    assert texts(asyncio.run(replies(running.websocket, messages))) == [text_alone(running.recogniser, data)] * 2
     for other in ({"sample_rate": 8000}, {"endpoints": {"silence_s": 1.0}}):
-        last = asyncio.run(replies(running.vosk, [config(**CONFIG), data, config(**other)]))[-1]
+        last = asyncio.run(replies(running.websocket, [config(**CONFIG), data, config(**other)]))[-1]
         assert "after the first audio" in last["error"]
 
 
 def test_vosks_word_for_anything_else_is_let_go(shared: Callable[..., Running]) -> None:
     running, data = shared("beam"), speech(4, 1.0)
-    answers = asyncio.run(replies(running.vosk, [config(**CONFIG, phrase_list=["a", "[unk]"]), data, '{"eof" : 1}']))
+    answers = asyncio.run(
+        replies(running.websocket, [config(**CONFIG, phrase_list=["a", "[unk]"]), data, '{"eof" : 1}'])
+    )
     assert texts(answers) and "error" not in answers[-1]
 
 
@@ -94,7 +96,7 @@ def test_a_session_that_runs_out_gets_its_last_words(serve: Callable[..., Runnin
     limits = {"duration_s": 1.1} if ends == "duration" else {"idle_s": 4.0}
     running, data = serve(**limits), speech(2, 1.0)
     more: list[str | bytes] = [speech(5, 0.5)] if ends == "duration" else []
-    *_, words, refusal = asyncio.run(replies(running.vosk, [config(**CONFIG), data, *more]))
+    *_, words, refusal = asyncio.run(replies(running.websocket, [config(**CONFIG), data, *more]))
     assert words["text"] == text_alone(running.recogniser, data) != ""
     assert "error" in refusal
     data = speech(2, 1.0, REALTIME_HZ)

@@ -65,7 +65,7 @@ async def together(url: str, rates_hz: list[int]) -> tuple[list[str], list[tuple
 
 def check(running: Running) -> None:
     failed: list[tuple[str, int]]
-    texts, failed = asyncio.run(together(running.vosk, list(MARKS_HZ.values()) * 2))
+    texts, failed = asyncio.run(together(running.websocket, list(MARKS_HZ.values()) * 2))
     assert texts == [text_alone(running.recogniser, speech(seed, 1.5)) for seed in range(GOOD)]
     errors = dict(zip(MARKS_HZ, failed, strict=False))
     assert errors["code"] == errors["network"] == ("this server's recogniser failed: its log says why", 1011)
@@ -105,7 +105,7 @@ def test_a_number_that_fits_nothing_is_refused_where_it_is_read(serve: Callable[
     config = f'{{"config": {{"sample_rate": {RATE_HZ}, "endpoints": {{"{rule}": {HUGE[rule]}}}}}}}'
 
     async def refused() -> dict[str, Any]:
-        async with connect(running.vosk) as ws, connect(running.vosk) as other:
+        async with connect(running.websocket) as ws, connect(running.websocket) as other:
             await other.send(CONFIG)
             await ws.send(config)
             answer: dict[str, Any] = json.loads(await ws.recv())

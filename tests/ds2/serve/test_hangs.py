@@ -87,13 +87,13 @@ def test_all_clients_of_a_recogniser_that_hangs_get_an_error(
         return failed.value.message
 
     async def all_at_once() -> list[Any]:
-        async with connect(running.vosk) as silent:  # it waits for no answer
+        async with connect(running.websocket) as silent:  # it waits for no answer
             await silent.send(CONFIG)
             await silent.send(data)
             await silent.recv()
-            hangs = asyncio.ensure_future(last_answers(running.vosk, HANGS_HZ, data))
+            hangs = asyncio.ensure_future(last_answers(running.websocket, HANGS_HZ, data))
             await asyncio.sleep(0.3)
-            others = [last_answers(running.vosk, RATE_HZ, data) for _ in range(3)]
+            others = [last_answers(running.websocket, RATE_HZ, data) for _ in range(3)]
             answers = await asyncio.gather(hangs, *others, asyncio.to_thread(upload))
             error = json.loads(await silent.recv())["error"]
             with pytest.raises(ConnectionClosed) as closed:

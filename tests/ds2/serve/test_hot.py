@@ -27,7 +27,7 @@ def wanted(running: Running, hot: HotWords | None) -> str:
 
 async def vosk(running: Running, config: dict[str, Any]) -> str:
     """The text, or the error."""
-    answer = (await answers(running.vosk, DATA, config=config))[-1]
+    answer = (await answers(running.websocket, DATA, config=config))[-1]
     return str(answer.get("error") or answer["text"])
 
 
@@ -70,7 +70,7 @@ def test_several_fields_count_together_and_an_empty_one_takes_hot_words_back(sha
     assert create(model="ds2", file=wav(DATA), prompt="cab", extra_body={"hot_words": json.dumps(orders)}).text == both
 
     async def vosk_takes_back() -> str:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             for orders in ({plain: -500.0}, {}):
                 await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, "hot_words": orders}}))
             await ws.send(DATA)

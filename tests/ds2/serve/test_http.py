@@ -11,11 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from starlette.websockets import WebSocket
 from support.serving import WAIT_S, Running, connect
 from websockets.exceptions import InvalidStatus
 
-from ds2.serve.http import Guard
+from ds2.commands.serve import make_parser
+from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS, Guard
 from ds2.serve.limits import Limits
+from ds2.serve.protocols import wyoming
+from ds2.serve.protocols.websocket import Connection
 
 PATHS = ("/", "/v1/realtime?intent=transcription")
 EVIL = "http://evil.example"
@@ -139,3 +143,37 @@ def test_metrics_ask_for_the_key_where_one_is_set(serve: Callable[..., Running])
     assert status(running.web + "/metrics", Authorization="Bearer guess") == 401
     assert status(running.web + "/metrics", Authorization="Bearer secret") == 200
     assert status(running.web + "/healthz") == 200
+
+
+class Greeting(Connection):
+    """A protocol that says hello and ends."""
+
+    summary = "greetings"
+
+    async def handle_messages(self, socket: WebSocket) -> None:
+        await self.send(socket, {"text": "hello"})
+
+
+class OtherBytes(wyoming.EventSocket):
+    """The bytes of another protocol over TCP."""
+
+    async def close(self) -> None:
+        self.writer.write(b"bye\n")
+        await super().close()
+
+
+def test_a_protocol_is_a_row_of_a_table(monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Running]) -> None:
+    monkeypatch.setitem(PROTOCOLS, "/greetings", Greeting)
+    monkeypatch.setitem(TCP_PROTOCOLS, b"!", (Greeting, OtherBytes))
+    assert make_parser().parse_args(["--root", "greetings"]).root == "greetings"
+    running = serve(root="greetings")
+
+    async def answer(path: str) -> str:
+        async with connect(running.websocket + path) as ws:
+            return str(await ws.recv())
+
+    assert json.loads(asyncio.run(answer("greetings"))) == json.loads(asyncio.run(answer(""))) == {"text": "hello"}
+    with socket.create_connection(("127.0.0.1", running.port), timeout=WAIT_S) as connection:
+        connection.sendall(b"!")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.makefile().readlines() == ['{"text": "hello"}\n', "bye\n"]

@@ -67,9 +67,9 @@ def test_sessions_of_vosk_listen_for_their_own_in_one_batch(
 
     async def together() -> list[list[dict[str, Any]]]:
         configs: list[dict[str, Any]] = [{"only_keywords": keywords} for keywords in KEYWORDS]
-        sent = [vosk(running.vosk, DATA, config=config | {"endpoints": ENDLESS}) for config in configs]
-        sent += [vosk(running.vosk, DATA, chunk=1111 * 2, config=configs[0] | {"endpoints": ENDLESS})]
-        sent += [vosk(running.vosk, DATA, config={"endpoints": ENDLESS})]
+        sent = [vosk(running.websocket, DATA, config=config | {"endpoints": ENDLESS}) for config in configs]
+        sent += [vosk(running.websocket, DATA, chunk=1111 * 2, config=configs[0] | {"endpoints": ENDLESS})]
+        sent += [vosk(running.websocket, DATA, config={"endpoints": ENDLESS})]
         return await asyncio.gather(*sent)
 
     replies = asyncio.run(together())
@@ -103,7 +103,7 @@ def test_more_false_alarms_find_more(measured: Callable[[], Running]) -> None:
         ("bcbc", {"false_alarms": "9"}, many),  # as a form has it
     ):
         config = {"only_keywords": [keyword], "endpoints": ENDLESS, **alarms}
-        assert asyncio.run(vosk(running.vosk, DATA, config=config))[-1]["result"] == words
+        assert asyncio.run(vosk(running.websocket, DATA, config=config))[-1]["result"] == words
 
 
 REFUSED = {
@@ -124,14 +124,14 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_had_is_an_error_in_the_protocol(measured: Callable[[], Running], case: str) -> None:
     (config, reason), running = REFUSED[case], measured()
-    assert reason in asyncio.run(vosk(running.vosk, DATA[:8000], config=config))[-1]["error"]
-    assert "text" in asyncio.run(vosk(running.vosk, DATA[:8000]))[-1]  # others go on
+    assert reason in asyncio.run(vosk(running.websocket, DATA[:8000], config=config))[-1]["error"]
+    assert "text" in asyncio.run(vosk(running.websocket, DATA[:8000]))[-1]  # others go on
 
 
 def test_other_searches_and_protocols_say_why(shared: Callable[..., Running], measured: Callable[[], Running]) -> None:
     config = {"only_keywords": ["a"]}
-    assert "decode.method=beam" in asyncio.run(vosk(shared("greedy").vosk, DATA, config=config))[-1]["error"]
-    assert "`ds2 lm tune`" in asyncio.run(vosk(shared("beam").vosk, DATA, config=config))[-1]["error"]
+    assert "decode.method=beam" in asyncio.run(vosk(shared("greedy").websocket, DATA, config=config))[-1]["error"]
+    assert "`ds2 lm tune`" in asyncio.run(vosk(shared("beam").websocket, DATA, config=config))[-1]["error"]
 
     async def deepgram(port: int) -> dict[str, Any]:
         query = f"encoding=linear16&sample_rate={RATE_HZ}&only_keywords=a"

@@ -28,7 +28,7 @@ def test_connections_that_ended_do_not_pile_up(serve: Callable[..., Running]) ->
     running, data = serve(), speech(3, 0.2)
 
     async def talk(ended: asyncio.Barrier) -> None:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             await ws.send(CONFIG)
             await ws.send(data)
             await ws.recv()
@@ -53,7 +53,7 @@ def test_a_connection_has_no_compressor(serve: Callable[..., Running]) -> None:
     running = serve()
 
     async def extensions() -> str | None:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             assert ws.response is not None
             return ws.response.headers.get("Sec-WebSocket-Extensions")
 

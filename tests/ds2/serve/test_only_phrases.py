@@ -29,7 +29,7 @@ def test_a_grammar_of_vosk_is_all_that_its_session_hears(shared: Callable[..., R
     async def together() -> list[list[dict[str, Any]]]:
         endless = {"silence_s": 1e6, "after_speech_s": 1e6, "longest_s": 1e6}
         configs = [{"grammar": grammar, "endpoints": endless} for grammar in grammars]
-        return await asyncio.gather(*(vosk(running.vosk, DATA, config=config) for config in configs * 2))
+        return await asyncio.gather(*(vosk(running.websocket, DATA, config=config) for config in configs * 2))
 
     replies = asyncio.run(together())
     assert [answers[-1]["text"] for answers in replies] == texts * 2
@@ -53,8 +53,8 @@ def test_a_grammar_that_cannot_be_read_is_an_error_in_the_protocol(
     shared: Callable[..., Running], grammar: Any, named: str
 ) -> None:
     running = shared("greedy")
-    assert named in asyncio.run(vosk(running.vosk, DATA, config={"grammar": grammar}))[-1]["error"]
-    assert asyncio.run(vosk(running.vosk, DATA))[-1]["text"] is not None  # others go on
+    assert named in asyncio.run(vosk(running.websocket, DATA, config={"grammar": grammar}))[-1]["error"]
+    assert asyncio.run(vosk(running.websocket, DATA))[-1]["text"] is not None  # others go on
 
 
 def test_openais_files_take_phrases(shared: Callable[..., Running]) -> None:

@@ -159,7 +159,7 @@ async def sherpa(url: str, data: bytes) -> list[dict[str, Any]]:
 def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running], root: str, method: str) -> None:
     running, data = serve(method, root=root), speech(2, 1.0)
     path = "" if root == "sherpa-onnx" else "sherpa-onnx"
-    *interim, last = asyncio.run(sherpa(running.vosk + path, data))
+    *interim, last = asyncio.run(sherpa(running.websocket + path, data))
     wanted = alone(running.recogniser, data)
     assert last["text"] == wanted.text != "" and last["is_eof"] and last["is_final"]
     assert "".join(last["tokens"]).strip() == wanted.text
@@ -167,7 +167,7 @@ def test_sherpa_onnx_clients_get_results_and_done(serve: Callable[..., Running],
     assert interim and not any(result["is_final"] for result in interim)
     assert all(len(result["timestamps"]) == len(result["tokens"]) for result in interim)
     assert any(result["timestamps"] for result in interim)
-    texts = [result["text"] for result in asyncio.run(vosk(f"{running.vosk}vosk", data)) if "text" in result]
+    texts = [result["text"] for result in asyncio.run(vosk(f"{running.websocket}vosk", data)) if "text" in result]
     assert texts == [wanted.text]
 
 
@@ -212,7 +212,7 @@ def test_sherpa_onnx_segments_are_numbered_and_timed(
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)
     monkeypatch.setattr(SherpaOnnx, "settings", replace(SherpaOnnx.settings, endpoints=START_AGAIN))
     running = shared()
-    results = asyncio.run(sherpa(f"{running.vosk}sherpa-onnx", speech(2, 2.0)))
+    results = asyncio.run(sherpa(f"{running.websocket}sherpa-onnx", speech(2, 2.0)))
     finals = [result for result in results if result["is_final"]]
     assert [result["segment"] for result in finals] == list(range(len(finals))) and len(finals) > 2
     starts = [result["start_time"] for result in finals]
@@ -232,7 +232,7 @@ def test_what_sherpa_onnx_has_not_is_an_error(shared: Callable[..., Running], me
     running = shared()
 
     async def answers() -> list[dict[str, Any]]:
-        async with connect(f"{running.vosk}sherpa-onnx") as ws:
+        async with connect(f"{running.websocket}sherpa-onnx") as ws:
             await ws.send(message)
             try:
                 return [json.loads(await ws.recv()), json.loads(await ws.recv())]
@@ -248,7 +248,7 @@ def from_vosk(running: Running, data: bytes, folder: Path) -> tuple[Any, list[di
     """Vosk's own client, and the final results that it gets for 16-bit samples; it logs all messages."""
     kind = pytest.importorskip("vosk.transcriber.transcriber").Transcriber
     client = kind.__new__(kind)  # its __init__ fetches a model, which a server's client does not use
-    client.args = SimpleNamespace(server=running.vosk, output_type="srt")
+    client.args = SimpleNamespace(server=running.websocket, output_type="srt")
     (folder / "samples").write_bytes(data)
 
     async def recognise() -> list[dict[str, Any]]:

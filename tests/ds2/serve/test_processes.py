@@ -71,7 +71,7 @@ def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:
     before = server.metric("ds2_words_total"), server.metric("ds2_latency_seconds_count")
 
     async def all_at_once() -> list[list[tuple[str, float, float]]]:
-        return await asyncio.gather(*(words(server.vosk, data) for data in sources))
+        return await asyncio.gather(*(words(server.websocket, data) for data in sources))
 
     assert asyncio.run(all_at_once()) == wanted
     until(lambda: server.metric("ds2_sessions") == 0)
@@ -124,12 +124,12 @@ def test_the_sessions_of_all_workers_together_are_limited(running: tuple[Running
     server, _ = running
 
     async def full() -> tuple[str, int]:
-        held = [await connect(server.vosk) for _ in range(40)]
+        held = [await connect(server.websocket) for _ in range(40)]
         for ws in held:
             await ws.send(bytes(200))
             await ws.recv()
         try:
-            async with connect(server.vosk) as ws:
+            async with connect(server.websocket) as ws:
                 await ws.send(bytes(200))
                 reason = json.loads(await ws.recv())["error"]
                 with pytest.raises(ConnectionClosed) as closed:
@@ -157,7 +157,9 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     assert texts == {None, text_alone(server.recogniser, data)}
     until(lambda: first not in workers.processes() and len(workers.processes()) == 2)
     until(lambda: server.metric("ds2_sessions") == 0)
-    assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
+    assert " ".join(word for word, *_ in asyncio.run(words(server.websocket, data))) == text_alone(
+        server.recogniser, data
+    )
 
 
 def test_a_stopped_worker_does_not_keep_its_server(

@@ -17,7 +17,7 @@ def test_the_client_in_the_recipe(shared: Callable[..., Running], tmp_path: Path
     soundfile.write(tmp_path / "talk.wav", samples_of(data), RATE_HZ, subtype="PCM_16")
     page = (ROOT / "docs/guide/live.md").read_text(encoding="utf-8")
     client = page.split("```python\n")[1].split("```")[0]
-    command = [sys.executable, "-c", client, str(tmp_path / "talk.wav"), running.vosk]
+    command = [sys.executable, "-c", client, str(tmp_path / "talk.wav"), running.websocket]
     lines = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout.splitlines()
     assert len(lines) == 9
     assert lines[-1] == text_alone(running.recogniser, data) != ""

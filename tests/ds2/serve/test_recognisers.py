@@ -97,7 +97,7 @@ def test_all_get_their_own_words_and_are_counted_together(running: tuple[Running
     ]
 
     async def all_at_once() -> list[list[tuple[str, float, float]]]:
-        return await asyncio.gather(*(words(server.vosk, data) for data in sources))
+        return await asyncio.gather(*(words(server.websocket, data) for data in sources))
 
     assert asyncio.run(all_at_once()) == wanted
     assert [len(children(one)) for one in children(process.pid)] == [1, 1]
@@ -116,7 +116,9 @@ def one_is_killed(server: Running, process: subprocess.Popen[str]) -> None:
     until(lambda: len(now := children(process.pid)) == 2 and first not in now and second in now)
     until(lambda: all(len(children(one)) == 1 for one in children(process.pid)))
     until(lambda: server.metric("ds2_sessions") == 0)
-    assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
+    assert " ".join(word for word, *_ in asyncio.run(words(server.websocket, data))) == text_alone(
+        server.recogniser, data
+    )
 
 
 @pytest.mark.slow
@@ -187,7 +189,7 @@ def test_all_end_with_the_process_that_began_them_and_the_next_tidies_up(
 
     async def refused() -> None:
         with pytest.raises((OSError, InvalidHandshake)):
-            await connect(server.vosk)
+            await connect(server.websocket)
 
     asyncio.run(refused())
     process.returncode = 0  # the fixture ends what has ended

@@ -80,7 +80,7 @@ def test_clients_that_misbehave_do_not_disturb_others(serve: Callable[..., Runni
         writer.close()
 
     async def sends(*messages: str | bytes) -> int:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             try:
                 for message in messages:
                     await ws.send(message)
@@ -90,7 +90,7 @@ def test_clients_that_misbehave_do_not_disturb_others(serve: Callable[..., Runni
                 return closed.rcvd.code if closed.rcvd else 0
 
     async def all_of_them() -> tuple[list[int], list[str]]:
-        async with connect(running.vosk) as first, connect(running.vosk) as second:
+        async with connect(running.websocket) as first, connect(running.websocket) as second:
             codes = asyncio.gather(
                 sends(bytes(200_000)), sends(CONFIG, "\u0000binary"), sends(CONFIG, speech(1, 0.3)), sends("{")
             )
@@ -107,12 +107,12 @@ def test_clients_that_misbehave_do_not_disturb_others(serve: Callable[..., Runni
 def test_a_client_that_is_killed_leaves_its_place(serve: Callable[..., Running]) -> None:
     running, data = serve(sessions=2), speech(6, 1.0)
     for _ in range(2):
-        killed = subprocess.run([sys.executable, "-c", DIES, running.vosk, CONFIG], timeout=WAIT_S, check=False)
+        killed = subprocess.run([sys.executable, "-c", DIES, running.websocket, CONFIG], timeout=WAIT_S, check=False)
         assert killed.returncode == -9
     until_empty(running)
 
     async def next_one() -> str:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             return await recognise_live(ws, data)
 
     assert asyncio.run(next_one()) == text_alone(running.recogniser, data)
@@ -136,7 +136,7 @@ def test_a_client_that_never_reads_is_slowed_down(serve: Callable[..., Running])
         assert sent and time.monotonic() < deadline_s  # the server took no more, or ended it
 
         async def meanwhile() -> str:
-            async with connect(running.vosk) as ws:
+            async with connect(running.websocket) as ws:
                 return await recognise_live(ws, data)
 
         assert asyncio.run(meanwhile()) == text_alone(running.recogniser, data)
@@ -226,7 +226,7 @@ def test_a_server_that_ends_tells_all_their_last_words(serve: Callable[..., Runn
     sent = threading.Barrier(2)
 
     async def speak(data: bytes, ready: asyncio.Semaphore) -> tuple[str, int]:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             await ws.send(CONFIG)
             await ws.send(data)
             texts = [json.loads(await ws.recv()).get("text")]
@@ -262,7 +262,7 @@ def test_a_server_that_ends_decodes_the_open_message_to_its_end(serve: Callable[
     assert live.segments[0].end_s < 8 and len(live.segments) > 3
 
     async def speak() -> tuple[str, int]:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, "endpoints": rules}}))
             await ws.send(data)
             decoded_s = functools.partial(running.metric, "ds2_audio_seconds_total")
@@ -283,7 +283,7 @@ def test_a_recogniser_that_fails_is_an_error_and_the_server_goes_on(
     running, data = serve(), speech(5, 1.0)
 
     async def talk() -> str:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             return await recognise_live(ws, data)
 
     def fail(sessions: object, failed: object) -> None:

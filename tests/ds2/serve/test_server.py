@@ -88,7 +88,9 @@ def test_openais_client_gets_every_format(shared: Callable[..., Running], method
 @pytest.mark.parametrize("method", ["greedy", "beam"])
 def test_a_vosk_client_gets_one_answer_a_message_and_all_words(shared: Callable[..., Running], method: str) -> None:
     running, data = shared(method), speech(2, 1.5)
-    answers = asyncio.run(vosk(running.vosk, data, chunk=4001, config={"words": True}))  # samples cut in halves too
+    answers = asyncio.run(
+        vosk(running.websocket, data, chunk=4001, config={"words": True})
+    )  # samples cut in halves too
     assert len(answers) == -(-len(data) // 4001) + 1
     assert all(answer.keys() & {"partial", "text"} for answer in answers)
     assert words_of(answers) == text_alone(running.recogniser, data)
@@ -103,10 +105,10 @@ def test_transcripts_are_logged_only_if_asked_for(
 ) -> None:
     running, data = shared(), speech(2, 1.5)
     caplog.set_level(logging.DEBUG, "ds2")
-    wanted = words_of(asyncio.run(vosk(running.vosk, data)))
+    wanted = words_of(asyncio.run(vosk(running.websocket, data)))
     assert wanted and wanted not in caplog.text
     caplog.set_level(logging.INFO, transcripts.name)
-    asyncio.run(vosk(running.vosk, data))
+    asyncio.run(vosk(running.websocket, data))
     assert wanted in caplog.text
 
 
@@ -117,7 +119,7 @@ def test_a_vosk_client_says_when_segments_end(shared: Callable[..., Running]) ->
     live.flush()
     wanted = [segment.hypothesis.text for segment in live.segments]
     assert len(wanted) > 1
-    answers = asyncio.run(vosk(running.vosk, data, chunk=3200, config={"endpoints": rules}))
+    answers = asyncio.run(vosk(running.websocket, data, chunk=3200, config={"endpoints": rules}))
     assert [answer["text"] for answer in answers if answer.get("text")] == wanted
 
 
@@ -125,7 +127,7 @@ def test_a_reset_ends_an_utterance_and_the_session_goes_on(shared: Callable[...,
     running, data = shared(), speech(3, 1.0)
 
     async def twice() -> list[str]:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ}}))
             texts = []
             for end in ('{"reset" : 1}', '{"eof" : 1}'):
@@ -148,12 +150,12 @@ def test_two_hundred_streams_get_their_own_words_while_others_misbehave(serve: C
     assert len(set(map(str, wanted))) > 50
 
     async def vanish() -> None:
-        ws = await connect(running.vosk)
+        ws = await connect(running.websocket)
         await ws.send(speech(0, 0.3))
         ws.transport.abort()
 
     async def all_at_once() -> list[list[tuple[str, float, float]]]:
-        streams = [vosk(running.vosk, data, chunk=6400, config={"words": True}) for data in sources]
+        streams = [vosk(running.websocket, data, chunk=6400, config={"words": True}) for data in sources]
         answers, _ = await asyncio.gather(asyncio.gather(*streams), asyncio.gather(*(vanish() for _ in range(5))))
         return [
             [(word["word"], word["start"], word["end"]) for answer in client for word in answer.get("result", [])]
@@ -196,7 +198,7 @@ def test_a_bad_message_is_answered_by_what_is_wrong(shared: Callable[..., Runnin
     message, reason = BAD_MESSAGES[case]
 
     async def send() -> str:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             await ws.send(message)
             error = str(json.loads(await ws.recv())["error"])
             with pytest.raises(ConnectionClosed) as closed:
@@ -212,7 +214,7 @@ def test_limits_are_named(serve: Callable[..., Running]) -> None:
     impatient = serve(idle_s=2.0)
 
     async def closes(*messages: str | bytes, running: Running = running) -> tuple[str, int]:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             reason = ""
             try:
                 for message in messages:
@@ -232,7 +234,7 @@ def test_limits_are_named(serve: Callable[..., Running]) -> None:
     assert (reason, code) == ("a session takes 1 s of audio at most: begin a new one", 1008)
 
     async def one_too_many() -> tuple[str, int]:
-        async with connect(running.vosk) as ws:
+        async with connect(running.websocket) as ws:
             await ws.send(rate)
             await ws.send(speech(1, 0.1))
             await ws.recv()
@@ -292,7 +294,7 @@ def test_a_key_is_asked_for(serve: Callable[..., Running]) -> None:
     assert running.client(key).audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.5))).text
 
     async def answer(headers: dict[str, str], *protocols: Any) -> dict[str, Any]:
-        async with connect(running.vosk, additional_headers=headers, subprotocols=protocols or None) as ws:
+        async with connect(running.websocket, additional_headers=headers, subprotocols=protocols or None) as ws:
             with contextlib.suppress(ConnectionClosed):  # refused already
                 await ws.send(speech(1, 0.1))
             reply: dict[str, Any] = json.loads(await ws.recv())
