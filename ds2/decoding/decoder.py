@@ -51,7 +51,8 @@ class Decoding(Protocol):
 class Decoder(Protocol):
     """Decodes batches of utterances, and streams.
 
-    A decoder that derives from this class needs `start` alone: it then steps one stream after the other.
+    A subclass needs `start` alone. `step`, `best` and `finish` of several decodings, which live recognition calls, then
+    take one after the other; a subclass that is faster on a batch of them overrides these.
 
     Attributes:
         hot_characters: the characters that hot words of a session may have; empty if the decoder takes no hot words.
@@ -72,7 +73,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
-        """`Decoding.step` of several decodings in one batch, whose rows are their streams in order."""
+        """`Decoding.step` of several decodings in one batch; decoding n, of one stream, gets row n of the log-probs."""
         for row, decoding in enumerate(decodings):
             decoding.step(log_probs[:, row : row + 1], lengths[row : row + 1])
 
@@ -185,7 +186,7 @@ class ChangedDecoder(Decoder):
 
 
 def batch_key(decoder: Decoder) -> tuple[int, int]:
-    """Decoders with the same key step, read and finish each other's decodings: they change what one decoder gives."""
+    """Return a key that is equal for decoders whose decodings may share a batch: those that wrap the same decoder."""
     changes = 0
     while isinstance(decoder, ChangedDecoder):
         changes, decoder = changes + 1, decoder.decoder

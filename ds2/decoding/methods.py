@@ -1,6 +1,7 @@
 """The table of decode methods: for each `decode.method` its builder and the settings that it reads.
 
-A new method needs its decoder (a module of this package), a row of `METHODS`, and its name in `DecodeConfig.method`.
+A new method needs its decoder (a module of this package, such as `greedy`), a row of `METHODS`, and its name in
+`DecodeConfig.method`.
 """
 
 from __future__ import annotations
@@ -130,11 +131,11 @@ def make_decoder(
     check_allowed(options, "decode")
     for name in ignored_options(options):
         others = ", ".join(key for key, method in METHODS.items() if name in method.options)
-        hint = f"it counts for {others}" if others else "no method has it any more"
-        log.warning("decode.%s changes nothing under decode.method=%s; %s", name, options.method, hint)
+        readers = f"{others} read it" if others else "no method reads it"
+        log.warning("decode.%s has no effect with decode.method=%s; %s", name, options.method, readers)
     row = METHODS[options.method]
     for name, needed in ({} if lm is not None else incomplete_options(options)).items():
-        log.warning("decode.%s changes nothing without %s", name, " or ".join(f"decode.{other}" for other in needed))
+        log.warning("decode.%s has no effect without %s", name, " or ".join(f"decode.{other}" for other in needed))
     if lm is None and options.lm and "lm" in row.options:
         lm = load_ngram(Path(options.lm)).check()
     second_pass = load_second_pass(options, alphabet, device) if "rescore" in row.options else None

@@ -102,7 +102,7 @@ def test_what_cannot_be_rescored_is_named(tmp_path: Path) -> None:
 
 def test_greedy_says_that_it_does_not_rescore(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_decoder(DecodeConfig(rescore="none"), CHARACTERS, 0.02, CPU)
-    assert "decode.rescore changes nothing under decode.method=greedy" in caplog.text
+    assert "decode.rescore has no effect with decode.method=greedy" in caplog.text
 
 
 @pytest.mark.gpu
