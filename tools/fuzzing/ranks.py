@@ -43,6 +43,7 @@ import torch._dynamo  # which optimizers import
 import torch.utils.tensorboard  # noqa: F401  both once, for all forked processes
 from dispatch import new_parser, parse
 from fuzzing.kills import corpus, last_output, trained, training_settings
+from fuzzing.virtual import Fault
 
 from ds2.commands.compose import compose_config
 from ds2.system.files import read_log
@@ -139,10 +140,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
     print("\n".join([f"commit {options.commit}", *(f"- {fault}" for fault in count.faults)]))
     return 1 if count.faults else 0
-
-
-class Fault(Exception):
-    """A run that differs, fails or hangs."""
 
 
 def one_run(

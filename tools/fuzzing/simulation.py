@@ -38,11 +38,10 @@ import numpy as np
 import torch
 from fuzzing.virtual import (
     Connection,
+    Fault,
     LoopSocket,
     PeerSocket,
     PlantedFault,
-    Result,
-    StuckError,
     VirtualLoop,
     planted,
     simulate,
@@ -79,10 +78,6 @@ PHRASE_S = 0.001  # that a phrase costs: as a decoder that starts
 BUSY_S, LONGEST_WORK_S = 0.1, 2.0  # the longest that the event loop may serve nobody, and that a thread may take
 STUCK_S = 3600.0  # virtual time after which a run is stuck
 ALPHABET = Alphabet(("", " ", *"abcdefgh"))
-
-
-class BrokenPromiseError(AssertionError):
-    """A run broke a promise."""
 
 
 @dataclass(eq=False)
@@ -325,14 +320,14 @@ class SimulatedClient:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise BrokenPromiseError if a promise is broken."""
+        """Raise Fault if a promise is broken."""
         if self.code is None:
             return
         if self.outcome.code is None and not self.connection.gone:
-            raise BrokenPromiseError(f"{self.outcome}: never closed")
+            raise Fault(f"{self.outcome}: never closed")
         allowed = {self.code, *self.run.excuses}
         if self.outcome.code not in allowed:
-            raise BrokenPromiseError(f"{self.outcome}: closed with another code than {sorted(allowed)}")
+            raise Fault(f"{self.outcome}: closed with another code than {sorted(allowed)}")
 
     def check_text(self, audio: Audio) -> None:
         outcome = self.outcome
@@ -340,7 +335,7 @@ class SimulatedClient:
             return
         texts = {audio.text(messages) for messages in range(outcome.answered, outcome.sent + 1)}
         if outcome.text not in texts:
-            raise BrokenPromiseError(f"{outcome}: its audio alone has {texts}")
+            raise Fault(f"{outcome}: its audio alone has {texts}")
 
 
 class VoskClient(SimulatedClient):
@@ -576,13 +571,13 @@ class Run:
         _, waiting = await asyncio.wait(tasks, timeout=STUCK_S)
         if waiting:
             outcomes = [client.outcome for client, task in zip(self.clients, served, strict=True) if task in waiting]
-            raise BrokenPromiseError(f"still waiting after an hour: {outcomes}")
+            raise Fault(f"still waiting after an hour: {outcomes}")
         await asyncio.sleep(1)
         host.cancel()
         if self.faults:
-            raise BrokenPromiseError("; ".join(self.faults))
+            raise Fault("; ".join(self.faults))
         if self.engine.metrics.registry.get_sample_value("ds2_sessions") != 0:
-            raise BrokenPromiseError("a session was never closed")
+            raise Fault("a session was never closed")
         for client in self.clients:
             client.check()
         return hashlib.sha256(repr([client.outcome for client in self.clients]).encode()).hexdigest()[:16]
@@ -619,8 +614,8 @@ class _Errors(logging.Handler):
             self.errors.append(f"{record.getMessage()}: {error!r}")
 
 
-def run_seed(seed: int, **options: bool) -> Result:
-    """Run one seed; options as `SimulatedRunner` has them."""
+def run_seed(seed: int, **options: bool) -> str:
+    """Run one seed and return its digest; options as `SimulatedRunner` has them. Raises Fault."""
     draw = random.Random(seed)
     logger, handler = logging.getLogger("ds2"), _Errors()
     logger.addHandler(handler)
@@ -633,18 +628,14 @@ def run_seed(seed: int, **options: bool) -> Result:
             silent = patch.object(Engine, "_warm_up", lambda _: None)  # builds nothing here
             with patch("time.monotonic", loop.time), spend, silent:  # chunks carry when they arrived
                 digest = runner.run(Run(loop, options).main())
-            if loop.longest_s > BUSY_S or loop.longest_work_s > LONGEST_WORK_S:
-                raise BrokenPromiseError(f"busy: event loop {loop.longest_s:.1f}, a thread {loop.longest_work_s:.1f} s")
-    except (BrokenPromiseError, StuckError) as error:
-        return Result(str(error))
-    except Exception as error:
-        return Result(f"unexpected {error!r}")
     finally:
         logger.removeHandler(handler)
     passed_s = time.process_time() - began_s
+    if loop.longest_s > BUSY_S or loop.longest_work_s > LONGEST_WORK_S:
+        raise Fault(f"busy: event loop {loop.longest_s:.1f}, a thread {loop.longest_work_s:.1f} s")
     if handler.errors or passed_s > LONGEST_S:
-        return Result(f"took {passed_s:.1f} s; in the log: {handler.errors}", digest)
-    return Result("", digest)
+        raise Fault(f"took {passed_s:.1f} s; in the log: {handler.errors}")
+    return digest
 
 
 class _HalfSampleDropped:

@@ -21,7 +21,6 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -47,8 +46,8 @@ def _plant(owner: Any, name: str, *value: Any) -> Any:
     return patch.object(owner, name, made[function.__name__])
 
 
-class StuckError(AssertionError):
-    """Tasks wait, and nothing that they could wait for will happen."""
+class Fault(Exception):
+    """A run that breaks a promise, fails or hangs."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -112,7 +111,7 @@ class _Clock(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         loop = self.loop
         if timeout is None:
-            raise StuckError("tasks wait for what will never happen")
+            raise Fault("tasks wait for what will never happen")
         loop.longest_s = max(loop.longest_s, loop.spent_s)
         loop.now_s, loop.spent_s = loop.now_s + max(timeout, loop.spent_s, 0.0), 0.0
         return []
@@ -246,18 +245,10 @@ class Connection:
         self.to_server.put_nowait({"type": "websocket.disconnect", "code": 1006})
 
 
-@dataclass(frozen=True)
-class Result:
-    """Result of one seed: what was wrong, or ''; and a digest of what happened."""
-
-    wrong: str
-    digest: str = ""
-
-
 def simulate(
     command: str,
     description: str | None,
-    run: Callable[..., Result],
+    run: Callable[..., str],
     planted_faults: Mapping[str, PlantedFault],
     arguments: Sequence[str] | None,
 ) -> int:
@@ -266,7 +257,7 @@ def simulate(
     Args:
         command: of tools/fuzz.py.
         description: what `--help` shows.
-        run: runs a seed.
+        run: runs a seed and returns a digest of what happened, or raises Fault.
         planted_faults: that it must detect.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -291,12 +282,22 @@ def simulate(
     return _print_runs(command, run, seeds, options.workers)
 
 
-def _print_faults(run: Callable[..., Result], faults: Mapping[str, PlantedFault], seeds: range) -> int:
+def _attempt(run: Callable[..., str], seed: int, **options: bool) -> tuple[str, str]:
+    """Run a seed; return what was wrong, or '', and its digest."""
+    try:
+        return "", run(seed, **options)
+    except Fault as error:
+        return str(error), ""
+    except Exception as error:
+        return f"unexpected {error!r}", ""
+
+
+def _print_faults(run: Callable[..., str], faults: Mapping[str, PlantedFault], seeds: range) -> int:
     missed = 0
     for name, fault in faults.items():
         options, began_s = fault if isinstance(fault, dict) else {}, time.monotonic()
         with nullcontext() if isinstance(fault, dict) else fault():
-            results = ((seed, run(seed, **options).wrong) for seed in seeds)
+            results = ((seed, _attempt(run, seed, **options)[0]) for seed in seeds)
             seed, wrong = next((result for result in results if result[1]), (len(seeds), ""))
         missed += not wrong
         how = f"seed {seed}: {wrong[:200]}" if wrong else f"not found in {seed} seeds"
@@ -304,15 +305,16 @@ def _print_faults(run: Callable[..., Result], faults: Mapping[str, PlantedFault]
     return 1 if missed else 0
 
 
-def _print_runs(command: str, run: Callable[..., Result], seeds: range, workers: int) -> int:
+def _print_runs(command: str, run: Callable[..., str], seeds: range, workers: int) -> int:
     began_s, digest, failed = time.monotonic(), hashlib.sha256(), 0
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        for seed, result in zip(seeds, pool.imap(run, seeds, chunksize=16), strict=True):
-            digest.update(result.digest.encode())
-            failed += bool(result.wrong)
-            if result.wrong:
+        results = pool.imap(partial(_attempt, run), seeds, chunksize=16)
+        for seed, (wrong, digest_of_run) in zip(seeds, results, strict=True):
+            digest.update(digest_of_run.encode())
+            failed += bool(wrong)
+            if wrong:
                 again = f"python tools/fuzz.py {command} --first {seed} --seeds 1"
-                print(f"seed {seed}: {result.wrong}\n  again: {again}")
+                print(f"seed {seed}: {wrong}\n  again: {again}")
     rate = len(seeds) / (time.monotonic() - began_s)
     print(f"{len(seeds)} seeds, {failed} failed, {rate:.1f} a second; digest {digest.hexdigest()[:16]}")
     return 1 if failed else 0
