@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ds2.decoding.decoder import ChangedDecoder, Decoder, SearchDecoder
 from ds2.decoding.external import CtcdecodeSearch, LexiconSearch, NativeSearch
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.postprocess import IDENTITY, SecondPass, calibrated, first_pass_options, load_second_pass
+from ds2.decoding.postprocess import IDENTITY, SecondPass, calibrated, load_second_pass
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
@@ -96,25 +96,6 @@ _NEEDS = {  # the settings one of which must be set for this one to have an effe
 }
 
 
-def ignored_options(options: DecodeConfig) -> list[str]:
-    """Return the settings that differ from their defaults and that the method does not read."""
-    read = METHODS[options.method].options | _EVERY_METHOD
-    return [name for name in _changed(options) if name not in read]
-
-
-def incomplete_options(options: DecodeConfig) -> dict[str, tuple[str, ...]]:
-    """Return the changed settings that the method reads but that have no effect, and the settings they need one of."""
-    read = METHODS[options.method].options
-    missing = {name: needed for name, needed in _NEEDS.items() if not any(getattr(options, n) for n in needed)}
-    return {name: missing[name] for name in _changed(options) if name in read and name in missing}
-
-
-def _changed(options: DecodeConfig) -> list[str]:
-    defaults = DecodeConfig()
-    names = (field.name for field in fields(options))
-    return [name for name in names if getattr(options, name) != getattr(defaults, name)]
-
-
 def make_decoder(
     options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None = None
 ) -> Decoder:
@@ -129,17 +110,22 @@ def make_decoder(
         LanguageModelError, CheckpointError: a model cannot be read or does not fit the alphabet.
     """
     check_allowed(options, "decode")
-    for name in ignored_options(options):
-        others = ", ".join(key for key, method in METHODS.items() if name in method.options)
-        readers = f"{others} read it" if others else "no method reads it"
-        log.warning("decode.%s has no effect with decode.method=%s; %s", name, options.method, readers)
-    row = METHODS[options.method]
-    for name, needed in ({} if lm is not None else incomplete_options(options)).items():
-        log.warning("decode.%s has no effect without %s", name, " or ".join(f"decode.{other}" for other in needed))
+    row, defaults = METHODS[options.method], DecodeConfig()
+    for name in [f.name for f in fields(options) if getattr(options, f.name) != getattr(defaults, f.name)]:
+        needed = () if lm is not None else _NEEDS.get(name, ())
+        if name not in row.options | _EVERY_METHOD:
+            others = ", ".join(key for key, method in METHODS.items() if name in method.options)
+            readers = f"{others} read it" if others else "no method reads it"
+            log.warning("decode.%s has no effect with decode.method=%s; %s", name, options.method, readers)
+        elif needed and not any(getattr(options, other) for other in needed):
+            missing = " or ".join(f"decode.{other}" for other in needed)
+            log.warning("decode.%s has no effect without %s", name, missing)
     if lm is None and options.lm and "lm" in row.options:
         lm = load_ngram(Path(options.lm)).check()
     second_pass = load_second_pass(options, alphabet, device) if "rescore" in row.options else None
-    decoder = row.build(DecoderInputs(first_pass_options(options), alphabet, frame_s, device, lm, second_pass))
+    if second_pass is not None:
+        options = replace(options, nbest=max(options.nbest, options.rescore_hypotheses))  # it ranks all of these
+    decoder = row.build(DecoderInputs(options, alphabet, frame_s, device, lm, second_pass))
     if tuple(options.confidence) == IDENTITY:
         return decoder
     return ChangedDecoder(decoder, partial(calibrated, calibration=options.confidence))

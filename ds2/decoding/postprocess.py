@@ -27,13 +27,6 @@ SecondPass = Callable[[Rows], Rows]
 """Maps the N best of each utterance, best first and without word times, to a shorter list in a new order."""
 
 
-def first_pass_options(options: DecodeConfig) -> DecodeConfig:
-    """Return the settings of the search, which must return all hypotheses that the second pass ranks."""
-    if not options.rescore:
-        return options
-    return replace(options, nbest=max(options.nbest, options.rescore_hypotheses))
-
-
 def load_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.device) -> SecondPass | None:
     """Load the model that `decode.rescore` names; return None if it names none.
 
@@ -92,7 +85,7 @@ _RIDGE = 1e-3
 
 
 def calibrated(hypothesis: Hypothesis, calibration: Sequence[float]) -> Hypothesis:
-    if not hypothesis.words or tuple(calibration) == IDENTITY:
+    if not hypothesis.words:
         return hypothesis
     values = calibrate(np.array([word.confidence for word in hypothesis.words]), calibration).tolist()
     words = (replace(word, confidence=value) for word, value in zip(hypothesis.words, values, strict=True))
@@ -111,19 +104,16 @@ def correct_words(reference: Sequence[str], words: Sequence[str]) -> list[bool]:
 
 
 def fit_calibration(confidences: Iterable[float], right: Iterable[bool]) -> tuple[float, float]:
-    """Fit (slope, offset) by maximum likelihood.
+    """Fit (slope, offset) by maximum likelihood; if no word is right or none is wrong, `IDENTITY`.
 
     Args:
         confidences: of recognised words, 0 to 1, of a decoder without calibration.
         right: whether each word is correct.
-
-    Raises:
-        ValueError: there are no words, or all are right, or all are wrong.
     """
     inputs = _logit(np.fromiter(confidences, np.float64))
     targets = np.fromiter(right, np.float64)
     if not 0 < targets.sum() < len(targets):
-        raise ValueError(f"{len(targets)} words, {int(targets.sum())} of them right: a calibration needs some of both")
+        return IDENTITY
     design, weights = np.stack([inputs, np.ones_like(inputs)], 1), np.zeros(2)
 
     def loss(weights: NDArray[np.float64]) -> float:

@@ -24,7 +24,7 @@ from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import BatchingConfig, DecodeConfig
 from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
-from ds2.decoding.decoder import Decoder, Decoding, Search, SearchDecoder, refuse_hot_words
+from ds2.decoding.decoder import Decoder, Search, SearchDecoder
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.decoding.keywords import keyword_decoder
 from ds2.decoding.lexicon import HotWords, LexiconError
@@ -166,11 +166,17 @@ class Recogniser(Pipeline):
             the first is the CTC blank.
 
         Raises:
-            AudioError: as `transcribe`.
+            AudioError, DecodeError: as `transcribe`.
         """
-        recorder = _Recorder()
-        transcribe_file(replace(self, decoder=recorder), audio, sample_rate_hz=sample_rate_hz)
-        return torch.cat([torch.zeros(0, len(self.alphabet)), *recorder.frames])
+        frames = [torch.zeros(0, len(self.alphabet))]
+
+        def record(log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+            frames.extend(log_probs[:length, row] for row, length in enumerate(lengths.tolist()))
+            return [[EMPTY] for _ in lengths]
+
+        decoder = SearchDecoder(record, self.alphabet, self.frame_s, times=False)
+        transcribe_file(replace(self, decoder=decoder), audio, sample_rate_hz=sample_rate_hz)
+        return torch.cat(frames)
 
     def with_decoder(self, decoder: Decoder | Callable[[Tensor], str]) -> Recogniser:
         """Return the same model with another decoder.
@@ -453,25 +459,3 @@ def _searcher(text_of: Callable[[Tensor], str], alphabet: Alphabet) -> Search:
         return [[Hypothesis(text, 0.0, tuple(alphabet.encode(text)), ())] for text in texts]
 
     return search
-
-
-class _Recorder(Decoder):
-    """A decoder that keeps the log-probs of one stream and writes nothing."""
-
-    def __init__(self) -> None:
-        self.frames: list[Tensor] = []  # (T', V) each
-
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> _Recording:
-        refuse_hot_words(hot_words)
-        return _Recording(self.frames)
-
-
-@dataclass(frozen=True)
-class _Recording(Decoding):
-    frames: list[Tensor]
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        self.frames.append(log_probs[: int(lengths[0]), 0].float().cpu().clone())
-
-    def best(self) -> list[Hypothesis]:
-        return [EMPTY]

@@ -144,7 +144,7 @@ def tune_confidence(dev: DevLogProbs, options: DecodeConfig) -> tuple[float, flo
     for [hypothesis], reference in dev.decode(replace(options, nbest=1, times=True, confidence=list(IDENTITY))):
         confidences += [word.confidence for word in hypothesis.words]
         right += correct_words(reference.split(), hypothesis.text.split())
-    return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else IDENTITY
+    return fit_calibration(confidences, right)
 
 
 @dataclass(frozen=True)
