@@ -23,12 +23,8 @@ class OpenRun:
 
     @classmethod
     def none(cls, batch: int, labels: int, device: torch.device) -> OpenRun:
-        """Return the open runs of utterances without frames."""
+        """Return what utterances without open runs have."""
         return cls(torch.zeros(batch, labels, device=device), torch.zeros(batch, dtype=torch.bool, device=device))
-
-    def cleared(self) -> OpenRun:
-        """Return the same utterances without open runs."""
-        return OpenRun(torch.zeros_like(self.log_probs), torch.zeros_like(self.exists))
 
 
 def pack(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,12 @@ def word_record(word: Word) -> dict[str, str | float]:
     return {"text": word.text, **times, "confidence": round(word.confidence, 4)}
 
 
+def measured(word: Word, after_s: float = 0.0) -> dict[str, float]:
+    """Return times and confidence of a word for JSON, by the names of OpenAI and Deepgram; times count from earlier."""
+    start, end = round(after_s + word.start_s, 3), round(after_s + word.end_s, 3)
+    return {"start": start, "end": end, "confidence": round(word.confidence, 4)}
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """One transcription of one utterance; all scores are natural logarithms.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -94,7 +95,10 @@ def srt(shown: Sequence[Cue]) -> str:
 
 def vtt(shown: Sequence[Cue]) -> str:
     """The cues as a WebVTT file."""
-    blocks = (f"{_clock(cue.start_s, '.')} --> {_clock(cue.end_s, '.')}\n{_escaped(_lines(cue))}\n" for cue in shown)
+    blocks = (
+        f"{_clock(cue.start_s, '.')} --> {_clock(cue.end_s, '.')}\n{html.escape(_lines(cue), quote=False)}\n"
+        for cue in shown
+    )
     return "\n".join(chain(["WEBVTT\n"], blocks))
 
 
@@ -107,10 +111,6 @@ def _clock(seconds: float, point: str) -> str:
     milliseconds = round(seconds * 1000)
     minutes, rest = divmod(milliseconds, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 class Interval(NamedTuple):

@@ -27,10 +27,6 @@ WORD_MARK = "\u2581"  # the first character of a piece that starts a word, as in
 _RULES = {"locale": "", "unicode": "NFC", "numbers": "", "punctuation": "keep"}  # of the normaliser, with defaults
 
 
-class NormaliseError(UserError):
-    """An invalid setting of the normaliser; the message names the setting and what to do."""
-
-
 def lower(text: str, locale: str = "") -> str:
     """Return a text in lower case; in Turkish and Azerbaijani I gives ı and İ gives i.
 
@@ -142,7 +138,7 @@ class Alphabet:
             )
         check_numbers(self.numbers)
         if self.locale and not _CODE.fullmatch(self.locale):
-            raise NormaliseError(f"alphabet.locale={self.locale!r}: use a language code such as tr, az, de or pt_BR")
+            raise AlphabetError(f"alphabet.locale={self.locale!r}: use a language code such as tr, az, de or pt_BR")
         if any("\ud800" <= character <= "\udfff" for character in "".join(self.symbols)):
             raise AlphabetError("symbols hold half of a surrogate pair, which is not a character")
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}

@@ -21,7 +21,7 @@ from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, Slots, read_labels
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, first_of_rows, join, search, split
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
-from ds2.decoding.frames import NONE, pack, pack_next
+from ds2.decoding.frames import NONE, OpenRun, pack, pack_next
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
 from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written, check_sizes
 from ds2.decoding.postprocess import SecondPass
@@ -115,7 +115,8 @@ class BatchedBeamSearch:
             return self.streams.flushed(state)
         run = state.run
         beams = search(self.fusion, state, run.log_probs[None], run.exists.long(), self.options.prune)
-        return replace(beams, run=run.cleared())
+        batch, labels = run.log_probs.shape
+        return replace(beams, run=OpenRun.none(batch, labels, run.log_probs.device))
 
     def beams(self, state: SearchState) -> Beams:
         if isinstance(state, Beams):

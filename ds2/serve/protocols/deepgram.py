@@ -24,7 +24,7 @@ from starlette.websockets import WebSocket
 from ds2.audio.read import RATES_HZ
 from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
-from ds2.decoding.hypothesis import Word
+from ds2.decoding.hypothesis import Word, measured
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
@@ -210,16 +210,7 @@ class Deepgram(Connection):
 
 
 def _words(words: Sequence[Word]) -> list[dict[str, Any]]:
-    return [
-        {
-            "word": word.text,
-            "start": round(word.start_s, 3),
-            "end": round(word.end_s, 3),
-            "confidence": round(word.confidence, 4),
-            "punctuated_word": word.text,
-        }
-        for word in words
-    ]
+    return [{"word": word.text, **measured(word), "punctuated_word": word.text} for word in words]
 
 
 def _number(text: str | None) -> float | str | None:

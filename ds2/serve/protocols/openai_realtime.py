@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket
 
 from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
-from ds2.decoding.hypothesis import Word
+from ds2.decoding.hypothesis import Word, measured
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.phrases import OTHERS
 from ds2.recognition.session import NEVER, Endpoints, Segment
@@ -141,15 +141,8 @@ class Realtime(Connection):
         await self.send(socket, _event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
 
     def _keyword(self, word: Word) -> dict[str, Any]:
-        times = {"start": round(self.cleared_s + word.start_s, 3), "end": round(self.cleared_s + word.end_s, 3)}
-        confidence = round(word.confidence, 4)
-        return {
-            "id": f"seg_{secrets.token_hex(10)}",
-            "text": word.text,
-            "speaker": "",
-            **times,
-            "confidence": confidence,
-        }
+        segment = {"id": f"seg_{secrets.token_hex(10)}", "text": word.text, "speaker": ""}
+        return {**segment, **measured(word, self.cleared_s)}
 
     async def _send_words(self, socket: WebSocket, words: Sequence[str]) -> None:
         """Send the words of the open item that are final and were not sent yet."""

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.types import Message
 
 from ds2.audio.read import audio_blocks
-from ds2.decoding.hypothesis import Word
+from ds2.decoding.hypothesis import Word, measured
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings
@@ -284,5 +284,4 @@ def _response(
 
 
 def _word(word: Word) -> dict[str, Any]:
-    times = {"start": round(word.start_s, 3), "end": round(word.end_s, 3)}
-    return {"word": word.text, **times, "confidence": round(word.confidence, 4)}  # confidence is our extension
+    return {"word": word.text, **measured(word)}  # confidence is our extension

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds2.commands.compose import compose_config
-from ds2.text.alphabet import Alphabet, AlphabetError, NormaliseError, drop_punctuation, fold, lower, upper
+from ds2.text.alphabet import Alphabet, AlphabetError, drop_punctuation, fold, lower, upper
 
 
 def alphabet(*overrides: str) -> Alphabet:
@@ -70,7 +70,7 @@ def test_rules_are_restored_from_a_model_file_and_older_files_have_defaults() ->
 def test_invalid_rules_are_refused() -> None:
     with pytest.raises(AlphabetError, match="NFC or NFKC"):
         Alphabet(("", "a"), unicode="NFX")
-    with pytest.raises(NormaliseError, match=r"alphabet\.locale='turkish': .*such as tr"):
+    with pytest.raises(AlphabetError, match=r"alphabet\.locale='turkish': .*such as tr"):
         Alphabet(("", "a"), locale="turkish")
     with pytest.raises(AlphabetError, match="keep or drop"):
         Alphabet(("", "a"), punctuation="lose")
