@@ -26,11 +26,21 @@ from support.persistent_cases import each_tile
 
 on_every_target = pytest.mark.parametrize(("device", "backend"), [on_cpu("cpu"), on_gpu("gemm"), on_gpu("persistent")])
 
-NAMES = {
-    "lstm": ("y", "h_n", "c_n", "grad_x", "grad_weight_hh", "grad_h0", "grad_c0"),
-    "gru_after": ("y", "h_n", "grad_x", "grad_weight_hh", "grad_bias_hn", "grad_h0"),
-    "gru_before": ("y", "h_n", "grad_x", "grad_weight_hh", "grad_bias_hn", "grad_h0"),
-}
+
+def has_bias(cell: str) -> bool:
+    """Whether a cell takes `bias_hn`, which `recurrence` refuses for others."""
+    return cell.startswith("gru")
+
+
+def _names(cell: str) -> tuple[str, ...]:
+    outputs = ("y", "h_n", "c_n") if GATED[cell].carries_c else ("y", "h_n")
+    bias = ("grad_bias_hn",) if has_bias(cell) else ()
+    states = ("grad_h0", "grad_c0") if GATED[cell].carries_c else ("grad_h0",)
+    return (*outputs, "grad_x", "grad_weight_hh", *bias, *states)
+
+
+NAMES = {cell: _names(cell) for cell in GATED}
+"""The outputs and gradients of each cell, in the order of `run`."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -80,7 +90,7 @@ def problem(
 
     x = draw(1, frames, batch, row.gates * hidden, device=device, dtype=dtype)
     weight_hh = draw(2, row.gates * hidden, hidden, device=device, dtype=dtype, scale=hidden**-0.5)
-    bias = None if cell == "lstm" else draw(6, hidden, device=device, dtype=dtype)
+    bias = draw(6, hidden, device=device, dtype=dtype) if has_bias(cell) else None
     c0 = state(7, wide(dtype)) if row.carries_c else None
     cotangents = [draw(4, *shape, device=device, dtype=dtype), state(5)]
     if row.carries_c:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
-from ds2_ops.recurrent.cells import CELLS, GATED
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.deferred import DeferredGradients
 from support.op_cases import CPU, CUDA, assert_same_bits, draw, ragged_lengths, relative_error
 from support.sinks import like
@@ -22,7 +22,7 @@ def call(cell: str, x: Tensor, weight_hh: Tensor, bias: Tensor | None, h0: Tenso
         return bidirectional(cell, x, weight_hh, bias, **options)
     if cell == "lstm":
         return lstm(x, weight_hh, h0, **options)[0]
-    if cell in GATED:
+    if bias is not None:
         return gru(x, weight_hh, bias, h0, reset_after=cell == "gru_after", **options)[0]
     return recurrence(x, weight_hh, h0, nonlinearity=cell, **options)[0]
 
