@@ -32,14 +32,12 @@ from ds2.inference.slots import UNBOUNDED, StreamState
 from ds2.model.acoustic import AcousticModel, NetworkWeights
 from ds2.model.convolution import ConvWeights
 from ds2.model.norm import rms_norm
-from ds2.model.recurrent import ModuleWeights, RecurrentWeights
+from ds2.model.recurrent import Carry, ModuleWeights, RecurrentWeights
 from ds2.model.structure import frames_after, operator_cell
 from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
 _UPDATE_NOTHING = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
-
-Carry = tuple[Tensor, ...]  # of a recurrent layer, (B, H) each: h, and c of an LSTM
 
 
 class BlockNetwork:
@@ -217,7 +215,7 @@ def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class ConvLevel:
-    """A convolution in a block."""
+    """A convolution as blocks run it."""
 
     conv: LibraryConv | KernelConv
     stride: int
@@ -402,7 +400,7 @@ class BlockRecurrence:
 
 
 class BlockModule:
-    """Recurrent layers, then row convolutions, and the skip around both."""
+    """A recurrent module's weights for blocks: recurrent layers, then row convolutions, and the skip around both."""
 
     def __init__(self, module: ModuleWeights, dtype: torch.dtype, backend: str) -> None:
         self.layers = [BlockRecurrence(layer, dtype, backend) for layer in module.layers]
@@ -420,7 +418,7 @@ class ModuleRun:
 
     Args:
         carries: states of its layers; after the last piece, those after the block.
-        rows: (R, N, H) what streams carry besides these; updated.
+        rows: (R, N, H) of `StreamState.rows`, those of this module; updated.
         slots: (B,) int64 of the batch.
         edges: first frames and lengths, (P, B) int32 each, of the streams in each piece; None: all frames count.
     """

@@ -27,7 +27,9 @@ from ds2.model.structure import operator_cell
 
 _RECURRENT_GAIN = 0.5
 
-Carry = tuple[Tensor, ...]  # between pieces of a batch: h (B, H), of an LSTM c too
+_TORCH_MODULES = {"lstm": nn.LSTM, "gru": nn.GRU, "gru_before": nn.GRU}  # whose weights the cells with gates have
+
+Carry = tuple[Tensor, ...]  # from frame to frame: h (B, H), of an LSTM c too
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,12 @@ class GatedRecurrentLayer(nn.Module):
 
     def __init__(self, width_in: int, config: ModelConfig) -> None:
         super().__init__()
-        make = nn.LSTM if config.cell == "lstm" else nn.GRU
+        make = _TORCH_MODULES.get(config.cell)
+        if make is None:
+            raise NotImplementedError(
+                f"model.cell={config.cell} is a cell of ds2_ops without a layer, allowed are rnn, "
+                f"{', '.join(_TORCH_MODULES)}: give it one in ds2/model/recurrent.py, see ops/README.md"
+            )
         self.operator, self.hidden, self.backend = operator_cell(config), config.hidden, config.backend
         self.dropout = UtteranceDropout(config.dropout)
         self.norm = make_norm(width_in, config)

@@ -16,11 +16,13 @@ Frames = TypeVar("Frames", int, Tensor)
 
 @dataclass(frozen=True)
 class TimeWindow:
-    """The input frames that a layer sees: output frame m sees `length` input frames from m stride - past on.
+    """The input frames that a layer sees: output frame m needs `length` input frames, from m stride - past on.
 
-    With `cached` frames in front of it, a block has as many windows as strides if length - stride <= cached < length.
-    The first of them begins at input frame -delay_in - cached of the source, which is where output frame -delay begins
-    if cached = past + delay stride - delay_in. One delay fulfils both.
+    On blocks the layer runs on the last `cached` frames of its input and the new ones. A block gives one output frame
+    for each stride of new frames, which come `delay` output frames late. Both follow from two conditions:
+
+        length - stride <= cached < length          as many windows fit as there are strides of new frames
+        cached = past + delay stride - delay_in     the first window of a stream is that of output frame -delay
 
     Attributes:
         length, past, stride: see above.

@@ -133,3 +133,8 @@ def test_bf16_autocast_keeps_products_in_bf16_and_statistics_in_float32() -> Non
     y.sum().backward()
     assert layer.weight_hh.grad is not None
     assert layer.weight_hh.grad.dtype == torch.float32
+
+
+def test_a_cell_of_the_operators_without_a_layer_is_no_gru() -> None:
+    with pytest.raises(NotImplementedError, match=r"model\.cell=new is a cell of ds2_ops without a layer"):
+        make_recurrent_layer(4, config(cell="new"))
