@@ -34,7 +34,7 @@ _BINS = 50
 
 
 class ManifestError(UserError):
-    """A manifest cannot be used; the message names file, line and reason."""
+    """A manifest cannot be used, or not so as was asked; the message says why and the way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +203,6 @@ def _seconds(record: dict[str, Any], key: str) -> float:
     return float(value)
 
 
-class SplitError(UserError):
-    """Parts that cannot be made; the message says why and the way out."""
-
-
 _GROUPS: dict[str, Callable[[Utterance], str]] = {
     "speaker": lambda u: u.speaker,
     "recording": lambda u: str(u.audio_filepath),
@@ -238,29 +234,29 @@ def split(
         by: speaker, recording (file) or utterance: unit that is not divided.
 
     Raises:
-        SplitError: unknown `by`, shares that are not positive, utterances without a speaker or a duration, or fewer
+        ManifestError: unknown `by`, shares that are not positive, utterances without a speaker or a duration, or fewer
             groups than parts.
     """
     if by not in _GROUPS:
-        raise SplitError(f"--by {by!r} is not one of {', '.join(UNITS)}")
+        raise ManifestError(f"--by {by!r} is not one of {', '.join(UNITS)}")
     if len(shares) < 2 or not all(0 < share < float("inf") for share in shares.values()):
-        raise SplitError(f"shares {dict(shares)}: two parts or more, each with a share above 0: train=0.9 dev=0.1")
+        raise ManifestError(f"shares {dict(shares)}: two parts or more, each with a share above 0: train=0.9 dev=0.1")
     groups: dict[str, list[int]] = defaultdict(list)
     for index, utterance in enumerate(utterances):
         groups[_GROUPS[by](utterance)].append(index)
     if by == "speaker" and "" in groups:
-        raise SplitError(
+        raise ManifestError(
             f"{len(groups[''])} of {len(utterances)} utterances have no speaker: write one into the manifest, or "
             "split with --by recording or --by utterance (people who speak in two parts make the WER look better)"
         )
     empty = [u.place for u in utterances if not u.duration_s]
     if empty:
-        raise SplitError(
+        raise ManifestError(
             f"{len(empty)} of {len(utterances)} utterances last 0 s, the first at {empty[0]}, but parts are shares "
             "of the audio: write their durations, or leave them out with `ds2 data filter --min-s 0.1`"
         )
     if len(groups) < len(shares):
-        raise SplitError(
+        raise ManifestError(
             f"{len(groups)} {by}s cannot make {len(shares)} parts: "
             + ("ask for fewer parts" if by == "utterance" else "split with --by utterance, or ask for fewer parts")
         )
@@ -273,10 +269,6 @@ def split(
         durations_s[part] += sum(utterances[index].duration_s for index in groups[key])
         part_of.update(dict.fromkeys(groups[key], part))
     return {name: [u for index, u in enumerate(utterances) if part_of[index] == name] for name in shares}
-
-
-class StatisticsError(UserError):
-    """Wrong conditions, or a picture that cannot be drawn; the message says why and the way out."""
 
 
 @dataclass(frozen=True)
@@ -368,20 +360,20 @@ def select(utterances: Sequence[Utterance], conditions: Conditions) -> tuple[lis
     """Return the utterances that meet all conditions, in order, and the number of others by the first failed one.
 
     Raises:
-        StatisticsError: a text condition is not a regular expression or takes over 10 s for a transcript, or no
+        ManifestError: a text condition is not a regular expression or takes over 10 s for a transcript, or no
             utterance is left.
     """
     for pattern in (conditions.text, conditions.without_text):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise StatisticsError(f"{pattern!r} is not a regular expression: {error}") from error
+            raise ManifestError(f"{pattern!r} is not a regular expression: {error}") from error
     reasons = [_reason(conditions, utterance) for utterance in utterances]
     selected = [utterance for utterance, reason in zip(utterances, reasons, strict=True) if not reason]
     dropped = Counter(filter(None, reasons))
     if not selected:
         counts = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-        raise StatisticsError(f"no utterance of {len(utterances)} meets the conditions: {counts}; relax them")
+        raise ManifestError(f"no utterance of {len(utterances)} meets the conditions: {counts}; relax them")
     return selected, dropped
 
 
@@ -389,7 +381,7 @@ def _reason(conditions: Conditions, utterance: Utterance) -> str:
     if not (conditions.text or conditions.without_text):
         return conditions.reason(utterance)
     patterns = " or ".join(repr(pattern) for pattern in (conditions.text, conditions.without_text) if pattern)
-    too_slow = StatisticsError(
+    too_slow = ManifestError(
         f"{utterance.place}: {patterns} was not matched within {_MAX_MATCH_S:g} s: a repeat within a repeat, as in "
         "(a*)*, tries the same letters again and again; write it with one repeat"
     )
@@ -401,12 +393,12 @@ def draw(utterances: Sequence[Utterance], path: Path) -> None:
     """Draw histograms of durations and of pace.
 
     Raises:
-        StatisticsError: matplotlib is not installed, or it writes no files of this suffix; none means PNG.
+        ManifestError: matplotlib is not installed, or it writes no files of this suffix; none means PNG.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise StatisticsError("a picture needs matplotlib: pip install matplotlib") from error
+        raise ManifestError("a picture needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.hist([u.duration_s for u in utterances], bins=_BINS)
@@ -415,9 +407,7 @@ def draw(utterances: Sequence[Utterance], path: Path) -> None:
     right.set(xlabel="characters a second", title="the tails are mostly wrong transcripts")
     kind, kinds = path.suffix[1:].lower() or "png", figure.canvas.get_supported_filetypes()
     if kind not in kinds:
-        raise StatisticsError(
-            f"{path}: {path.suffix} is no kind of picture: end its name in one of .{', .'.join(kinds)}"
-        )
+        raise ManifestError(f"{path}: {path.suffix} is no kind of picture: end its name in one of .{', .'.join(kinds)}")
     with atomic_file(path) as partial:
         figure.savefig(partial, dpi=150, format=kind)
 

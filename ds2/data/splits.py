@@ -20,8 +20,7 @@ from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.config.schema import AugmentConfig, ConfigError, DataConfig
 from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
-from ds2.data.manifest import Utterance, hours, read_manifests
-from ds2.system import UserError
+from ds2.data.manifest import ManifestError, Utterance, hours, read_manifests
 from ds2.system.files import write_text
 from ds2.system.plain import from_plain, parse_json
 from ds2.text.alphabet import Alphabet
@@ -29,10 +28,6 @@ from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
 log = logging.getLogger(__name__)
 _MAX_SHOWN = 20
-
-
-class CorpusError(UserError):
-    """Utterances that training cannot use; the message names them and the ways out."""
 
 
 def ensure_manifests(data: DataConfig) -> None:
@@ -78,7 +73,7 @@ def training_utterances(
     """Return the utterances of `data.train` that training can use; the others are logged and counted.
 
     Raises:
-        CorpusError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
+        ManifestError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
     """
     utterances = read_manifests(data.train)
     warn_of_other_corpus(data, utterances)
@@ -95,7 +90,7 @@ def training_utterances(
         lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused]
         if data.on_bad_utterance == "stop":
             listed = "\n".join(lines[:_MAX_SHOWN]) + ("\n  ..." if len(lines) > _MAX_SHOWN else "")
-            raise CorpusError(
+            raise ManifestError(
                 f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
                 "Correct the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
                 + (
@@ -106,7 +101,7 @@ def training_utterances(
             )
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
     if not usable:
-        raise CorpusError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
+        raise ManifestError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
     return usable
 
 

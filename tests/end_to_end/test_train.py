@@ -22,7 +22,7 @@ from support.run_log import events, losses
 from ds2.audio.read import AudioError
 from ds2.cli import main
 from ds2.config.schema import Config, ConfigError
-from ds2.data.splits import CorpusError
+from ds2.data.manifest import ManifestError
 from ds2.model.checkpoint import load_model
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.training.loop import train
@@ -224,7 +224,7 @@ def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(
     bad = tone_manifest.with_name("bad.jsonl")
     bad.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = tiny_config(f"data.train=[{bad}]")
-    with pytest.raises(CorpusError) as caught:
+    with pytest.raises(ManifestError) as caught:
         Trainer(config, Path(config.run_dir))
     for fragment in (
         "3 of 10",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.data.manifest import SplitError, Utterance, split
+from ds2.data.manifest import ManifestError, Utterance, split
 
 
 def utterances(speakers: int, each: int = 5) -> list[Utterance]:
@@ -58,11 +58,11 @@ def test_segments_of_a_recording_stay_together() -> None:
 def test_parts_that_cannot_be_made_name_the_way_out(
     speakers: int, shares: dict[str, float], by: str, message: str
 ) -> None:
-    with pytest.raises(SplitError, match=message):
+    with pytest.raises(ManifestError, match=message):
         split(utterances(speakers), shares, by=by)
 
 
 def test_utterances_without_a_speaker_are_counted() -> None:
     mixed = [*utterances(3), Utterance(Path("/x/y.wav"), 1.0, "a")]
-    with pytest.raises(SplitError, match=r"1 of 16 utterances have no speaker.*--by recording"):
+    with pytest.raises(ManifestError, match=r"1 of 16 utterances have no speaker.*--by recording"):
         split(mixed, {"train": 0.9, "dev": 0.1})
