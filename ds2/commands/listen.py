@@ -33,7 +33,7 @@ from ds2.decoding.keywords import measured_search
 from ds2.decoding.phrases import FALSE_ALARMS, OTHERS
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Live, describe_delays
+from ds2.recognition.session import LiveSession, describe_delays
 from ds2.system.signals import STOP_SIGNALS, StopHandler, handle_signals
 from ds2.system.terminal import visible
 
@@ -90,7 +90,7 @@ class _Printer:
         self.as_json, self.keywords, self.partials = as_json, keywords, sys.stderr.isatty() and not keywords
         self.words_done = 0  # of the open segment: words that were printed or are no keywords
 
-    def update(self, live: Live) -> None:
+    def update(self, live: LiveSession) -> None:
         """Print what is new."""
         if self.keywords:
             self._print_keywords(live)
@@ -106,7 +106,7 @@ class _Printer:
         if self.partials:
             print(f"\x1b[90m{visible(live.result().text)[-70:]}\x1b[0m", end="", file=sys.stderr, flush=True)
 
-    def _print_keywords(self, live: Live) -> None:
+    def _print_keywords(self, live: LiveSession) -> None:
         """Print keywords of final segments, and those of the open one that other speech follows and nothing changes."""
         while live.segments:
             self._print_phrases(live.segments.popleft().hypothesis.words[self.words_done :])

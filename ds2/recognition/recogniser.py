@@ -36,7 +36,7 @@ from ds2.inference.runner import file_block_frames, window_logits
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import default_model
 from ds2.recognition.pipeline import Pipeline
-from ds2.recognition.session import BLOCK_S, Endpoints, Live, Session
+from ds2.recognition.session import BLOCK_S, Endpoints, LiveSession, Session
 from ds2.recognition.settings import decode_settings
 from ds2.text.alphabet import Alphabet
 
@@ -234,9 +234,9 @@ class Recogniser(Pipeline):
         sample_rate_hz: int | None = None,
         endpoints: Endpoints | None = None,
         hot_words: HotWords | None = None,
-    ) -> Live:
-        """Start a live session, whose result comes in segments; arguments and errors as `Live`."""
-        return Live(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
+    ) -> LiveSession:
+        """Start a live session, whose result comes in segments; arguments and errors as `LiveSession`."""
+        return LiveSession(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
 
     @torch.inference_mode()
     def logits(

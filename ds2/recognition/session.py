@@ -186,7 +186,7 @@ class Segment:
     hypothesis: Hypothesis
 
 
-class Live(Session):
+class LiveSession(Session):
     """A live session: segments become final one by one; `result` is the hypothesis of the open segment.
 
     At an endpoint the decoder and its language model start again; the model keeps its state. Where a segment ends
@@ -306,7 +306,7 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
 
 def add_levels(blocks: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
     """Add the levels of blocks that the model runs next to the open segments of live sessions of one pipeline."""
-    lives = [(session, block) for session, block in blocks if isinstance(session, Live)]
+    lives = [(session, block) for session, block in blocks if isinstance(session, LiveSession)]
     if not lives:
         return
     live, pipeline = lives[0][0], lives[0][0].pipeline
@@ -395,9 +395,9 @@ def decode_logits(
     quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
     counts = np.array(lengths)
     counts = np.stack([counts, *quiet_at_ends(quiet, counts)])
-    ended: list[Live] = []
+    ended: list[LiveSession] = []
 
-    def update(part: Sequence[tuple[int, Live]]) -> None:
+    def update(part: Sequence[tuple[int, LiveSession]]) -> None:
         rows, lives = zip(*part, strict=True)
         rules = np.array([(r.silence_s, r.after_speech_s, r.longest_s) for r in (live.endpoints for live in lives)])
         where, pipeline = np.array([live.row for live in lives]), lives[0].pipeline
@@ -405,7 +405,7 @@ def decode_logits(
         ends = pipeline.open_segments.update(where, frames, before, after, rules.astype(float), pipeline.frame_s)
         ended.extend(live for live, end in zip(lives, ends.tolist(), strict=True) if end)
 
-    open_segments = [(row, s) for row, s in enumerate(sessions) if isinstance(s, Live) and row not in broken]
+    open_segments = [(row, s) for row, s in enumerate(sessions) if isinstance(s, LiveSession) and row not in broken]
     run_contained(open_segments, update, lambda item, error: fail(item[0], error))
     hypotheses = _by_decoder(ended, _final, failed)
     for session in ended:
@@ -437,7 +437,7 @@ def final_results(sessions: Sequence[Session]) -> list[Hypothesis]:
     return [hypotheses[id(session)] for session in sessions]
 
 
-def finish_segments(sessions: Sequence[Live], failed: Failed = raise_failure) -> None:
+def finish_segments(sessions: Sequence[LiveSession], failed: Failed = raise_failure) -> None:
     """Make the open segments of live sessions final, after `input_finished` and all blocks; sources may go on.
 
     `failed`: as for `decode_sessions`.

@@ -27,7 +27,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from ds2.decoding.hypothesis import Hypothesis, Word
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
+from ds2.recognition.session import Endpoints, LiveSession, Segment, decode_sessions, finish_segments, results
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
@@ -47,7 +47,7 @@ class SessionSettings:
     """What a client asks of a session.
 
     Attributes:
-        sample_rate_hz, endpoints, hot_words: as for `Live`.
+        sample_rate_hz, endpoints, hot_words: as for `LiveSession`.
         phrases: as `Recogniser.only_phrases` takes them; only these are recognised.
         interim_words: the open segment's results have words with times, which a beam search aligns each time.
         false_alarms: an hour; with them `phrases` are keywords, as `Recogniser.only_keywords` takes them.
@@ -91,7 +91,7 @@ class Chunk:
         in_range: see `Resampler.accept`.
     """
 
-    live: Live
+    live: LiveSession
     samples: NDArray[np.float32] | None
     deliver: Callable[[Answers], None]
     call: Any
@@ -152,7 +152,7 @@ class Engine:
         self.metrics = Metrics()
         recogniser.session().runner.prepare(limits.sessions)  # refuses a model that cannot stream
         self._warm_up()
-        self._open: set[Live] = set()
+        self._open: set[LiveSession] = set()
         self._lock = threading.Lock()  # sessions with hot words are opened in another thread
         self._turn: Sequence[Chunk] = ()  # the chunks of the present turn
 
@@ -165,7 +165,7 @@ class Engine:
         results([live])
         live.flush()
 
-    def open(self, settings: SessionSettings) -> Live:
+    def open(self, settings: SessionSettings) -> LiveSession:
         """Open a session; takes time where `settings.is_slow`.
 
         Raises:
@@ -195,7 +195,7 @@ class Engine:
         if len(self._open) >= self.max_sessions:
             raise FullError(f"all {self.max_sessions} sessions of this server are taken: try again later")
 
-    def close(self, live: Live) -> None:
+    def close(self, live: LiveSession) -> None:
         """Close a session, which may be closed already."""
         with self._lock:
             self._open.discard(live)
@@ -250,7 +250,7 @@ class Engine:
         """
         accepted = [chunk for chunk in arrived if self._accept(chunk)]
         self.metrics.audio_s.inc(sum(len(c.samples) / c.live.sample_rate_hz for c in accepted if c.samples is not None))
-        waiting, failures = [*waiting, *accepted], dict[Live, Exception]()
+        waiting, failures = [*waiting, *accepted], dict[LiveSession, Exception]()
         try:
             waiting = self._answer_finished(waiting, failures)
             batch = list(dict.fromkeys(chunk.live for chunk in waiting[: self.max_batch]))
@@ -276,7 +276,7 @@ class Engine:
             return False
         return True
 
-    def _answer_finished(self, waiting: list[Chunk], failures: dict[Live, Exception]) -> list[Chunk]:
+    def _answer_finished(self, waiting: list[Chunk], failures: dict[LiveSession, Exception]) -> list[Chunk]:
         """Answer the chunks that are decoded to their end; return the others. Adds the sessions that fail."""
         finished = {chunk.live: chunk for chunk in waiting if not chunk.live.is_ready()}
         if not finished:
@@ -302,7 +302,7 @@ class Engine:
         answered = {id(chunk) for chunk, _ in answers}
         return [chunk for chunk in waiting if id(chunk) not in answered]
 
-    def _answer_failed(self, waiting: list[Chunk], failures: dict[Live, Exception]) -> list[Chunk]:
+    def _answer_failed(self, waiting: list[Chunk], failures: dict[LiveSession, Exception]) -> list[Chunk]:
         """Answer the chunks of sessions that failed with the errors; return the others."""
         failed = [chunk for chunk in waiting if chunk.live in failures]
         if failed:
@@ -324,7 +324,7 @@ def _for_client(error: Exception) -> Exception:
     return error if isinstance(error, UserError) else BrokenError()
 
 
-def _result(live: Live, partial: Hypothesis) -> StreamResult:
+def _result(live: LiveSession, partial: Hypothesis) -> StreamResult:
     """Return what a session's client gets; final segments are returned once."""
     segments = list(live.segments)
     live.segments.clear()
@@ -474,21 +474,21 @@ class LocalRecogniser(EngineClient):
 
         chunks[0].call.get_loop().call_soon_threadsafe(end)
 
-    async def open_handle(self, settings: SessionSettings) -> Live:
+    async def open_handle(self, settings: SessionSettings) -> LiveSession:
         if self.hangs:
             raise BrokenError()
         if not settings.is_slow:
             return self.engine.open(settings)
         return await self.phrases.run(self.engine.open, settings)
 
-    def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
+    def submit(self, handle: LiveSession, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         if self.hangs:
             raise BrokenError()
         future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
         self._chunks.put(Chunk(handle, samples, _resolve_in_loops, future))
         return future
 
-    def close_handle(self, handle: Live) -> None:
+    def close_handle(self, handle: LiveSession) -> None:
         self.engine.close(handle)
 
     def count_refusal(self, reason: str) -> None:

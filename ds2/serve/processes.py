@@ -43,7 +43,7 @@ from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import LexiconError
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints, Live, Segment
+from ds2.recognition.session import Endpoints, LiveSession, Segment
 from ds2.serve.engine import Answers, Chunk, Engine, EngineClient, SessionSettings, StreamResult, resolve
 from ds2.serve.http import listen_shared, make_server
 from ds2.serve.limits import BrokenError, FullError, Limits
@@ -213,7 +213,7 @@ class WorkerLink:
         end.setblocking(False)
         self.started = False
         self._unpacker = Unpacker(TO_ENGINE)
-        self._sessions: dict[int, Live | UserError] = {}  # by the worker's number; an error if it could not be opened
+        self._sessions: dict[int, LiveSession | UserError] = {}  # by the worker's number; an error: it was not opened
         self._opening: set[int] = set()  # sessions with hot words, which another thread opens
         self._lock = threading.Lock()  # of these two
         self._sending = threading.Lock()  # of the next two
@@ -278,7 +278,7 @@ class WorkerLink:
         self, call: int, session: int, arrived_s: float, samples: NDArray[np.float32] | None, in_range: bool
     ) -> Chunk | Failure:
         live = self._sessions.get(session) or BrokenError()
-        if isinstance(live, Live):
+        if isinstance(live, LiveSession):
             return Chunk(live, samples, self.deliver, call, arrived_s, in_range)
         return Failure.of(call, live)
 
@@ -309,7 +309,7 @@ class WorkerLink:
         with self._lock:
             self._opening.discard(session)
             live = self._sessions.pop(session, None)
-        if isinstance(live, Live):
+        if isinstance(live, LiveSession):
             self.engine.close(live)
 
     def deliver(self, answers: Answers) -> None:

@@ -37,7 +37,7 @@ from websockets.asyncio.client import connect
 from ds2.audio.read import read_audio
 from ds2.config.device import resolve_device
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Live, decode_sessions, results
+from ds2.recognition.session import LiveSession, decode_sessions, results
 from ds2.system.machine import short_collections
 
 CHUNK_S = 0.2  # of audio that a client sends at once
@@ -146,7 +146,7 @@ def _next(sound: NDArray[np.float32], at: int, size: int) -> NDArray[np.float32]
     return piece if len(piece) == size else np.concatenate([piece, sound[: size - len(piece)]])
 
 
-def _decode(batch: Sequence[Live]) -> None:
+def _decode(batch: Sequence[LiveSession]) -> None:
     while any(live.is_ready() for live in batch):
         decode_sessions(batch)
     results(batch)

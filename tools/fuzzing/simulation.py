@@ -56,7 +56,7 @@ from ds2.inference.runner import BlockOutput, BlockRunner
 from ds2.model.acoustic import AcousticModel
 from ds2.recognition import session as sessions
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import NEVER, Endpoints, Live
+from ds2.recognition.session import NEVER, Endpoints, LiveSession
 from ds2.serve import engine as engines
 from ds2.serve import phrases, processes
 from ds2.serve.engine import Chunk, Engine, EngineClient, SessionSettings, StreamResult, resolve
@@ -194,10 +194,10 @@ class LocalClient(EngineClient):
         super().__init__(PhraseReader(ALPHABET, frozenset()), RATE_HZ)
         self.host = host
 
-    async def open_handle(self, settings: SessionSettings) -> Live:
+    async def open_handle(self, settings: SessionSettings) -> LiveSession:
         return self.host.engine.open(settings)
 
-    def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
+    def submit(self, handle: LiveSession, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
         self.host.chunks.append(Chunk(handle, samples, self.deliver, future))
         self.host.woken.set()
@@ -206,7 +206,7 @@ class LocalClient(EngineClient):
     def deliver(self, answers: engines.Answers) -> None:
         asyncio.get_running_loop().call_soon(resolve, [(chunk.call, answer) for chunk, answer in answers])
 
-    def close_handle(self, handle: Live) -> None:
+    def close_handle(self, handle: LiveSession) -> None:
         self.host.engine.close(handle)
 
     def count_refusal(self, reason: str) -> None:

@@ -22,7 +22,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import (
     NEVER,
     Endpoints,
-    Live,
+    LiveSession,
     Segment,
     add_levels,
     decode_logits,
@@ -48,7 +48,7 @@ def logits_of(text: str, alphabet: tuple[str, ...]) -> Tensor:
     return 20.0 * torch.nn.functional.one_hot(torch.tensor(path), len(alphabet)).float()[:, None]
 
 
-def say(live: Live, text: str, cut: int = 10) -> list[Segment]:
+def say(live: LiveSession, text: str, cut: int = 10) -> list[Segment]:
     logits = logits_of(text, live.pipeline.alphabet.symbols)
     for start in range(0, len(logits), cut):
         piece = logits[start : start + cut]
@@ -71,7 +71,7 @@ def test_a_pause_after_words_ends_a_segment_and_silence_alone_none(recogniser: R
     assert segment.start_s <= 6.0 and segment.end_s >= 6.08 + 0.8
 
 
-def talk(live: Live, text: str, sound: str, ahead: int) -> float | None:
+def talk(live: LiveSession, text: str, sound: str, ahead: int) -> float | None:
     """Seconds of audio when the first segment ends; the sound is w where words are, n noise, and the logits wait."""
     logits, draw = logits_of(text, live.pipeline.alphabet.symbols), np.random.default_rng(0)
     loudness = {"w": 0.1, "n": 0.03, "-": 0.003}

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints, Live
+from ds2.recognition.session import Endpoints, LiveSession
 from ds2.serve.http import bind, share
 from ds2.serve.limits import Limits
 from ds2.serve.processes import Workers
@@ -32,7 +32,7 @@ MARKS_HZ = {"code": 11025, "network": 22050, "decoder": 44100}  # by which the r
 class Fragile(Recogniser):
     """Gives sources that fail in a batch."""
 
-    def live(self, *, sample_rate_hz: int | None = None, **options: Any) -> Live:
+    def live(self, *, sample_rate_hz: int | None = None, **options: Any) -> LiveSession:
         live = super().live(sample_rate_hz=sample_rate_hz, **options)
         if sample_rate_hz == MARKS_HZ["code"]:
             live.endpoints = Endpoints(longest_s=10**400)  # fits no float

@@ -34,7 +34,7 @@ from websockets.exceptions import ConnectionClosed
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Live
+from ds2.recognition.session import LiveSession
 from ds2.serve.http import bind, share
 from ds2.serve.limits import Limits
 from ds2.serve.processes import Recognisers
@@ -47,7 +47,7 @@ FAILED = "this server's recogniser failed: its log says why"
 class Hanging(Recogniser):
     """A recogniser that hangs where it decodes a source of `HANGS_HZ`, as where a GPU answers no more."""
 
-    def live(self, *, sample_rate_hz: int | None = None, **options: Any) -> Live:
+    def live(self, *, sample_rate_hz: int | None = None, **options: Any) -> LiveSession:
         live = super().live(sample_rate_hz=sample_rate_hz, **options)
         if sample_rate_hz == HANGS_HZ:
             live.is_ready = functools.partial(RELEASED.wait, WAIT_S)  # type: ignore[method-assign]

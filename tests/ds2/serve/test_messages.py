@@ -14,7 +14,7 @@ import pytest
 from ds2.audio.read import AudioError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import LexiconError
-from ds2.recognition.session import NEVER, Endpoints, Live, Segment
+from ds2.recognition.session import NEVER, Endpoints, LiveSession, Segment
 from ds2.serve.engine import Chunk, Engine, SessionSettings, StreamResult
 from ds2.serve.limits import BrokenError, FullError
 from ds2.serve.phrases import PhraseReader
@@ -86,7 +86,7 @@ def test_errors_of_users_keep_their_class_and_message(kind: type[UserError]) -> 
 
 def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
     ours, theirs = socket.socketpair()
-    link, live = WorkerLink(cast(Engine, None), ours), cast(Live, None)
+    link, live = WorkerLink(cast(Engine, None), ours), cast(LiveSession, None)
     final, partial = Chunk(live, None, link.deliver, 7), Chunk(live, np.zeros(1, np.float32), link.deliver, 8)
     link.deliver([(final, RESULT)])
     assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Answer(7, RESULT)]
@@ -103,7 +103,7 @@ def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
 def test_a_worker_that_takes_no_answers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets them later, in order; one that never takes them is terminated."""
     ours, theirs = socket.socketpair()
-    link, live = WorkerLink(cast(Engine, None), ours), cast(Live, None)
+    link, live = WorkerLink(cast(Engine, None), ours), cast(LiveSession, None)
     wanted = [StreamResult([], f"{number} " + "a" * 100_000, 0, None) for number in range(20)]
     start_s = time.monotonic()
     for number, result in enumerate(wanted):
