@@ -25,18 +25,22 @@ usage: ds2 COMMAND [...]
   info [OVERRIDE...]                 layers, parameters, lookahead and memory: ds2 info model=rnn_48_skip_4
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
-  transcribe [MODEL] FILE...         audio files to text or JSON
-  serve [MODEL]                      live recognition for clients of OpenAI's interfaces and of Vosk's
-  listen [MODEL]                     the same from a microphone
+  transcribe [MODEL] FILE...         audio files to text, JSON or captions
+  serve [MODEL]                      live recognition: a page, and the protocols of OpenAI, Deepgram, Vosk, sherpa-onnx
+                                     and Wyoming
+  listen [MODEL]                     live recognition of this machine's microphone
   models [NAME]                      the models that come with ds2, and how good they are
   export MODEL --to onnx|torch       a streaming model in one file, for sherpa-onnx on phones, ONNX Runtime or torch
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe
   data import FORMAT FOLDER OUT      corpus layout to manifest
-  data split MANIFEST --out FOLDER   train, dev and test by speaker; also stats and filter
+  data stats MANIFEST...             hours, speakers, durations and pace
+  data split MANIFEST... --out DIR   train, dev and test by speaker
+  data filter MANIFEST OUT           the utterances that meet conditions
   data shards MANIFEST... FOLDER     tar files with indices (WebDataset), for corpora larger than a cache
   data alphabet MANIFEST...          the characters of transcripts as an alphabet
+  data normalise TEXT...             a text as an alphabet normalises it
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data lexicon FILE --dictionary D   pronunciations: the network writes phones, a search finds the words
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder

@@ -29,7 +29,7 @@ _SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times
 def make_parser() -> Parser:
     """Return the parser of `ds2 align`."""
     parser = Parser(prog="ds2 align", description="word times of transcripts, and doubtful transcripts")
-    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
     parser.add_argument(

@@ -74,6 +74,17 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
 
 
+def add_command(commands: Any, name: str, summary: str, **others: Any) -> Parser:
+    """Add a sub-command whose summary is in the list of commands and at the head of its own help.
+
+    Args:
+        commands: what `add_subparsers` returned.
+        others: as of `Parser`.
+    """
+    parser: Parser = commands.add_parser(name, help=summary, **{"description": summary, **others})
+    return parser
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Ends the help of an option that is a number with its default and the numbers that it allows."""
 

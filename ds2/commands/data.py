@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, real, whole, with_search_path
+from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, add_command, real, whole, with_search_path
 from ds2.commands.compose import compose_config, overridden_keys
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _add_check(commands: Any) -> None:
-    parser = commands.add_parser("check", help="read every utterance and report problems", settings=ALL_SETTINGS)
+    parser = add_command(commands, "check", "read every utterance and report problems", settings=ALL_SETTINGS)
     parser.add_argument("--all", action="store_true", help=f"print all findings, not {_SHOWN_OF_A_KIND} of each kind")
     parser.add_argument("--json", type=Path, help="also write the findings to this file")
     parser.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
@@ -117,7 +117,7 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
 
 
 def _add_prepare(commands: Any) -> None:
-    parser = commands.add_parser("prepare", help="write the manifests of a recipe", settings=ALL_SETTINGS)
+    parser = add_command(commands, "prepare", "write the manifests of a recipe", settings=ALL_SETTINGS)
     parser.add_argument(
         "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
     )
@@ -131,7 +131,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _add_import(commands: Any) -> None:
-    parser = commands.add_parser("import", help="corpus layout to manifest")
+    parser = add_command(commands, "import", "corpus layout to manifest")
     parser.add_argument("format", choices=list(FORMATS))
     parser.add_argument("folder", type=Path, help="of the corpus; for csv and deepspeech_pytorch the table itself")
     parser.add_argument("manifest", type=Path, help="JSON-lines file to write")
@@ -153,9 +153,10 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _add_pieces(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "pieces",
-        help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file",
+        "learn byte-pair pieces from the training transcripts, for alphabet.pieces_file",
         settings=ALL_SETTINGS,
     )
     parser.add_argument("output", type=Path, help="text file to write, one piece a line")
@@ -191,7 +192,7 @@ def _pieces(options: argparse.Namespace) -> None:
 
 
 def _add_export_kaldi(commands: Any) -> None:
-    parser = commands.add_parser("export-kaldi", help="manifest to Kaldi data folder")
+    parser = add_command(commands, "export-kaldi", "manifest to Kaldi data folder")
     parser.add_argument("manifest", type=Path)
     parser.add_argument("folder", type=Path)
     parser.set_defaults(run=_export_kaldi)
@@ -203,7 +204,7 @@ def _export_kaldi(options: argparse.Namespace) -> None:
 
 
 def _add_split(commands: Any) -> None:
-    parser = commands.add_parser("split", help="split manifests into train, dev and test, no speaker in two of them")
+    parser = add_command(commands, "split", "split manifests into train, dev and test, no speaker in two of them")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl, dev.jsonl, ...")
     parser.add_argument(
@@ -245,7 +246,7 @@ def _split(options: argparse.Namespace) -> None:
 
 
 def _add_stats(commands: Any) -> None:
-    parser = commands.add_parser("stats", help="hours, speakers, durations and pace of manifests")
+    parser = add_command(commands, "stats", "hours, speakers, durations and pace of manifests")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--picture", type=Path, help="histograms of durations and pace (needs matplotlib)")
@@ -265,7 +266,7 @@ def _stats(options: argparse.Namespace) -> None:
 
 
 def _add_filter(commands: Any) -> None:
-    parser = commands.add_parser("filter", help="the utterances of a manifest that meet conditions")
+    parser = add_command(commands, "filter", "the utterances of a manifest that meet conditions")
     parser.add_argument("manifest", type=Path)
     parser.add_argument("output", type=Path)
     for name, what in (("s", "seconds"), ("pace", "characters a second")):
@@ -296,13 +297,13 @@ def _filter(options: argparse.Namespace) -> None:
 
 
 def _add_shards(commands: Any) -> None:
-    parser = commands.add_parser("shards", help="manifests to tar files with indices, for corpora larger than a cache")
+    parser = add_command(commands, "shards", "manifests to tar files with indices, for corpora larger than a cache")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
     rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
-    parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
+    parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz: data.sample_rate_hz")
     add_channel(parser)
-    parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half (1000)")
+    parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half")
     parser.add_argument("--skip-bad", action="store_true", help="leave out utterances that cannot be read")
     parser.set_defaults(run=_shards)
 
@@ -329,10 +330,11 @@ def _shards(options: argparse.Namespace) -> None:
 
 
 def _add_alphabet(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "alphabet",
+        "the alphabet of manifests' transcripts, ready for conf/alphabet/",
         usage="%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]",
-        help="the alphabet of manifests' transcripts, ready for conf/alphabet/",
     )
     parser.add_argument("arguments", nargs="+", metavar="MANIFEST", help="manifests; alphabet.KEY=VALUE normalises")
     parser.add_argument("--out", type=Path, help="my_conf/alphabet/NAME.yaml, for --config-dir my_conf alphabet=NAME")
@@ -389,10 +391,11 @@ def _alphabet(options: argparse.Namespace) -> None:
 
 
 def _add_normalise(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "normalise",
+        "show a text as an alphabet normalises it: ds2 data normalise 'in 1995' alphabet=english_text",
         usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
-        help="show a text as an alphabet normalises it: ds2 data normalise 'in 1995' alphabet=english_text",
     )
     parser.add_argument("arguments", nargs="+", metavar="TEXT", help="texts; - reads lines from standard input")
     parser.set_defaults(run=_normalise)
@@ -420,11 +423,13 @@ def _normalise(options: argparse.Namespace) -> int:
 
 
 def _add_lexicon(commands: Any) -> None:
-    parser = commands.add_parser(
-        "lexicon", help="pronunciations of the words of texts and language models, for alphabet.lexicon"
+    parser = add_command(
+        commands, "lexicon", "pronunciations of the words of texts and language models, for alphabet.lexicon"
     )
     parser.add_argument("output", type=Path, help="file to write in the format of CMUdict")
-    parser.add_argument("--dictionary", type=Path, required=True, help="pronunciations in that format, such as CMUdict")
+    parser.add_argument(
+        "--dictionary", type=Path, required=True, help="pronunciations in that format, or a model of phones, as english"
+    )
     parser.add_argument(
         "--words", type=Path, nargs="+", default=[], metavar="FILE",
         help="texts and manifests whose words are needed, and word models (.lm, .arpa); none: the whole dictionary",
@@ -438,7 +443,11 @@ def _add_lexicon(commands: Any) -> None:
 
 def _lexicon(options: argparse.Namespace) -> None:
     from ds2.lm.letters_to_phones import LettersToPhones  # imported late: the other data commands need no torch
+    from ds2.model.checkpoint import find_model
+    from ds2.model.shipped import folder_of
 
+    if folder_of(options.dictionary).is_dir():  # a run folder or a name of `ds2 models`
+        options.dictionary = find_model(options.dictionary)
     check_writable(options.output, inputs=[options.dictionary, *options.words])
     missing = [str(path) for path in options.words if not path.is_file()]
     if missing:

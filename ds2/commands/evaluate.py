@@ -146,7 +146,7 @@ def make_parser() -> Parser:
         usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
     )
-    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
     parser.add_argument("manifests", type=Path, nargs="*", default=[], help="default: data.test of the model's config")
     parser.add_argument(
         "--out",

@@ -67,7 +67,7 @@ def make_parser() -> Parser:
         prog="ds2 export",
         description="one file that needs no ds2: its inputs, outputs and states are described in docs/guide/export.md",
     )
-    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
     parser.add_argument("--to", required=True, choices=["onnx", "torch"])
     parser.add_argument(
         "--out",

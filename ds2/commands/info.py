@@ -129,9 +129,9 @@ def contents(loaded: LoadedModel) -> str:
     rules += [f"{key} {value}" for key, value in alphabet.rules().items()]
     if alphabet.replace:
         rules.append(f"{len(alphabet.replace)} replacements")
-    labels = (
-        [repr(symbol) for symbol in alphabet.symbols[1:]] if alphabet.has_pieces else [repr("".join(alphabet.symbols))]
-    )
+    symbols = alphabet.symbols[1:]
+    whole = alphabet.has_pieces or any(len(symbol) > 1 for symbol in symbols)  # pieces, phones
+    labels = [repr(symbol) for symbol in symbols] if whole else [repr("".join(symbols))]
     shown = " ".join(labels[:_LABELS_SHOWN]) + (" ..." if len(labels) > _LABELS_SHOWN else "")
     features, data = config.features, config.data
     rows = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds2.commands.common import DECODER_SETTINGS, NumberArgument, Parser, manifests_of, real, whole
+from ds2.commands.common import DECODER_SETTINGS, NumberArgument, Parser, add_command, manifests_of, real, whole
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import COUNT, KEY, UNLIMITED
 from ds2.config.convert import setting_comments
@@ -361,7 +361,7 @@ def _grid_help(axis: int) -> str:
 
 
 def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
-    build = commands.add_parser("build", help="estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
+    build = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
     build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
     build.add_argument("--arpa", type=Path, help="also write this ARPA file")
@@ -382,7 +382,7 @@ def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
-    command = commands.add_parser("train", help="fit a recurrent model to texts, for decode.rescore")
+    command = add_command(commands, "train", "fit a recurrent model to texts, for decode.rescore")
     command.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
     command.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
     command.set_defaults(run=_train)
@@ -441,7 +441,7 @@ def _add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
         "decode.label_min_log_prob and decode.unknown_score stay as the model's config or the command line has them.",
     )
-    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
     parser.add_argument("lm", type=Path, help="binary or ARPA")
     parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
     parser.add_argument("--alphas", type=_range, help=_grid_help(0))
@@ -461,18 +461,18 @@ def make_parser() -> Parser:
 
     _add_train(commands)
 
-    convert = commands.add_parser("convert", help="an ARPA file of any tool to the compact binary, or back")
+    convert = add_command(commands, "convert", "an ARPA file of any tool to the compact binary, or back")
     convert.add_argument("lm", type=Path, help="binary or ARPA")
     convert.add_argument("output", type=Path, help="ARPA where the name ends in .arpa, else binary")
     convert.set_defaults(run=_convert)
 
-    ppl = commands.add_parser("ppl", help="perplexity and OOV rate of texts")
+    ppl = add_command(commands, "ppl", "perplexity and OOV rate of texts")
     ppl.add_argument("lm", type=Path, help="binary, ARPA or, ending in .safetensors, a recurrent model")
     ppl.add_argument("text", type=Path, nargs="+")
     ppl.set_defaults(run=_ppl)
     _add_unknown(ppl)
 
-    query = commands.add_parser("query", help="natural-log probability of each sentence on standard input, by token")
+    query = add_command(commands, "query", "natural-log probability of each sentence on standard input, by token")
     query.add_argument("lm", type=Path, help="binary or ARPA")
     query.set_defaults(run=_query)
 

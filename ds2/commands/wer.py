@@ -67,6 +67,8 @@ def _score(args: argparse.Namespace) -> None:
         texts, absent = match_texts(references, hypotheses, path, missing=args.missing)
         if absent:
             print(f"{path}: {len(absent)} missing hypotheses count as empty: {first_names(absent)}", file=sys.stderr)
+        if not args.lower:
+            _warn_of_case(references, texts, path)
         prepare = str.lower if args.lower else str
         spoken, recognised = [prepare(line.text) for line in references.values()], list(map(prepare, texts))
         reports.append(corpus_report(spoken, recognised, names=names, speakers=speakers))
@@ -91,6 +93,16 @@ def _score(args: argparse.Namespace) -> None:
         facts = {"references": str(args.references), "hypotheses": str(args.hypotheses)}
         write_report(report, args.out, f"{args.hypotheses} against {args.references}", facts)
         print(f"\nreport: {args.out}")
+
+
+def _warn_of_case(references: dict[str, TextLine], hypotheses: Sequence[str], path: Path) -> None:
+    spoken, recognised = " ".join(line.text for line in references.values()), " ".join(hypotheses)
+    if recognised and spoken != spoken.lower() and recognised == recognised.lower():
+        print(
+            f"the references have capitals, {path} has none: words that differ in case count as errors; compare in "
+            "lower case with --lower, or with the references of `ds2 evaluate`, the `text` of its hypotheses.jsonl",
+            file=sys.stderr,
+        )
 
 
 def make_parser() -> Parser:

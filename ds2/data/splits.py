@@ -182,8 +182,9 @@ def report_changes(path: Path, utterances: Sequence[Utterance], report: Callable
 
     Args:
         path: of the record, JSON; it need not exist.
-        report: takes one line: what changed, that nothing changed, or that there is nothing to compare with. Called
-            before the record is written: a process that is killed between the two leaves it to the next start.
+        report: takes one line: what changed, that nothing changed, or that the record is damaged; not called where
+            there is none. Called before the record is written: a process that is killed between the two leaves it to
+            the next start.
 
     Raises:
         OSError: the record cannot be written.
@@ -191,8 +192,10 @@ def report_changes(path: Path, utterances: Sequence[Utterance], report: Callable
     now = _record(utterances)
     try:
         before = from_plain(_Record, parse_json(path.read_bytes()), path.name)
+    except FileNotFoundError:
+        pass  # the first start
     except (OSError, ValueError):
-        report("corpus: no record of an earlier start to compare with")
+        report(f"corpus: {path}, its record of the last start, cannot be read, so changes since then are unknown")
     else:
         report(f"corpus since the last start: {_difference(before, now)}")
     write_text(path, json.dumps(now))

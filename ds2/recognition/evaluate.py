@@ -279,7 +279,7 @@ def robustness(
 
 def robustness_table(reports: Sequence[tuple[str, Report]]) -> str:
     """The reports as a Markdown table with WER ratios to the first, which is the clean one."""
-    lines = ["| condition | WER (95 %) | CER | beside clean |", "|---|---|---|---|"]
+    lines = ["| condition | WER (95 %) | CER | WER / clean WER |", "|---|---|---|---|"]
     clean = reports[0][1].wer
     for name, report in reports:
         interval = f"{100 * report.interval.low:.2f} .. {100 * report.interval.high:.2f}"

@@ -158,3 +158,14 @@ def test_help_of_the_server_shows_all_limits(capsys: pytest.CaptureFixture[str])
         assert f"(default {default:g}, " in about[:250], option
     assert f"an upload has {limits.upload_bytes >> 20} MiB at most" in text
     assert f"a message of a WebSocket {limits.message_bytes >> 20} MiB" in text
+
+
+@pytest.mark.parametrize("words", ["data check", "data alphabet", "lm ppl"])
+def test_help_of_a_sub_command_says_what_it_does(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    group, name = words.split()
+    with pytest.raises(SystemExit):
+        main([group, "--help"])
+    summary = capsys.readouterr().out.split(f"    {name} ")[1].split("\n")[0].strip()
+    with pytest.raises(SystemExit):
+        main([group, name, "--help"])
+    assert summary in " ".join(capsys.readouterr().out.split("options:")[0].split())

@@ -85,3 +85,8 @@ def test_the_delay_of_final_text_is_named(make_model: Callable[..., Path], capsy
     )
     assert main(["info", "model=rnn_small", "model.bidirectional=true", "model.max_lookahead_ms=0"]) == 0
     assert "live        needs a unidirectional model" in capsys.readouterr().out
+
+
+def test_phones_are_named_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "english"]) == 0
+    assert "40 with the blank: 'AA' 'AE' 'AH'" in capsys.readouterr().out

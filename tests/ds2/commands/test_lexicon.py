@@ -71,3 +71,11 @@ def test_missing_and_useless_files_are_refused(
         command = ["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(tmp_path / words)]
         assert main(command) == 2
         assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_a_shipped_model_of_phones_is_a_dictionary(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text.write_text("hello pegrenne\n", encoding="utf-8")
+    out = text.parent / "lexicon.txt"
+    assert main(["data", "lexicon", str(out), "--dictionary", "english", "--words", str(text)]) == 0
+    assert "guessed: pegrenne" in capsys.readouterr().out
+    assert "hello HH" in out.read_text(encoding="utf-8")

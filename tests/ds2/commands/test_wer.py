@@ -186,3 +186,16 @@ def test_fold_scores_again_without_case_and_punctuation(tmp_path: Path, capsys: 
     assert cli.main(["wer", str(tmp_path / "ref.txt"), str(tmp_path / "hyp.txt"), "--fold"]) == 0
     shown = capsys.readouterr().out
     assert "%WER 100.00 [ 2 / 2" in shown and "%WER 0.00 [ 0 / 2" in shown.partition("without case")[2]
+
+
+def test_references_with_capitals_and_hypotheses_without_are_pointed_out(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capitals, lower = write("capitals.txt", "YES SIR\n"), write("lower.txt", "yes sir\n")
+    for arguments, warned in (
+        ((capitals, lower), True),
+        ((capitals, lower, "--lower"), False),
+        ((lower, lower), False),
+    ):
+        assert cli.main(["wer", *map(str, arguments)]) == 0
+        assert ("--lower" in capsys.readouterr().err) == warned
