@@ -23,7 +23,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, suppress
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -81,9 +80,7 @@ class CacheWriter:
     def __enter__(self) -> CacheWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write index and header, unless an error ended the block, and close the file."""
         with self._lock:
             self._closed = True

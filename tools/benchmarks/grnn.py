@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ds2_ops
@@ -39,16 +38,8 @@ Call = Callable[[], object]
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Stack:
-    """One of the paper's two models (section 8.5): LSTM layers whose input has their width."""
-
-    layers: int
-    hidden: int
-    frames: int
-
-
-STACKS = {"classifier": Stack(2, 256, 20), "language model": Stack(3, 128, 100)}
+# The paper's two models (section 8.5), LSTM layers whose input has their width: layers, hidden, frames.
+STACKS = {"classifier": (2, 256, 20), "language model": (3, 128, 100)}
 
 
 def ms(call: Call, device: torch.device, budget_s: float) -> float | str:
@@ -110,20 +101,20 @@ def figure_15(options: argparse.Namespace, device: torch.device) -> list[Row]:
     columns = {"model": "{model}", "B": "{batch}", "ours": "{ours}", "cuDNN bf16": "{torch_bfloat16}"}
     table = Table(columns | {"cuDNN fp16": "{torch_float16}", "CPU, torch": "{cpu_torch}", "error": "{error:.1e}"})
     rows = []
-    for (name, stack), batch in itertools.product(STACKS.items(), options.batch):
+    for (name, (layers, hidden, frames)), batch in itertools.product(STACKS.items(), options.batch):
         row: Row = {"model": name, "batch": batch}
         torch.manual_seed(0)
-        cpu_peer = nn.LSTM(stack.hidden, stack.hidden, stack.layers)
-        x = torch.randn(stack.frames, batch, stack.hidden)
+        cpu_peer = nn.LSTM(hidden, hidden, layers)
+        x = torch.randn(frames, batch, hidden)
         dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
         for dtype in dtypes:
-            peer = nn.LSTM(stack.hidden, stack.hidden, stack.layers).to(device, dtype)
+            peer = nn.LSTM(hidden, hidden, layers).to(device, dtype)
             peer.load_state_dict(cpu_peer.state_dict())
             peer.flatten_parameters()
             inputs = x.to(device, dtype)
             row[f"torch_{str(dtype)[6:]}"] = ms(module_call(peer, inputs), device, options.budget)
             if dtype == dtypes[0]:
-                mine = ds2_ops.LSTM(stack.hidden, stack.hidden, stack.layers).to(device, dtype)
+                mine = ds2_ops.LSTM(hidden, hidden, layers).to(device, dtype)
                 mine.load_state_dict(peer.state_dict())
                 call = module_call(mine, inputs)
                 truth = cpu_peer.double()(x.double())[0].detach()
