@@ -74,6 +74,7 @@ def _language(locale: str) -> str:
 
 
 _CASE: dict[str, Callable[[str, str], str]] = {"lower": lower, "upper": upper, "keep": lambda text, _: text}
+_ALLOWED = {"case": _CASE, "unknown": ("stop", "drop"), "unicode": ("NFC", "NFKC"), "punctuation": ("keep", "drop")}
 
 
 class AlphabetError(UserError):
@@ -126,16 +127,9 @@ class Alphabet:
     _read: _Table = field(init=False, repr=False, compare=False)  # symbol of one character -> label as a character
 
     def __post_init__(self) -> None:
-        if self.case not in _CASE or self.unknown not in ("stop", "drop"):
-            raise AlphabetError(
-                f"alphabet.case={self.case!r} must be lower, upper or keep; "
-                f"alphabet.unknown={self.unknown!r} must be stop or drop"
-            )
-        if self.unicode not in ("NFC", "NFKC") or self.punctuation not in ("keep", "drop"):
-            raise AlphabetError(
-                f"alphabet.unicode={self.unicode!r} must be NFC or NFKC; "
-                f"alphabet.punctuation={self.punctuation!r} must be keep or drop"
-            )
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise AlphabetError(f"alphabet.{name}={getattr(self, name)!r} must be {' or '.join(allowed)}")
         check_numbers(self.numbers)
         if self.locale and not _CODE.fullmatch(self.locale):
             raise AlphabetError(f"alphabet.locale={self.locale!r}: use a language code such as tr, az, de or pt_BR")
@@ -149,16 +143,11 @@ class Alphabet:
         unreachable = []
         if self._composed(self._cased(joined)) != joined:
             unreachable = [text for text in written if self._composed(self._cased(text)) != text]
-        if unreachable and self.pronunciations is not None:
-            raise AlphabetError(
-                f"alphabet.lexicon has words such as {unreachable[:5]}, which no transcript has after alphabet.case="
-                f"{self.case} and Unicode composition ({self.unicode}): write them in that form, as `ds2 data lexicon` "
-                "does"
-            )
         if unreachable:
+            name, hint = ("symbols", "") if self.pronunciations is None else ("lexicon", ", as `ds2 data lexicon` does")
             raise AlphabetError(
-                f"alphabet.symbols has {unreachable}, which no transcript has after alphabet.case={self.case} and "
-                f"Unicode composition ({self.unicode}): write them in that form"
+                f"alphabet.{name} has {unreachable[:5]}, which no transcript has after alphabet.case={self.case} and "
+                f"Unicode composition ({self.unicode}): write them in that form{hint}"
             )
         if any(not key for key, _ in self.replace):
             raise AlphabetError("alphabet.replace has an empty key")

@@ -77,7 +77,7 @@ def test_an_alphabet_is_restored_from_plain_containers() -> None:
         ({"symbols": "a" * 1_000_000}, r"^symbols .{,100} distinct symbols$"),
         ({"symbols": "ab\ud800"}, "surrogate"),
         ({"symbols": "abC"}, r"\['C'\].*alphabet.case=lower"),
-        ({"case": "title"}, "lower, upper or keep"),
+        ({"case": "title"}, "lower or upper or keep"),
         ({"replace": {"": "x"}}, "empty key"),
     ],
 )

@@ -103,5 +103,5 @@ def test_words_without_a_pronunciation_stop_or_are_left_out(lexicon: Path) -> No
 
 
 def test_a_lexicon_in_another_case_is_refused(lexicon: Path) -> None:
-    with pytest.raises(AlphabetError, match=r"alphabet.lexicon has words such as \['a', 'cat', \"don't\"\]"):
+    with pytest.raises(AlphabetError, match=r"alphabet.lexicon has \['a', 'cat', \"don't\"\]"):
         Alphabet.from_config(AlphabetConfig(lexicon=str(lexicon), case="upper"))
