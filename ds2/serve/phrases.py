@@ -66,7 +66,7 @@ class PhraseReader:
             BadRequestError: anything else, too many phrases, or too long ones.
             LexiconError: phrases that the network cannot write, or a decoder that takes none.
         """
-        return await self.run(self._table, _checked(value, field), field) if value else {}
+        return await self.run(self._table, value, field) if value else {}
 
     async def prompt(self, text: Any, keywords: Any) -> dict[str, float | None]:
         """Return the phrases of a prompt, which punctuation separates, and of a list of keywords.
@@ -127,24 +127,15 @@ class PhraseReader:
         return keywords, check_number(FALSE_ALARMS if alarms is None else alarms, rate, _FALSE_ALARMS)
 
     def _grammar(self, value: Any, field: str) -> tuple[str, ...]:
-        value = self._parsed(_checked(value, field), field)
+        value = _parsed(value, field)
         if not isinstance(value, list):
             raise BadRequestError(f"{field} is a list of phrases")
         if value:
             compile_phrases(value, self.alphabet)
         return tuple(value)
 
-    @staticmethod
-    def _parsed(value: Any, field: str) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return _checked(parse_json(value), field)
-        except ValueError:
-            raise _no_table(field) from None
-
     def _table(self, value: Any, field: str) -> dict[str, float | None]:
-        value = self._parsed(value, field)
+        value = _parsed(value, field)
         weights: Mapping[str, Any] = value if isinstance(value, Mapping) else dict.fromkeys(value)
         hot_words: dict[str, float | None] = {}
         for phrase, weight in weights.items():
@@ -174,14 +165,15 @@ class PhraseReader:
         return self.alphabet.normalise(phrase)[0]
 
 
-def _checked(value: Any, field: str) -> Any:
-    """Return a list or object of phrases, or JSON, after a check of its size that takes no longer for a larger one."""
+def _parsed(value: Any, field: str) -> Any:
+    """Return a list or object of phrases, or what JSON of one holds, if it is not too large."""
     if isinstance(value, str):
         if len(value) > _JSON_CHARACTERS:
             raise BadRequestError(f"{field} has {len(value)} characters: {_JSON_CHARACTERS} at most")
-        return value
+        with suppress(ValueError):
+            value = parse_json(value)
     if not isinstance(value, list | Mapping):
-        raise _no_table(field)
+        raise BadRequestError(f"{field} is a list of phrases, or an object of phrases and weights ({_WEIGHT})")
     _check_size(value, field)
     return value
 
@@ -194,7 +186,3 @@ def _check_size(phrases: Sequence[Any] | Mapping[Any, Any], field: str) -> None:
     characters = sum(map(len, phrases))
     if characters > MAX_CHARACTERS:
         raise BadRequestError(f"{field} has {characters} characters: {MAX_CHARACTERS} at most")
-
-
-def _no_table(field: str) -> BadRequestError:
-    return BadRequestError(f"{field} is a list of phrases, or an object of phrases and weights ({_WEIGHT})")

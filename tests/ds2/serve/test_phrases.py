@@ -29,6 +29,7 @@ TOO_MUCH = {
     "no text": ([["a"]], "phrases are texts"),
     "no table": ({1, 2}, "list of phrases"),
     "no json": ("[", "list of phrases"),
+    "a text in json": ('"ab"', "list of phrases"),
     "a weight of 400 digits": ({"a": 10**400}, "is not allowed: give numbers from -1000000 to 1000000"),
     "a weight that is true": ({"a": True}, "True is not allowed"),
     "a weight that is no number": ({"a": float("nan")}, "nan is not allowed"),
