@@ -373,7 +373,7 @@ def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
         "--unit",
         choices=UNITS,
         default="word",
-        help="token: what spaces part, a character, or a piece (of --model's alphabet; without --model as is)",
+        help="token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)",
     )
     build.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
     build.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")

@@ -167,7 +167,7 @@ def _make_recogniser(
     for path, before in read.items():
         if identity(path) != before:
             raise ConfigError(
-                f"{path} was replaced after this server had started, whose clients all hear the same model: start the "
+                f"{path} was replaced after this server had started, and all its clients get the same model: start the "
                 "server again"
             )
     return recogniser
@@ -252,9 +252,9 @@ def make_parser() -> Parser:
         "--root",
         choices=roots,
         default="vosk",
-        help="the protocol of WebSockets at /, whose clients know no path (default: vosk)",
+        help="the protocol of WebSockets at / (default: vosk)",
     )
-    parser.add_argument("--language", default="en", help="of the model, as Home Assistant is to call it (default: en)")
+    parser.add_argument("--language", default="en", help="the language of the model, for Home Assistant (default: en)")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https: a certificate with its chain, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of that certificate, without a password")
     parser.add_argument(

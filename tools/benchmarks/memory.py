@@ -4,8 +4,8 @@
     python tools/bench.py memory --batch 4 --depth 4 8 101 --kind ours     # a network of 101 layers, trained
 
 Utterances are noise of equal length. The peak of a training step (bf16) holds the front end, CTC, gradients and
-Nesterov's velocity. Each layer beyond the first two depths is taken to need what those did; a deeper network
-that is asked for is trained too, and its peak is printed beside what the line says. Prints a table and one JSON line.
+Nesterov's velocity. The line gives each further layer as much as those between the first two depths. Further depths are
+trained too, and their peaks printed beside those of the line. Prints a table and one JSON line.
 Needs a GPU: torch knows the peak of no other device.
 """
 

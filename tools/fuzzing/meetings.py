@@ -304,7 +304,7 @@ class Stream:
         return arrived
 
     def check(self, rank: int) -> None:
-        """Raise LostRankError as the watchdog does: rank 0 hears all, the others hear rank 0."""
+        """Raise LostRankError as the watchdog does: rank 0 listens to all, the others to rank 0."""
         process, world, group = self._processes[rank], self._world, self._group
         alive_s = process.stopped_s if process.stopped else world.now_s if self._from[rank].open else self._began_s
         items = self._from[rank].items
