@@ -118,6 +118,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
                 f"{override.input_line} has several values: `ds2 train --multirun` trains a run for each; a list is "
                 f"{key}=[A,B], and one text with a comma in it is quoted twice: \"{key}='A,B'\""
             )
+        _check_choice(override)
     register()
     GlobalHydra.instance().clear()
     try:
@@ -133,6 +134,17 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
     except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
         raise_explained(error, overrides)
     return read_config(composed, overrides)[0]
+
+
+def _check_choice(override: Override) -> None:
+    """Raise ConfigError for a group that is set to something else than names, which Hydra does not explain."""
+    group, choice = override.key_or_group, override.value()
+    names = choice if isinstance(choice, list) else [choice]
+    if override.is_delete() or isinstance(choice, dict) or all(isinstance(name, str) and name for name in names):
+        return
+    if (config_dir() / group).is_dir():
+        listed = ", ".join(sorted(path.stem for path in (config_dir() / group).glob("*.yaml")))
+        raise ConfigError(f"{override.input_line}: choose one of {listed}, or leave {group}= out")
 
 
 def read_config(

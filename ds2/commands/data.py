@@ -35,7 +35,7 @@ from ds2.data.manifest import (
     write_manifest,
 )
 from ds2.data.shards import MANIFEST, write_shards
-from ds2.data.splits import ensure_manifests, warn_of_other_corpus
+from ds2.data.splits import ensure_manifests, require_files, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, write_text
 from ds2.system.signals import default_signals
@@ -96,6 +96,7 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
         from ds2.model.acoustic import AcousticModel
 
     ensure_manifests(config.data)
+    require_files(config)
     if json_path is not None:
         check_writable(json_path, inputs=[*config.data.train, *config.data.dev, *config.data.test])
     features = Features(config.features, config.data.sample_rate_hz)

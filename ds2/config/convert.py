@@ -31,7 +31,7 @@ from omegaconf.errors import (
 from ds2.config import schema
 from ds2.config.allowed import KEY, REMOVED, Range
 from ds2.config.check import check
-from ds2.config.schema import AlphabetConfig, Config, ConfigError
+from ds2.config.schema import AlphabetConfig, Config, ConfigError, ConvConfig
 from ds2.system.files import write_text
 from ds2.system.plain import NAMES, FieldError, UnknownField, from_plain, short_repr
 
@@ -188,6 +188,12 @@ def raise_explained(error: Exception, overrides: Sequence[str] = ()) -> NoReturn
         raise ConfigError(": ".join([*keys, text])) from error
     key = str(cause.full_key or cause.key or "")
     detail = (cause.msg or str(cause) or text).splitlines()[0]
+    if cause.object_type in (ConvConfig, list) and "." not in key:  # OmegaConf names it from the entry of the list on
+        value = "is unknown" if isinstance(cause, ConfigKeyError) else f"cannot be {short_repr(cause.value)}"
+        raise ConfigError(
+            f"model.convs: {key} {value}: an entry is {{kernel:[FREQUENCY,TIME],stride:[FREQUENCY,TIME],channels:N,"
+            "causal:false}, of whole numbers"
+        ) from error
     full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         _raise_unknown(full_key)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ds2.audio.augment import speed_range
 from ds2.audio.shard import ShardError, member_of, open_member
-from ds2.config.schema import AugmentConfig, ConfigError, DataConfig
+from ds2.config.schema import AugmentConfig, Config, ConfigError, DataConfig
 from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
 from ds2.data.manifest import ManifestError, Utterance, hours, read_manifests
@@ -53,6 +53,17 @@ def ensure_manifests(data: DataConfig) -> None:
             f"data.prepare={data.prepare} wrote {', '.join(str(p) for p in written.values())}, "
             f"but the config names {', '.join(not_written)}"
         )
+
+
+def require_files(config: Config) -> None:
+    """Raise ConfigError where a setting of training names a file that does not exist, or a folder."""
+    for key, paths, used in (
+        ("augment.noise", config.augment.noise, config.augment.noise_probability > 0),
+        ("train.denominator_text", config.train.denominator_text, config.train.objective == "ctc_crf"),
+    ):
+        if used and (missing := [path for path in paths if not Path(path).is_file()]):
+            what = "manifests of recordings" if key == "augment.noise" else "text files and manifests"
+            raise ConfigError(f"{key} names {', '.join(missing)}, no file: it takes {what}")
 
 
 def warn_of_other_corpus(data: DataConfig, utterances: Sequence[Utterance]) -> None:

@@ -22,7 +22,7 @@ from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import Batch, SpeechLoader, padded_durations_s, plan_epoch
 from ds2.data.manifest import Utterance, corpus
-from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
+from ds2.data.splits import ScoredData, ensure_manifests, require_files, training_utterances
 from ds2.distributed.communicator import Communicator, settings
 from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View
 from ds2.distributed.launch import share_cores
@@ -558,6 +558,7 @@ def read_data(
     data = config.data
     with comm.in_turn():
         ensure_manifests(data)
+        require_files(config)
         utterances = training_utterances(data, config.augment, alphabet, frames_of)
         loader = SpeechLoader(utterances, data, comm.device, alphabet, config.augment, config.train.seed)
         dev = DevEvaluator(data, features, alphabet, comm.device, precision)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ds2.cli import main
 from ds2.config.schema import DataConfig
 from ds2.data.manifest import Utterance
 from ds2.data.splits import ScoredData, warn_of_other_corpus
@@ -43,3 +44,21 @@ def test_manifests_of_another_corpus_are_not_taken_for_this_one(
     assert not caplog.text
     warn_of_other_corpus(data, [utterance("a", "ann", folder=str(old / "wav"))])
     assert f"lists audio outside data.corpus={new}, such as {old}/wav/a.wav" in caplog.text
+
+
+@pytest.mark.parametrize("command", [["train"], ["data", "check"]])
+@pytest.mark.parametrize(
+    ("setting", "needs"),
+    [("augment.noise", "augment.noise_probability=0.5"), ("train.denominator_text", "train.objective=ctc_crf")],
+)
+def test_a_missing_file_is_named_with_its_setting(
+    command: list[str],
+    setting: str,
+    needs: str,
+    tiny_overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        assert main([*command, *tiny_overrides, needs, f"{setting}=[{path}]"]) == 2
+        assert f"ds2: {setting} names {path}, no file: it takes" in capsys.readouterr().err
