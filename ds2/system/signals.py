@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_IGNORED_BY_WORKERS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGHUP)
 Item = TypeVar("Item")
 
 
@@ -151,6 +152,12 @@ def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=init_worker)
     try:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)  # a worker inherits it until `init_worker`
+        try:
+            for _ in range(count):
+                pool.submit(int)  # starts a worker
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield pool
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -162,7 +169,7 @@ def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
 
 def init_worker() -> None:
     """Ignore stop signals in a worker process, whose parent handles them, and end the worker when the parent ends."""
-    for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGHUP):
+    for number in _IGNORED_BY_WORKERS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 

@@ -51,6 +51,19 @@ def test_workers_ignore_an_interrupt_of_the_process_group(tmp_path: Path) -> Non
     assert run.stderr.count("Traceback") == 1 and "KeyboardInterrupt" in run.stderr, run.stderr
 
 
+def test_workers_ignore_an_interrupt_while_they_start(tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import os, signal\nfrom ds2.system.signals import worker_processes\n"
+        "if __name__ == '__main__':\n"
+        "    with worker_processes(2) as pool:\n        print(pool.submit(abs, -7).result())\n"
+        "else:\n    os.kill(os.getpid(), signal.SIGINT)\n",  # a worker reads this file before `init_worker` is called
+        encoding="utf-8",
+    )
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr, run.returncode) == ("7\n", "", 0)
+
+
 def test_a_live_source_ends_at_a_signal_after_the_current_item() -> None:
     ends, given = StopHandler(), iter(range(9))
     with handle_signals(STOP_SIGNALS, ends):
