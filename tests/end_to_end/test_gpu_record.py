@@ -37,7 +37,7 @@ def test_a_pass_replaces_the_one_of_the_same_gpu_and_tests(tmp_path: Path) -> No
     assert gpu_tests.read(path) == [a_pass(passed="650"), two, other]
 
 
-def test_what_changed_since_the_last_pass_is_said_by_part() -> None:
+def test_changes_since_the_last_pass_are_listed_by_part() -> None:
     notices, now = gpu_tests.notices, {"csrc": "a", "python": "b"}
     assert notices([a_pass()], now) == []
     (kernels,) = notices([a_pass(tests="two_gpus"), a_pass(csrc="old")], now)

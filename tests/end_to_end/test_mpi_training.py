@@ -137,7 +137,7 @@ def test_a_fault_of_one_rank_ends_the_job_with_rank_step_and_reason(
     assert saved == 5 or (fault == "freeze" and saved == 4)  # frozen while the state of step 5 was being written
 
 
-def test_a_mistake_that_all_ranks_meet_is_told_once(tiny_overrides: list[str], tmp_path: Path) -> None:
+def test_a_mistake_that_all_ranks_meet_is_printed_once(tiny_overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     run = train(2, ("none", "0", "0", *tiny_overrides, f"run_dir={tmp_path / 'file' / 'run'}"))
     assert run.returncode == 2, run.stdout

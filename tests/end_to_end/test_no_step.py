@@ -41,7 +41,7 @@ def test_a_finished_run_that_is_started_again_has_not_failed(tiny_config: MakeCo
     assert train(config, tmp_path / "run") == 0
 
 
-def test_noise_that_never_ended_is_said(
+def test_noise_that_never_ended_is_reported(
     tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     noisy = ("train.epochs=3", "augment.noise_probability=0.5")

@@ -102,7 +102,7 @@ def test_a_header_written_to_a_pipe_promises_nothing(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("container", UNCHECKED)
-def test_of_other_containers_it_is_said_that_nobody_checks(
+def test_other_containers_are_reported_as_unchecked(
     container: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_once.cache_clear()

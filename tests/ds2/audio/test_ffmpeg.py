@@ -212,7 +212,7 @@ def test_ffmpeg_reads_its_standard_input_where_pyav_is_not_installed(tmp_path: P
     assert audio_info(path).duration_s == SECONDS
 
 
-def test_what_ffmpeg_refuses_is_said_in_its_words(tmp_path: Path, only_ffmpeg: Path) -> None:
+def test_an_error_of_ffmpeg_is_shown_in_its_words(tmp_path: Path, only_ffmpeg: Path) -> None:
     (tmp_path / "x.webm").write_bytes(b"bad!")
     with pytest.raises(AudioError, match=r"x\.webm: ffmpeg cannot read it: Invalid data found"):
         read_audio(tmp_path / "x.webm")

@@ -90,7 +90,7 @@ def test_raw_is_16_bit_little_endian_mono_at_the_asked_rate(tmp_path: Path, suff
     assert audio_info(path, 8000).sample_rate_hz == 8000
 
 
-def test_channels_are_averaged_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_channels_are_averaged_and_that_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     soundfile.write(tmp_path / "a.wav", np.stack([np.full(160, 0.5), np.full(160, 0.25)], 1), 16000, subtype="FLOAT")
     with caplog.at_level(logging.WARNING):
@@ -185,7 +185,7 @@ def test_what_can_be_decoded_of_a_truncated_file_is_a_lenient_readers(
 
 
 @pytest.mark.parametrize(("gain", "warns"), [(0.001, True), (0.1, False), (0.0, True)])
-def test_a_lenient_reader_is_told_of_quiet_sound(
+def test_a_lenient_reader_warns_of_quiet_sound(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gain: float, warns: bool
 ) -> None:
     soundfile.write(tmp_path / "a.wav", gain * chirp(16000), 16000, subtype="FLOAT")

@@ -295,7 +295,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_cache_is_said_and_built_again(
+def test_a_damaged_cache_is_logged_and_built_again(
     damage: str, tmp_path: Path, utterances: list[Utterance], caplog: pytest.LogCaptureFixture
 ) -> None:
     open_audio(utterances, data_config(tmp_path))

@@ -177,7 +177,7 @@ def test_processes_find_what_one_process_finds(folder: Path, monkeypatch: pytest
     assert checked(folder) == alone and len(alone.findings) == 2
 
 
-def test_the_command_tells_by_its_status_and_writes_json(
+def test_the_command_returns_a_status_and_writes_json(
     tmp_path: Path, tiny_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = [Utterance(write(tmp_path / f"{n}.wav", noise(n)), 2.0, "abc") for n in range(3)]

@@ -38,7 +38,7 @@ def occurrences(words: list[str], phrase: str) -> int:
         ({"ab": 1.0, "ab a": 3.0}, ""),
     ],
 )
-def test_every_time_a_phrase_is_said_it_is_paid(hot: dict[str, float], unit: str, tmp_path: Path) -> None:
+def test_each_occurrence_of_a_phrase_gets_its_bonus(hot: dict[str, float], unit: str, tmp_path: Path) -> None:
     lm = language_model(tmp_path, unit) if unit else None
     log_probs = random_log_probs(6, 1, 4)
     scores = {}
@@ -143,7 +143,7 @@ def test_a_lexicon_holds_the_search_whatever_the_models_weight(hot: HotWords, al
         assert (beams.integers[..., NODE][beams.acoustic > NONE] != OFF).all()
 
 
-def test_an_unknown_hot_word_is_heard_in_a_lexicon(tmp_path: Path) -> None:
+def test_a_hot_word_outside_the_lexicon_is_recognised(tmp_path: Path) -> None:
     decoder = BeamDecoder(CHARACTERS, replace(OPEN, lexicon=True), language_model(tmp_path, "word"), 0.02, CPU)
     labels = [3, 0, 3, 0, 2, 0, 2, 0, 3]
     log_probs = torch.full((9, 1, 4), 0.01)

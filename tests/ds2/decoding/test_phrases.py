@@ -163,7 +163,7 @@ COMMANDS = ["turn [the] (light|lamp) (on|off)", "set volume to <0-100>"]
         ("____", "", 0.999),
     ],
 )
-def test_phrases_are_told_from_other_speech(said: str, heard: str, certainty: float) -> None:
+def test_phrases_are_distinguished_from_other_speech(said: str, heard: str, certainty: float) -> None:
     log_probs = spoken(said, certainty)
     lengths = torch.tensor([len(log_probs)])
     hypothesis = PhraseDecoder([*COMMANDS, OTHERS], LETTERS, FRAME_S).decode(log_probs, lengths)[0][0]

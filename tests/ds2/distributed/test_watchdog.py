@@ -151,7 +151,7 @@ def test_ranks_are_not_silent_while_this_process_does_not_run(monkeypatch: pytes
     assert now_s == 66.25 and "rank 0 on a has been silent for 8 s" in reasons[0]  # 2 s are those before it slept
 
 
-def test_a_signal_tells_what_is_known_of_ranks_while_this_one_waits(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_prints_what_is_known_of_ranks_while_this_one_waits(capfd: pytest.CaptureFixture[str]) -> None:
     former = signal.signal(signal.SIGUSR2, lambda *_: None)
     wires, dogs = two_ranks(timeout_s=60)
     try:

@@ -107,7 +107,7 @@ def test_onnx_errs_no_more_than_torch(random_model: Make, tmp_path: Path, settin
 
 
 @pytest.mark.parametrize("kind", ["nemo_fbank", "log_spectrogram"])
-def test_plain_onnx_hears_samples(random_model: Make, tmp_path: Path, kind: str) -> None:
+def test_plain_onnx_takes_samples(random_model: Make, tmp_path: Path, kind: str) -> None:
     loaded = random_model(kind, cell="lstm")
     described = export_onnx(loaded, tmp_path / "model.onnx", for_sherpa=False)
     assert described["chunk"] == 2560 and described["symbols"][:2] == ["<blk>", " "]
@@ -120,7 +120,7 @@ def test_plain_onnx_hears_samples(random_model: Make, tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm"])
-def test_bidirectional_models_hear_whole_utterances(random_model: Make, tmp_path: Path, cell: str) -> None:
+def test_bidirectional_models_take_whole_utterances(random_model: Make, tmp_path: Path, cell: str) -> None:
     loaded = random_model(cell=cell, bidirectional=True, max_lookahead_ms=0.0)
     assert export_onnx(loaded, tmp_path / "model.onnx", for_sherpa=False)["chunk"] == 0
     run = in_onnxruntime(tmp_path / "model.onnx")
@@ -135,7 +135,7 @@ def test_bidirectional_models_hear_whole_utterances(random_model: Make, tmp_path
         export_torch(loaded, tmp_path / "model.pt2")
 
 
-def test_int8_is_small_and_hears_the_same(
+def test_int8_is_small_and_recognises_the_same(
     random_model: Make, tone_run: Path, tone_manifest: Path, tmp_path: Path
 ) -> None:
     files = [tmp_path / name for name in ("model.onnx", "model.int8.onnx")]

@@ -84,7 +84,7 @@ def test_streams_that_end_at_other_times_share_a_batch(random_model: Make) -> No
         assert one.shape == together.shape and (one - together).abs().max() < EXACT
 
 
-def test_what_comes_after_the_end_is_not_heard(random_model: Make) -> None:
+def test_samples_after_the_end_are_ignored(random_model: Make) -> None:
     exported = Exported.of(random_model(), from_samples=False, chunk_s=0.16)
     run, (_, _, *state) = in_float64(exported), exported.example(1, torch.float64).values()
     chunk = torch.randn(1, 80, 16, dtype=torch.float64)

@@ -41,7 +41,7 @@ def whole(loaded: LoadedModel, path: Path) -> Hypothesis:
 
 
 @pytest.mark.parametrize("block_s", [0.1, 0.7, 60.0])
-def test_a_unidirectional_model_hears_blocks_as_the_whole(
+def test_a_unidirectional_model_gives_for_blocks_what_it_gives_for_the_whole(
     make_model: Callable[..., Path], recording: Path, block_s: float
 ) -> None:
     loaded = load_model(make_model())
@@ -59,7 +59,7 @@ BIDIRECTIONAL = ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.
 
 
 @pytest.mark.parametrize(("block_s", "context_s"), [(60.0, 10.0), (1.5, 1.5)])
-def test_a_bidirectional_model_with_enough_context_hears_the_whole(
+def test_a_bidirectional_model_with_enough_context_gives_what_it_gives_for_the_whole(
     make_model: Callable[..., Path], recording: Path, block_s: float, context_s: float
 ) -> None:
     loaded = load_model(make_model(*BIDIRECTIONAL))
@@ -68,7 +68,7 @@ def test_a_bidirectional_model_with_enough_context_hears_the_whole(
 
 
 @pytest.mark.parametrize("overrides", [(), BIDIRECTIONAL])
-def test_the_model_never_hears_more_than_a_block_and_its_context(
+def test_the_model_never_gets_more_than_a_block_and_its_context(
     make_model: Callable[..., Path], recording: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     loaded = load_model(make_model(*overrides))

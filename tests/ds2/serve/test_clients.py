@@ -60,7 +60,7 @@ async def events(running: Running, messages: list[str | bytes]) -> list[dict[str
     return await replies(f"ws://127.0.0.1:{running.port}/v1/realtime?intent=transcription", messages)
 
 
-def test_vosk_tells_words_with_times_unless_they_are_not_wanted(shared: Callable[..., Running]) -> None:
+def test_vosk_gets_words_with_times_unless_they_are_not_wanted(shared: Callable[..., Running]) -> None:
     """Its server does by default, which its test_srt.py and makers of captions count on."""
     running, data = shared(), speech(2, 1.0)
     wanted = text_alone(running.recogniser, data)
@@ -83,7 +83,7 @@ def test_a_vosk_client_may_say_its_config_again(shared: Callable[..., Running]) 
         assert "after the first audio" in last["error"]
 
 
-def test_vosks_word_for_anything_else_is_let_go(shared: Callable[..., Running]) -> None:
+def test_vosks_word_for_anything_else_is_dropped(shared: Callable[..., Running]) -> None:
     running, data = shared("beam"), speech(4, 1.0)
     answers = asyncio.run(
         replies(running.websocket, [config(**CONFIG, phrase_list=["a", "[unk]"]), data, '{"eof" : 1}'])

@@ -19,7 +19,7 @@ def wanted(running: Running, phrases: list[str]) -> str:
     return text_alone(running.recogniser.only_phrases(phrases) if phrases else running.recogniser, DATA)
 
 
-def test_a_grammar_of_vosk_is_all_that_its_session_hears(shared: Callable[..., Running]) -> None:
+def test_a_session_recognises_nothing_but_its_grammar(shared: Callable[..., Running]) -> None:
     running = shared("greedy")
     free = wanted(running, [])
     grammars: list[list[str]] = [[], free.split(), ["a", "[unk]"]]

@@ -218,7 +218,7 @@ def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
-def test_a_server_that_ends_tells_all_their_last_words(serve: Callable[..., Running], method: str) -> None:
+def test_a_server_that_ends_sends_all_their_last_words(serve: Callable[..., Running], method: str) -> None:
     running = serve(method, sessions=8)
     sources = [speech(seed, 0.7 + 0.1 * seed) for seed in range(6)]
     wanted = [alone(running.recogniser, data).text for data in sources]

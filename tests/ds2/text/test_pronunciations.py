@@ -39,7 +39,7 @@ def test_variants_follow_their_number_or_the_word_again() -> None:
     assert found.phones == ("AY1", "D", "EH1", "IY1", "L", "M", "R", "S")
 
 
-def test_stress_goes_if_told_and_makes_variants_equal() -> None:
+def test_stress_is_dropped_on_request_and_makes_variants_equal() -> None:
     found = parse_pronunciations(["the DH AH0", "the(2) DH AH1", "the(3) DH IY0"], "test", keep_stress=False)
     assert found.words["the"] == (("DH", "AH"), ("DH", "IY")) and found.phones == ("AH", "DH", "IY")
 

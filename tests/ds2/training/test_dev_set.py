@@ -77,7 +77,7 @@ def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Calla
     assert loss == pytest.approx(-torch.tensor(6 / 125).log().item())  # six of 5^3 paths write one label
 
 
-def test_a_run_that_never_begins_to_align_is_told(
+def test_a_run_that_never_begins_to_align_gets_advice(
     tiny_config: Callable[..., Config], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny_config()

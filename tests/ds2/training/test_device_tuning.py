@@ -96,7 +96,7 @@ def test_what_is_not_to_be_passed_is_not_tried() -> None:
 
 
 @pytest.mark.parametrize("size", [2e9, None])
-def test_an_utterance_that_does_not_fit_is_said(size: float | None) -> None:
+def test_an_utterance_that_does_not_fit_is_named(size: float | None) -> None:
     with pytest.raises(ConfigError, match=r"not even one utterance of 16\.0 s.*max_duration_s"):
         largest_budget(DURATIONS_S, AUTO, 1, 1, lambda part: size, 1e9)
 

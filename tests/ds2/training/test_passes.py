@@ -507,7 +507,7 @@ def test_sums_on_the_host_between_passes_leave_these_recorded(world: int, *, ela
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gpus_of_one_host_have_them_unless_told_otherwise(world: int) -> None:
+def test_gpus_of_one_host_have_them_by_default(world: int) -> None:
     comm = ranks("cuda", world, "nccl")
     assert use([], comm)
     assert not use(["train.graphs=off"], comm)

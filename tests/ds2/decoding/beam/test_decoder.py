@@ -66,7 +66,7 @@ def test_any_chunks_give_the_bits_of_the_whole(case: str, longest: int, seed: in
     assert found.finish() == whole  # asking changes nothing
 
 
-def test_utterances_that_join_and_leave_a_batch_are_heard_as_alone(tmp_path: Path) -> None:
+def test_utterances_that_join_and_leave_a_batch_are_decoded_as_alone(tmp_path: Path) -> None:
     decoder = make(*CASES["words"], tmp_path)
     log_probs, begins = speechlike(50, 6, 4), [0, 3, 3, 10, 31, 17]
     alone = [
@@ -88,7 +88,7 @@ def test_utterances_that_join_and_leave_a_batch_are_heard_as_alone(tmp_path: Pat
         torch.testing.assert_close(scores[0], scores[1], rtol=1e-12, atol=0)  # float64 sums, vectors of other lengths
 
 
-def test_the_best_so_far_is_that_of_what_was_heard(tmp_path: Path) -> None:
+def test_the_best_so_far_is_that_of_the_frames_so_far(tmp_path: Path) -> None:
     decoder = make(*CASES["words"], tmp_path)
     log_probs, decoding = speechlike(60, 1, 4), decoder.start()
     assert decoding.best() == [EMPTY] and decoding.finish() == [[EMPTY]]
@@ -195,7 +195,7 @@ def test_hypotheses_that_never_agree_are_settled_for_the_best_after_a_minute(tmp
     assert len(found.words) == 67
 
 
-def test_a_bad_chunk_is_refused_and_the_rest_still_heard(tmp_path: Path) -> None:
+def test_a_bad_chunk_is_refused_and_the_rest_decoded(tmp_path: Path) -> None:
     decoder = make(*CASES["words"], tmp_path)
     log_probs, decoding = speechlike(20, 1, 4), decoder.start()
     decoding.step(log_probs[:9], torch.tensor([9]))

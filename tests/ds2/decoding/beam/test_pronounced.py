@@ -73,7 +73,7 @@ def test_search_is_that_of_all_sequences(seed: int) -> None:
     assert set(hypothesis.labels) <= set(range(1, len(ALPHABET)))  # of the network
 
 
-def test_words_of_one_sound_are_told_apart_by_the_language_model() -> None:
+def test_homophones_are_distinguished_by_the_language_model() -> None:
     said = ["", "AH", "", "K", "AE", "T", "", "T", "UW", "", "IY", "T", ""]
     frames = torch.full((len(said), 1, len(ALPHABET)), -9.0)
     for at, phone in enumerate(said):
@@ -138,7 +138,7 @@ def test_kernel_and_pytorch_agree(where: str, monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(found[True].scores, found[False].scores, rtol=0, atol=1e-5)
 
 
-def test_hot_words_are_said_in_all_their_ways() -> None:
+def test_hot_words_have_all_their_pronunciations() -> None:
     frames = log_probs(11, 9)
     plain = make_decoder(NARROW, ALPHABET, 0.03, CPU, language_model()).decode(frames, torch.tensor([9]))[0][0]
     hot = make_decoder(replace(NARROW, hot_words=["attack"], hot_word_bonus=40.0), ALPHABET, 0.03, CPU,
