@@ -17,6 +17,7 @@ import logging
 import os
 import tempfile
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -117,7 +118,8 @@ def count_ngrams(
         LanguageModelError: there is no sentence, no n-gram of some order, or the disk is full.
     """
     chunk = max(1024, memory_bytes // _BYTES_PER_TOKEN)
-    vocabulary = _Vocabulary()
+    vocabulary = defaultdict[str, int](None, {UNKNOWN: UNKNOWN_ID, START: START_ID, END: END_ID})
+    vocabulary.default_factory = vocabulary.__len__  # a new token gets the next number
     words = scratch.append(_encoded(sentences, vocabulary, chunk), np.int32)
     if not len(words):
         raise LanguageModelError("the text is empty: no line has a token")
@@ -139,16 +141,7 @@ def count_ngrams(
     return list(vocabulary), counted
 
 
-class _Vocabulary(dict[str, int]):
-    def __init__(self) -> None:
-        super().__init__({UNKNOWN: UNKNOWN_ID, START: START_ID, END: END_ID})
-
-    def __missing__(self, token: str) -> int:
-        self[token] = len(self)
-        return len(self) - 1
-
-
-def _encoded(sentences: Iterable[list[str]], vocabulary: _Vocabulary, chunk: int) -> Iterator[NDArray[np.int32]]:
+def _encoded(sentences: Iterable[list[str]], vocabulary: dict[str, int], chunk: int) -> Iterator[NDArray[np.int32]]:
     ids = array("i")
     for tokens in sentences:
         ids.append(START_ID)
