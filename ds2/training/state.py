@@ -439,8 +439,8 @@ def initial_state(
 def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) -> None:
     """Copy the weights of another model into a fresh one: those of the same name and shape, labels by their symbols.
 
-    Rows of the classifier whose symbol the other alphabet lacks, and weights that do not fit, stay as they were drawn;
-    the log names them.
+    Rows of the classifier whose symbol the other alphabet lacks, and weights that do not fit, stay as they were drawn.
+    The log names them, and the symbols of the other alphabet that this one lacks.
 
     Args:
         model: changed in place.
@@ -461,7 +461,13 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
                 moved[rows] = theirs[name][sources].to(moved)
             theirs[name] = moved
         new = [symbol for symbol in alphabet.symbols if symbol not in labels]
+        dropped = [symbol for symbol in source.alphabet.symbols if symbol not in alphabet.symbols]
         log.info("labels: %d as in the model to start from, %d new: %s", len(rows), len(new), " ".join(map(repr, new)))
+        if dropped:
+            log.warning(
+                "this run lacks labels of the model to start from and cannot write them: %s",
+                " ".join(map(repr, dropped)),
+            )
     fitting = {name: value for name, value in theirs.items() if name in mine and mine[name].shape == value.shape}
     if not fitting:
         raise ConfigError("no weight of checkpoint.init_from fits this model: leave out model=... to take its own")

@@ -74,6 +74,16 @@ def test_a_changed_alphabet_keeps_the_rows_of_shared_labels(
     assert "labels: 5 as in the model to start from, 1 new: 'x'" in caplog.text
 
 
+def test_labels_that_the_new_alphabet_lacks_are_named(
+    tiny_overrides: list[str], base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tuned(
+        tiny_overrides, base, "alphabet.symbols='cb '", "alphabet.unknown=drop", "data.on_bad_utterance=skip"
+    )
+    Trainer(config, Path(config.run_dir))
+    assert "this run lacks labels of the model to start from and cannot write them: 'a'" in caplog.text
+
+
 def test_frozen_weights_stay_and_the_rest_learns(tiny_overrides: list[str], base: Path, tmp_path: Path) -> None:
     config = tuned(tiny_overrides, base, "train.freeze=[convs,recurrent_modules.0]", "train.max_steps=2")
     train(config, tmp_path / "frozen")
