@@ -311,6 +311,11 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
         "resumed %s: epoch %d, batch %d, step %d%s", path, progress.epoch, progress.batch, progress.step,
         f"; changed: {', '.join(changed)}" if changed else "",
     )  # fmt: skip
+    if "checkpoint.init_from" in changed and config.checkpoint.init_from:
+        log.warning(
+            "checkpoint.init_from=%s has no effect: the run goes on from its own weights; give another run_dir",
+            config.checkpoint.init_from,
+        )
     return parts, progress
 
 

@@ -130,6 +130,18 @@ def test_a_run_does_not_go_on_with_audio_of_another_rate(tiny_config: MakeConfig
         Trainer(tiny_config(*mel, "data.sample_rate_hz=8000"), tmp_path)
 
 
+def test_a_model_to_start_from_that_a_run_does_not_start_from_is_named(
+    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(tiny_config(), tmp_path)
+    save_state(tmp_path, trainer.state, trainer.config)
+    read_state(tmp_path, trainer.config, trainer.state)
+    assert "has no effect" not in caplog.text
+    checkpoint = replace(trainer.config.checkpoint, init_from="other")
+    read_state(tmp_path, replace(trainer.config, checkpoint=checkpoint), trainer.state)
+    assert "checkpoint.init_from=other has no effect: the run goes on from its own weights" in caplog.text
+
+
 def test_the_first_state_of_another_rank_is_not_another_run(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("train.epochs=1")
     train(config, tmp_path / "run")
