@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,7 +36,7 @@ from ds2.serve.limits import BAD_DATA, Limits, StatusError
 from ds2.serve.protocols import wyoming
 from ds2.serve.protocols.deepgram import Deepgram
 from ds2.serve.protocols.openai_realtime import Realtime
-from ds2.serve.protocols.openai_rest import Transcriptions
+from ds2.serve.protocols.openai_rest import Transcriptions, error_response
 from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 from ds2.serve.protocols.vosk import Vosk
 from ds2.serve.protocols.websocket import Connection, ProtocolRoute
@@ -85,6 +85,20 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
         *(WebSocketRoute(path, route.__call__) for path, route in websockets.items()),
     ]
 
+    served = "POST /v1/audio/transcriptions, GET /v1/models, /healthz, /metrics, / and WebSockets at "
+    served += ", ".join(protocols)
+
+    def unserved(status: int, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        place = f"{scope.get('method', 'a WebSocket at')} {scope['path'][:100]}"
+        return error_response(status, f"{place} is not served: {served} are", headers)
+
+    async def wrong_method(request: Request, error: Any) -> JSONResponse:
+        return unserved(405, request.scope, error.headers)
+
+    async def wrong_path(scope: Scope, receive: Receive, send: Send) -> None:
+        """Starlette's own answer to a WebSocket is 403, as of a wrong key."""
+        await unserved(404, scope)(scope, receive, send)
+
     async def end() -> None:
         engine.end()
         await asyncio.gather(*(route.end() for route in [*websockets.values(), *(route for route, _ in tcp.values())]))
@@ -101,7 +115,8 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
         )
-    app = Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
+    app = Starlette(routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers={405: wrong_method})
+    app.router.default = wrong_path
     app.state.end, app.state.idle_s, app.state.tcp = end, limits.idle_s, tcp
     return app
 
@@ -181,8 +196,7 @@ class Guard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})  # before it is accepted: status 403
             return
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        await JSONResponse({"error": error}, status, {"connection": "close"})(scope, receive, send)
+        await error_response(status, message, {"connection": "close"})(scope, receive, send)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and reason of a refusal, or None."""

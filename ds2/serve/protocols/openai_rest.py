@@ -8,7 +8,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,9 +78,7 @@ class Transcriptions:
 
     def _refuse(self, status: int, message: str) -> JSONResponse:
         self.engine.count_refusal(str(status))
-        kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": None}
-        return JSONResponse({"error": error}, status)
+        return error_response(status, message)
 
     async def _transcribe(self, request: Request, upload: _Upload) -> Response:
         async with Request(request.scope, self._limited(request, upload)).form(max_files=1) as form:
@@ -190,6 +188,13 @@ class _Upload:
         self.size_bytes = 0
         if self._file is not None:
             self._file.close()
+
+
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers)
 
 
 async def _all(segments: AsyncIterator[Segment]) -> list[Segment]:

@@ -22,6 +22,7 @@ from ds2.serve.protocols import wyoming
 from ds2.serve.protocols.websocket import Connection
 
 PATHS = ("/", "/v1/realtime?intent=transcription")
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 EVIL = "http://evil.example"
 
 
@@ -177,3 +178,19 @@ def test_a_protocol_is_a_row_of_a_table(monkeypatch: pytest.MonkeyPatch, serve: 
         connection.sendall(b"!")
         connection.shutdown(socket.SHUT_WR)
         assert connection.makefile().readlines() == ['{"text": "hello"}\n', "bye\n"]
+
+
+@pytest.mark.parametrize("method, path, code", [("POST", "/v1/audio/translations", 404), ("GET", TRANSCRIPTIONS, 405)])
+def test_what_is_not_served_is_refused_in_json(
+    shared: Callable[..., Running], method: str, path: str, code: int
+) -> None:
+    running = shared()
+    request = urllib.request.Request(running.web + path, method=method)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=WAIT_S)
+    message = json.load(refused.value)["error"]["message"]
+    assert refused.value.code == code and message.startswith(f"{method} {path} is not served") and "/vosk" in message
+
+
+def test_a_websocket_at_a_wrong_path_is_not_refused_as_of_a_wrong_key(shared: Callable[..., Running]) -> None:
+    assert asyncio.run(opens(shared(), "/v2/listen")) == 404
