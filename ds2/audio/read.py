@@ -301,7 +301,7 @@ def _check_length(file: _ForwardFile, path: Path, descriptor: int, lenient: bool
 
 
 def _check_channel(file: AudioFile, path: Path, channel: int) -> None:
-    if channel > file.channels:
+    if not 0 <= channel <= file.channels:
         raise AudioError(f"{path}: has no channel {channel}, its channels are 1 to {file.channels}; 0 averages them")
 
 

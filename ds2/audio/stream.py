@@ -23,7 +23,10 @@ def as_samples(audio: ArrayLike | Tensor) -> NDArray[np.float32]:
     Raises:
         AudioError: another shape, type or scale, or NaN.
     """
-    array = np.asarray(audio.detach().cpu() if isinstance(audio, Tensor) else audio)
+    if isinstance(audio, Tensor):
+        audio = audio.detach().cpu()
+        audio = audio.float() if audio.is_floating_point() else audio  # NumPy has no bfloat16
+    array = np.asarray(audio)
     if array.ndim != 1 or not array.size:
         raise AudioError(
             f"samples have the shape {array.shape}: give (N,) of one channel, N above 0; of several channels their mean"

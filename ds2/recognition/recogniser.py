@@ -150,9 +150,7 @@ class Recogniser(Pipeline):
         """
         if isinstance(audio, list | tuple):
             return [self.transcribe(one, sample_rate_hz, channel=channel, hot_words=hot_words) for one in audio]
-        phrases = None
-        if hot_words is not None:
-            phrases = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(_listed(hot_words))
+        phrases = _with_bonuses(hot_words)
         return transcribe_file(self, audio, sample_rate_hz=sample_rate_hz, channel=channel, hot_words=phrases)
 
     def log_probs(self, audio: Audio, sample_rate_hz: int | None = None) -> Tensor:
@@ -223,20 +221,21 @@ class Recogniser(Pipeline):
         return replace(self, decoder=keyword_decoder(self.decoder, keywords, false_alarms))
 
     def session(
-        self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotWords | None = None
+        self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotPhrases | None = None
     ) -> Session:
         """Start a session with one result; arguments and errors as `Session`."""
-        return Session(self, block_s, sample_rate_hz=sample_rate_hz, hot_words=hot_words)
+        return Session(self, block_s, sample_rate_hz=sample_rate_hz, hot_words=_with_bonuses(hot_words))
 
     def live(
         self,
         *,
         sample_rate_hz: int | None = None,
         endpoints: Endpoints | None = None,
-        hot_words: HotWords | None = None,
+        hot_words: HotPhrases | None = None,
     ) -> LiveSession:
         """Start a live session, whose result comes in segments; arguments and errors as `LiveSession`."""
-        return LiveSession(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
+        phrases = _with_bonuses(hot_words)
+        return LiveSession(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=phrases)
 
     @torch.inference_mode()
     def logits(
@@ -443,12 +442,14 @@ def _transcribe_windows(
     return Transcript(cut.samples / pipeline.features.sample_rate_hz, decoding.finish()[0][0])
 
 
-def _listed(phrases: Iterable[str]) -> list[str]:
+def _with_bonuses(phrases: HotPhrases | None) -> HotWords | None:
+    if phrases is None or isinstance(phrases, Mapping):
+        return phrases
     if isinstance(phrases, str):
         raise LexiconError(
             f"hot_words={phrases!r} is one string: give a list of words and phrases, or a dict with bonuses"
         )
-    return list(phrases)
+    return dict.fromkeys(phrases)
 
 
 def _searcher(text_of: Callable[[Tensor], str], alphabet: Alphabet) -> Search:

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.audio.stream import Resampler, SampleBlocks
+from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.schema import Config, ConfigError
 from ds2.decoding.decoder import Decoder, batch_key
 from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word
@@ -64,7 +64,7 @@ class Session:
     ) -> None:
         self.pipeline, self.decoder, self.hot_words = pipeline, pipeline.decoder, hot_words
         self.batch_key = batch_key(self.decoder)
-        self.sample_rate_hz = sample_rate_hz or pipeline.features.sample_rate_hz
+        self.sample_rate_hz = pipeline.features.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
         self.block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
         if self.block_frames < 1:
             raise ValueError(f"block_s={block_s} is less than an output frame of {pipeline.frame_s:g} s")
@@ -79,23 +79,28 @@ class Session:
         self.slot = self.runner.start_stream()
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
         self._samples = SampleBlocks(features, self.block_frames, partial(self.runner.input_buffer, self.slot))
+        self._ended = False
 
     @property
     def duration_s(self) -> float:
         """Audio accepted so far, seconds; of a source that is resampled, all of it only after `input_finished`."""
         return self._samples.samples / self.pipeline.features.sample_rate_hz
 
-    def accept_waveform(self, samples: NDArray[np.float32], *, in_range: bool = False) -> None:
-        """Take the next samples (N,) in [-1, 1], any number; values outside are clipped.
+    def accept_waveform(self, samples: NDArray[Any] | Tensor, *, in_range: bool = False) -> None:
+        """Take the next samples (N,), any number: integers of 16 or 32 bits, or floats, which are clipped to [-1, 1].
 
         Args:
             samples: of the source.
             in_range: see `Resampler.accept`.
 
         Raises:
-            AudioError: NaN or infinite samples; none of them are taken.
+            AudioError: samples of another shape, type or scale, or NaN; none of them are taken.
+            ValueError: the source has ended; `reset` starts another.
         """
-        self.blocks.extend(self._samples.accept(self._resampler.accept(samples, in_range=in_range)))
+        if self._ended:
+            raise ValueError("samples after the end of a source: reset() starts another one")
+        floats = cast(NDArray[np.float32], samples) if in_range or not len(samples) else as_samples(samples)
+        self.blocks.extend(self._samples.accept(self._resampler.accept(floats, in_range=in_range)))
 
     def is_ready(self) -> bool:
         """Whether a block waits for `decode`."""
@@ -120,7 +125,10 @@ class Session:
         self._start_stream()
 
     def input_finished(self) -> None:
-        """End the source: its last blocks, lookahead included, are then ready for `decode`."""
+        """End the source: its last blocks, lookahead included, are then ready for `decode`; twice does no harm."""
+        if self._ended:
+            return
+        self._ended = True
         self.blocks.extend(self._samples.accept(self._resampler.finish()))
         self.blocks.extend(self.runner.final_blocks(self.slot, self._samples.finish(), len(self.blocks)))
 

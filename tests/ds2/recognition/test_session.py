@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from support.streams import recognise_in_chunks
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import LexiconError
 from ds2.lm.files import read_arpa, save_ngram
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser, transcribe_file
-from ds2.recognition.session import BLOCK_S, Session, decode_sessions
+from ds2.recognition.session import BLOCK_S, LiveSession, Session, decode_sessions
 
 RATE_HZ = 16000
 ARPA = """\\data\\
@@ -112,13 +114,67 @@ def test_another_rate_is_resampled_as_a_stream(
 def test_what_is_no_audio_is_refused_and_the_session_goes_on(recogniser: Recogniser, recording: Path) -> None:
     samples, session = read_audio(recording), recogniser.session()
     session.accept_waveform(samples[:9000])
-    with pytest.raises(AudioError, match="NaN"):
+    with pytest.raises(AudioError, match="nan"):
         session.accept_waveform(np.array([0.1, np.nan], np.float32))
     assert recognise_in_chunks(session, samples[9000:], random.Random(0)) == recognise_in_chunks(
         recogniser.session(), samples, random.Random(1)
     )
     with pytest.raises(AudioError, match="12 Hz"):
         recogniser.session(sample_rate_hz=12)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_samples_of_other_types_are_the_same_audio(recogniser: Recogniser, recording: Path, live: bool) -> None:
+    samples = read_audio(recording)
+    integers = (samples * 32768).clip(-32768, 32767).astype(np.int16)
+    samples = integers.astype(np.float32) / 32768
+
+    def text(same: Any) -> str:
+        session = recogniser.live() if live else recogniser.session()
+        session.accept_waveform(same[:7000])
+        session.accept_waveform(same[:0])
+        session.accept_waveform(same[7000:])
+        if not isinstance(session, LiveSession):
+            return session.finish().text
+        session.flush()
+        return " ".join(segment.hypothesis.text for segment in session.segments)
+
+    wanted = text(samples)
+    assert wanted
+    assert text(integers) == text(integers.astype(np.int32) << 16) == text(torch.from_numpy(samples)) == wanted
+    for other in (samples * 32768, integers.astype(np.int64), np.stack([samples, samples], 1)):
+        with pytest.raises(AudioError, match="samples"):
+            text(other)
+    assert recogniser.transcribe(torch.from_numpy(samples).bfloat16(), 16000).text
+
+
+def test_a_source_ends_once(recogniser: Recogniser, recording: Path) -> None:
+    samples, session = read_audio(recording), recogniser.session()
+    session.accept_waveform(samples)
+    wanted = session.finish()
+    assert session.finish() == wanted
+    with pytest.raises(ValueError, match="reset"):
+        session.accept_waveform(samples)
+    session.reset()
+    session.accept_waveform(samples)
+    assert session.finish() == wanted
+
+
+def test_a_rate_of_zero_and_a_channel_below_zero_are_refused(recogniser: Recogniser, recording: Path) -> None:
+    with pytest.raises(AudioError, match="0 Hz"):
+        recogniser.session(sample_rate_hz=0)
+    with pytest.raises(AudioError, match="channel -1"):
+        recogniser.transcribe(recording, channel=-1)
+
+
+def test_sessions_take_hot_words_as_files_do(make_model: Callable[..., Path], recording: Path) -> None:
+    searching = Recogniser.load(make_model(), device="cpu", decode=DecodeConfig(method="beam", beam=8))
+    wanted = searching.transcribe(recording, hot_words=["ab"]).text
+    session = searching.session(hot_words=["ab"])
+    session.accept_waveform(read_audio(recording))
+    assert session.finish().text == wanted
+    with pytest.raises(LexiconError, match="one string"):
+        searching.live(hot_words="ab")
 
 
 def test_a_bidirectional_model_is_refused(make_model: Callable[..., Path]) -> None:
