@@ -111,6 +111,23 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key or group choice (the message suggests one), a wrong type, or values that
             contradict each other.
     """
+    return read_config(_compose(overrides), overrides)[0]
+
+
+def check_sweep(overrides: Sequence[str]) -> None:
+    """Compose every value of a sweep (`a=1,2`), beside the first ones of others, before the first run starts.
+
+    Raises:
+        ConfigError: as `compose_config`, but for values that contradict each other: other runs of the sweep may work.
+    """
+    first = first_of_sweep(overrides)
+    for index, override in enumerate(map(parse_override, overrides)):
+        if override.is_sweep_override():
+            for value in override.sweep_string_iterator():
+                _compose([*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]])
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
     for override in map(parse_override, overrides):
         if override.is_sweep_override():
             key = override.get_key_element()
@@ -123,7 +140,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-            composed = compose(config_name=PRIMARY_CONFIG, overrides=hydra_overrides(overrides))
+            return compose(config_name=PRIMARY_CONFIG, overrides=hydra_overrides(overrides))
     except MissingConfigException as error:
         _raise_missing(error)
     except RecursionError as error:
@@ -133,7 +150,6 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         ) from error
     except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
         raise_explained(error, overrides)
-    return read_config(composed, overrides)[0]
 
 
 def _check_choice(override: Override) -> None:

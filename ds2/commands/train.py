@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from ds2.commands.common import report_errors, split_config_dirs, with_search_path
 from ds2.commands.compose import (
     PRIMARY_CONFIG,
+    check_sweep,
     compose_config,
     config_dir,
     first_of_sweep,
@@ -70,6 +71,8 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     options, overrides = options_and_overrides(with_search_path(arguments))
     config = compose_config(first_of_sweep(overrides) if is_sweep(options) else overrides)
+    if is_sweep(options):
+        check_sweep(overrides)
     jobs: list[Job] = []
 
     def job(composed: DictConfig) -> None:

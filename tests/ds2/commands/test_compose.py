@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ds2.commands.common import with_search_path
-from ds2.commands.compose import compose_config, config_dir, first_of_sweep, split_overrides
+from ds2.commands.compose import check_sweep, compose_config, config_dir, first_of_sweep, split_overrides
 from ds2.config.check import check
 from ds2.config.convert import config_from_dict, config_to_dict, save_config
 from ds2.config.schema import AugmentConfig, Config, ConfigError
@@ -183,6 +183,21 @@ def test_a_users_file_that_hydra_would_not_read_is_refused(tmp_path: Path) -> No
 
 def test_the_command_line_wins_over_the_recipe() -> None:
     assert compose_config(["recipe=an4_demo", "train.epochs=3", "model.depth=2"]).train.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("optim=adamw,null", "optim=null: choose one of adamw, sgd"),
+        ("model.hidden=16,abc", "model.hidden: takes a whole number, not 'abc'"),
+        ("recipe=an4_demo,an5", "did you mean 'an4"),
+    ],
+)
+def test_every_value_of_a_sweep_is_read_before_its_first_run(override: str, hint: str) -> None:
+    check_sweep(["model.depth=2,4", "batching.utterances=8,0", override.partition(",")[0]])  # 0: these runs are refused
+    with pytest.raises(ConfigError) as caught:
+        check_sweep(["model.depth=2,4", override])
+    assert hint in str(caught.value)
 
 
 def test_first_of_sweep_keeps_single_values() -> None:
