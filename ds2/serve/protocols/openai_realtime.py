@@ -62,6 +62,8 @@ class Realtime(Connection):
         while (message := await self.receive(socket)) is not None:
             event: dict[str, Any] = {}
             try:
+                if message.get("bytes") is not None:
+                    raise BadRequestError("a binary message: audio is base64, in input_audio_buffer.append")
                 event = json_object(message.get("text") or "")
                 await self._handle_event(socket, event)
             except (BadRequestError, LexiconError) as error:  # wrong event: the session goes on; other errors end it

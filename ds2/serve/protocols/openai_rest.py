@@ -94,10 +94,11 @@ class Transcriptions:
             stream = asked in ("true", "1")
             if stream and response_format in ("srt", "vtt"):
                 raise BadRequestError(f"stream=true sends events, not {response_format}: leave out one of the two")
-            granularities = [str(one) for one in form.getlist("timestamp_granularities[]")]
+            names = ("timestamp_granularities[]", "timestamp_granularities")  # as OpenAI's clients write it; by hand
+            granularities = [str(one) for name in names for one in form.getlist(name)]
             if unknown := [one for one in granularities if one not in _GRANULARITIES]:
                 raise BadRequestError(
-                    f"timestamp_granularities[]={unknown[0][:_SHOWN]!r} is not one of {', '.join(_GRANULARITIES)}"
+                    f"timestamp_granularities={unknown[0][:_SHOWN]!r} is not one of {', '.join(_GRANULARITIES)}"
                 )
             language = str(form.get("language") or "unknown")
             phrases = self.engine.phrases

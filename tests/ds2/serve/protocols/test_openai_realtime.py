@@ -172,6 +172,16 @@ def test_words_are_sent_before_the_turn_ends(serve: Callable[..., Running], meth
     assert len({event.item_id for event in events}) == 1
 
 
+def test_a_binary_message_is_refused_with_the_event_for_audio(shared: Callable[..., Running]) -> None:
+    async def answer() -> Any:
+        async with client(shared()) as connection:
+            await connection.recv()
+            await connection.send_raw(b"\0\0")
+            return await connection.recv()
+
+    assert "input_audio_buffer.append" in asyncio.run(answer()).error.message
+
+
 def _rules(after_speech_s: float) -> Any:
     from ds2.recognition.session import Endpoints
 
