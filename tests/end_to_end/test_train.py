@@ -73,8 +73,8 @@ def test_a_resume_says_what_changed_in_the_audio(
                     content = wav.read_bytes()
                     wav.write_bytes(content[:44] + content[:43:-1])
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("corpus")]
-    assert len(lines) == 3
-    assert "unchanged" in lines[1] and "10 of 10 sampled recordings have other content" in lines[2]
+    assert len(lines) == 2  # the first start compares nothing
+    assert "unchanged" in lines[0] and "10 of 10 sampled recordings have other content" in lines[1]
 
 
 def test_short_epochs_may_go_by_without_a_save(
