@@ -38,6 +38,17 @@ def test_more_seeds(command: str, seeds: str) -> None:
 
 
 FAULTS = {"simulation": simulation.FAULTS, "meetings": meetings.FAULTS}
+
+
+@pytest.mark.parametrize("command", FAULTS)
+def test_faults_can_be_planted_in_the_present_code(command: str) -> None:
+    faults = [fault for fault in FAULTS[command].values() if not isinstance(fault, dict)]
+    assert faults
+    for fault in faults:
+        with fault():
+            pass
+
+
 # Faults of ranks that few seeds detect, and one that did: the search begins there. After a change
 # of what runs it may be another, so the search goes on.
 RARE = {

@@ -660,7 +660,8 @@ FAULTS: dict[str, PlantedFault] = {
         ("a client that says nothing stays for ever", _CONNECTION, "receive", "(self.limits.idle_s)", "(None)"),
         ("a client that takes nothing stays for ever", _CONNECTION, "send", "(self.limits.idle_s)", "(None)"),
         ("a server that stops gives no last result", EngineClient, "end", lambda _: None),
-        ("a server that stops interrupts a message", websocket.ProtocolRoute, "end", "client.interruptible", "client"),
+        ("a server that stops interrupts a message", websocket.ProtocolRoute, "end", "connection.interruptible",
+         "connection"),
     ),
 }  # each must be found  # fmt: skip
 
