@@ -376,6 +376,8 @@ def _free_space(
 ) -> dict[bytes, Utterance]:
     """Remove unused files as far as necessary; return the utterances, in order, that then fit."""
     needed = {key: cache_bytes(round(u.duration_s * data.sample_rate_hz), 1) for key, u in costly.items()}
+    for old in folder.glob("*.pcm"):  # of ds2 0.1.0, a file for each manifest
+        old.unlink(missing_ok=True)  # another process may have removed it
     sizes, ages = {}, {}
     for path in folder.glob("*" + SUFFIX):
         with suppress(OSError):  # another process may have removed it

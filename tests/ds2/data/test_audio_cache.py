@@ -138,6 +138,14 @@ def test_the_cache_is_bounded_and_what_was_used_longest_ago_goes_first(
     assert_same(store, utterances)
 
 
+def test_files_of_the_first_version_are_removed(tmp_path: Path, utterances: list[Utterance]) -> None:
+    folder = tmp_path / "work" / "audio_cache"
+    folder.mkdir(parents=True)
+    (folder / "list.pcm").write_bytes(b"old")
+    open_audio(utterances, data_config(tmp_path))
+    assert [path.suffix for path in written(tmp_path)] == [audio_cache.SUFFIX]
+
+
 def test_large_lists_make_several_files_and_a_stopped_build_keeps_those_that_are_whole(
     tmp_path: Path, utterances: list[Utterance], monkeypatch: pytest.MonkeyPatch, decoded: list[str]
 ) -> None:
