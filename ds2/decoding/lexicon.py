@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import DecodeError
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
@@ -28,6 +30,7 @@ HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: dec
 OFF, ROOT = 0, 1  # trie nodes: outside the trie, the empty prefix
 MAX_PHRASES = 1000  # of one session
 MAX_PHRASE_CHARACTERS = 200
+BONUS = Range(-1e6, 1e6)  # of a hot phrase, as decode.hot_word_bonus may be
 SPARE_NODES = 1024  # of a trie, for hot words; more are added when they are needed
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 
@@ -41,10 +44,16 @@ def as_written(hot_words: HotWords, alphabet: Alphabet) -> dict[str, float | Non
     return {alphabet.normalise(phrase)[0]: bonus for phrase, bonus in hot_words.items()}
 
 
-def check_sizes(hot_words: HotWords) -> None:
-    """Raise LexiconError if the hot words of a session are too many or too long."""
+def check_hot_words(hot_words: HotWords) -> None:
+    """Raise LexiconError if hot words of a session are no texts, too many or too long, or a bonus is not allowed."""
     if len(hot_words) > MAX_PHRASES:
         raise LexiconError(f"{len(hot_words)} hot phrases: {MAX_PHRASES} at most")
+    if other := [phrase for phrase in hot_words if not isinstance(phrase, str)]:
+        raise LexiconError(f"hot phrases {other[:5]}: phrases are texts")
+    for phrase, bonus in hot_words.items():
+        real = isinstance(bonus, Real) and not isinstance(bonus, bool)  # numbers of NumPy too
+        if bonus is not None and not (real and BONUS.low <= bonus <= BONUS.high):
+            raise LexiconError(f"the bonus {bonus!r:.60} of the hot phrase {phrase[:20]!r}: give {BONUS} (natural log)")
     if long := [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]:
         raise LexiconError(f"hot phrases {long[:5]}...: {MAX_PHRASE_CHARACTERS} characters at most")
 
@@ -245,13 +254,10 @@ class SessionTrie:
         """Add hot phrases and return their root; equal phrases share nodes.
 
         Raises:
-            LexiconError: phrases that are empty or hold characters that the network does not write; a bonus that is no
-                finite number.
+            LexiconError: phrases that are empty or hold characters that the network does not write.
         """
         check_characters(phrases, self.codes)
         words = {tuple(p.split()): self.bonus if bonus is None else float(bonus) for p, bonus in phrases.items()}
-        if not all(map(math.isfinite, words.values())):
-            raise LexiconError("the bonus of a hot phrase must be a finite number (natural log)")
         key = frozenset(words.items())
         with self._lock:
             if key not in self.roots:

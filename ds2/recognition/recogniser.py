@@ -445,11 +445,15 @@ def _transcribe_windows(
 def _with_bonuses(phrases: HotPhrases | None) -> HotWords | None:
     if phrases is None or isinstance(phrases, Mapping):
         return phrases
-    if isinstance(phrases, str):
-        raise LexiconError(
-            f"hot_words={phrases!r} is one string: give a list of words and phrases, or a dict with bonuses"
-        )
-    return dict.fromkeys(phrases)
+    try:
+        if not isinstance(phrases, str):
+            return dict.fromkeys(phrases)
+        problem = "is one string"
+    except TypeError:  # a number, or a list of lists
+        problem = "is no list of texts"
+    raise LexiconError(
+        f"hot_words={phrases!r:.200} {problem}: give a list of words and phrases, or a dict with bonuses"
+    )
 
 
 def _searcher(text_of: Callable[[Tensor], str], alphabet: Alphabet) -> Search:

@@ -28,6 +28,7 @@ from ds2.recognition.open_segments import PAUSE_S
 from ds2.recognition.pipeline import Pipeline
 
 BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
+MAX_BLOCK_S = 600.0  # longer ones would take gigabytes
 Item = TypeVar("Item")
 Failed = Callable[[Any, Exception], object]  # called with a session and its error
 _MAX_AT_ONCE = 256  # sessions in one call of the model
@@ -49,7 +50,7 @@ class Session:
         LexiconError: hot words that the network cannot write, or a decoder that takes none.
         ConfigError: a bidirectional model, which needs the end of a source first.
         AudioError: a sample rate outside the allowed range.
-        ValueError: blocks of less than one output frame.
+        ValueError: blocks of less than one output frame, or of more than 10 minutes.
     """
 
     wants_words = False  # whether `results` has words with times, which cost a beam search an alignment each time
@@ -65,9 +66,11 @@ class Session:
         self.pipeline, self.decoder, self.hot_words = pipeline, pipeline.decoder, hot_words
         self.batch_key = batch_key(self.decoder)
         self.sample_rate_hz = pipeline.features.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
+        if not 0 < block_s <= MAX_BLOCK_S or round(block_s / pipeline.frame_s) < 1:
+            raise ValueError(
+                f"block_s={block_s}: give seconds from {pipeline.frame_s:g}, an output frame, to {MAX_BLOCK_S:g}"
+            )
         self.block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
-        if self.block_frames < 1:
-            raise ValueError(f"block_s={block_s} is less than an output frame of {pipeline.frame_s:g} s")
         self.decoding = self.decoder.start(1, hot_words)
         self.blocks: deque[NDArray[np.float32]] = deque()  # samples of blocks that `decode` runs next
         self.runner = pipeline.block_runner(self.block_frames)

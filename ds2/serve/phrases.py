@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
 from ds2.decoding.decoder import refuse_hot_words
-from ds2.decoding.lexicon import MAX_PHRASES, LexiconError, check_characters, check_sizes
+from ds2.decoding.lexicon import BONUS, MAX_PHRASES, LexiconError, check_characters, check_hot_words
 from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
 from ds2.serve.limits import BadRequestError, FullError, check_number
 from ds2.system.plain import parse_json
@@ -20,7 +20,6 @@ from ds2.text.alphabet import Alphabet
 MAX_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the client sends them
 MAX_WAITING = 256  # requests whose phrases wait to be read
 _JSON_CHARACTERS = 8 * MAX_CHARACTERS  # a character may take six as an escape
-_WEIGHT = Range(-1e6, 1e6)  # as decode.hot_word_bonus may be
 KEYWORDS = ("only_keywords", "false_alarms")  # fields, the same in all protocols
 _FALSE_ALARMS = Range(0, 1e6, above=True)  # as of --false-alarms
 _PROMPT_WORDS = 5  # of a phrase in a prompt; more words are a sentence, not a hot phrase
@@ -140,13 +139,13 @@ class PhraseReader:
         hot_words: dict[str, float | None] = {}
         for phrase, weight in weights.items():
             shown = f"{field}: the weight of {phrase[:20]!r}"
-            number = None if isinstance(value, list) else check_number(weight, shown, _WEIGHT)
+            number = None if isinstance(value, list) else check_number(weight, shown, BONUS)
             hot_words[self._written(phrase)] = number
         _check_size(hot_words, "what the network writes of the phrases")
         if not self.characters:
             refuse_hot_words(hot_words)
         check_characters(hot_words, self.characters)
-        check_sizes(hot_words)
+        check_hot_words(hot_words)
         return hot_words
 
     def _prompt(self, parts: Sequence[str]) -> dict[str, float | None]:
@@ -173,7 +172,7 @@ def _parsed(value: Any, field: str) -> Any:
         with suppress(ValueError):
             value = parse_json(value)
     if not isinstance(value, list | Mapping):
-        raise BadRequestError(f"{field} is a list of phrases, or an object of phrases and weights ({_WEIGHT})")
+        raise BadRequestError(f"{field} is a list of phrases, or an object of phrases and weights ({BONUS})")
     _check_size(value, field)
     return value
 

@@ -23,7 +23,7 @@ from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, first_of_rows, j
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
 from ds2.decoding.frames import NONE, OpenRun, pack, pack_next
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
-from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written, check_sizes
+from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written, check_hot_words
 from ds2.decoding.postprocess import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -240,7 +240,7 @@ class BeamDecoder(Decoder):
         Raises:
             LexiconError: hot words that the network cannot write, or too many.
         """
-        check_sizes(hot_words or {})
+        check_hot_words(hot_words or {})
         return BeamDecoding(self, rows, self._as_searched(hot_words or {}))
 
     def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:

@@ -79,7 +79,10 @@ class Vosk(Connection):
             settings = replace(settings, endpoints=_endpoints(config["endpoints"]))
         rate_hz = check_number(config.get("sample_rate", settings.sample_rate_hz), "config.sample_rate", _RATE_HZ)
         settings = replace(settings, sample_rate_hz=int(rate_hz))
-        self.words = bool(config.get("words", self.words))
+        words = config.get("words", self.words)
+        if words not in (None, False, True):  # 0 and 1 are
+            raise BadRequestError(f"config.words={words!r:.60} is not allowed: give true or false")
+        self.words = bool(words)
         if self.session is not None and settings != self.settings:
             raise BadRequestError("config may change nothing but words after the first audio")
         self.settings = settings

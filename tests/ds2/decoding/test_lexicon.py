@@ -184,7 +184,12 @@ def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) 
         ({"": 1.0}, "hot phrases"),
         ({"c": 1.0}, "characters that the network writes: ab"),
         ({"a" * 201: 1.0}, "200 characters"),
-        ({"a": float("nan")}, "finite"),
+        ({"a": float("nan")}, "bonus nan of the hot phrase 'a': give numbers from -1000000 to 1000000"),
+        ({"a": 1e39}, r"bonus 1e\+39"),
+        ({"a": 10**400}, "bonus 1000"),
+        ({"a": "3"}, "bonus '3'"),
+        ({"a": True}, "bonus True"),
+        ({None: 1.0}, r"\[None\]: phrases are texts"),
         (dict.fromkeys((f"{n:b}".replace("0", "a").replace("1", "b") for n in range(1001)), 1.0), "1000 at most"),
     ],
 )

@@ -167,14 +167,21 @@ def test_a_rate_of_zero_and_a_channel_below_zero_are_refused(recogniser: Recogni
         recogniser.transcribe(recording, channel=-1)
 
 
+@pytest.mark.parametrize("block_s", [0.0, float("nan"), float("inf"), 1e6])
+def test_a_block_has_a_length_that_fits(recogniser: Recogniser, block_s: float) -> None:
+    with pytest.raises(ValueError, match=r"give seconds from 0\.02, an output frame, to 600"):
+        recogniser.session(block_s)
+
+
 def test_sessions_take_hot_words_as_files_do(make_model: Callable[..., Path], recording: Path) -> None:
     searching = Recogniser.load(make_model(), device="cpu", decode=DecodeConfig(method="beam", beam=8))
     wanted = searching.transcribe(recording, hot_words=["ab"]).text
     session = searching.session(hot_words=["ab"])
     session.accept_waveform(read_audio(recording))
     assert session.finish().text == wanted
-    with pytest.raises(LexiconError, match="one string"):
-        searching.live(hot_words="ab")
+    for other, message in (("ab", "one string"), ([["ab"]], "no list of texts"), (3, "no list"), ([None], "are texts")):
+        with pytest.raises(LexiconError, match=message):
+            searching.live(hot_words=other)  # type: ignore[arg-type]
 
 
 def test_a_bidirectional_model_is_refused(make_model: Callable[..., Path]) -> None:

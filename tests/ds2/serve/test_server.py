@@ -176,6 +176,7 @@ BAD_MESSAGES = {
     "no object": ("[1]", "objects"),
     "config": ('{"config": 3}', "config is an object"),
     "rate": ('{"config": {"sample_rate": "fast"}}', "is not allowed: give numbers from 1000 to 768000"),
+    "words as text": ('{"config": {"words": "false"}}', "config.words='false' is not allowed: give true or false"),
     "alternatives": ('{"config": {"max_alternatives": 3}}', "max_alternatives"),
     "phrases": ('{"config": {"phrase_list": 7}}', "list of phrases"),
     "weights": ('{"config": {"hot_words": {"one": "much"}}}', "weight of 'one'='much' is not allowed"),
