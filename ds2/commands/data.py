@@ -454,6 +454,7 @@ def _lexicon(options: argparse.Namespace) -> None:
     if missing:
         raise UserError(f"there is no file {', '.join(missing)}")
     dictionary = read_pronunciations(options.dictionary, keep_stress=options.keep_stress)
+    phones = dictionary.phones
     alphabet = Alphabet(("", *sorted({" ", *"".join(dictionary.words).lower()})), punctuation="drop")
     normalised: dict[str, list[Phones]] = {}
     for word, variants in dictionary.words.items():
@@ -472,6 +473,12 @@ def _lexicon(options: argparse.Namespace) -> None:
         f"wrote {options.output}: {len(listed)} words, {len(written.phones)} phones; {len(guessed)} words are not in "
         f"{options.dictionary} and were guessed from their letters"
     )
+    if options.dictionary.suffix == ".safetensors" and (lost := [p for p in phones if p not in written.phones]):
+        log.warning(
+            "no word of %s has these phones of the model, which a network trained with it cannot write: %s; name more "
+            "texts by --words, or leave it out to write all words of the model",
+            options.output, " ".join(lost),
+        )  # fmt: skip
     if guessed:
         common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN_WORDS]
         print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))

@@ -160,22 +160,17 @@ def _print_perplexity(model: NGram, texts: Sequence[Path], alphabet: Alphabet | 
     print(f"held out: {reader.report()}\n{result.format()}")
 
 
-def _print_recurrent_perplexity(model: RecurrentLM, texts: list[Path]) -> None:
-    """Print the perplexity of texts per word and per label; of manifests, the transcripts are used.
-
-    Raises:
-        LanguageModelError: an empty text, or characters that the model does not know.
-    """
-    reader = SentenceReader(texts, "word", None)
+def _print_recurrent_perplexity(model: RecurrentLM, texts: Sequence[Path], unknown: str) -> None:
+    reader = SentenceReader(texts, "word", model.alphabet, unknown)
     lines = [" ".join(words) for words in reader]
     if not lines:
         raise LanguageModelError("the text to score is empty: no line holds a word")
-    lines = [model.alphabet.normalise(line)[0] for line in lines]
-    log_prob, words = sum(model.score(lines)), sum(len(line.split()) for line in lines)
+    nats = -sum(model.score(lines))
     labels = sum(len(model.alphabet.spell(line)) for line in lines) + len(lines)
+    a_word = torch.tensor(nats / (reader.tokens + len(lines)), dtype=torch.float64).exp()  # infinite where math fails
     print(
-        f"held out: {len(lines)} lines, {words} words: perplexity {math.exp(-log_prob / (words + len(lines))):.2f} a "
-        f"word, of any spelling, {-log_prob / labels / math.log(2):.3f} bits a label"
+        f"held out: {reader.report()}\nperplexity {a_word:.6g} a word, of any spelling, "
+        f"{nats / labels / math.log(2):.3f} bits a label"
     )
 
 
@@ -234,7 +229,7 @@ def _train(arguments: argparse.Namespace) -> int:
             raise Stopped(interrupts.received)
         state.remove()
     if arguments.heldout:
-        _print_recurrent_perplexity(model, arguments.heldout)
+        _print_recurrent_perplexity(model, arguments.heldout, arguments.unknown)
     return 0
 
 
@@ -252,7 +247,7 @@ def _settings(kind: type[Any], arguments: argparse.Namespace) -> Any:
 
 def _ppl(arguments: argparse.Namespace) -> int:
     if arguments.lm.suffix == ".safetensors":
-        _print_recurrent_perplexity(load_recurrent(arguments.lm), arguments.text)
+        _print_recurrent_perplexity(load_recurrent(arguments.lm), arguments.text, arguments.unknown)
         return 0
     model = load_ngram(arguments.lm)
     _print_perplexity(model, arguments.text, _stored_alphabet(model), arguments.unknown)

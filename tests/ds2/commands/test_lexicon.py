@@ -73,9 +73,15 @@ def test_missing_and_useless_files_are_refused(
         assert message in capsys.readouterr().err and not out.exists()
 
 
-def test_a_shipped_model_of_phones_is_a_dictionary(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shipped_model_of_phones_is_a_dictionary(
+    text: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     text.write_text("hello pegrenne\n", encoding="utf-8")
     out = text.parent / "lexicon.txt"
     assert main(["data", "lexicon", str(out), "--dictionary", "english", "--words", str(text)]) == 0
     assert "guessed: pegrenne" in capsys.readouterr().out
     assert "hello HH" in out.read_text(encoding="utf-8")
+    assert "has these phones of the model, which a network trained with it cannot write: AA AE" in caplog.text
+    caplog.clear()
+    assert main(["data", "lexicon", str(out), "--dictionary", "english"]) == 0
+    assert "phones of the model" not in caplog.text
