@@ -445,15 +445,13 @@ def _transcribe_windows(
 def _with_bonuses(phrases: HotPhrases | None) -> HotWords | None:
     if phrases is None or isinstance(phrases, Mapping):
         return phrases
+    allowed = "give a list of words and phrases, or a dict with bonuses"
+    if isinstance(phrases, str):
+        raise LexiconError(f"hot_words={phrases!r:.200} is one string: {allowed}")
     try:
-        if not isinstance(phrases, str):
-            return dict.fromkeys(phrases)
-        problem = "is one string"
-    except TypeError:  # a number, or a list of lists
-        problem = "is no list of texts"
-    raise LexiconError(
-        f"hot_words={phrases!r:.200} {problem}: give a list of words and phrases, or a dict with bonuses"
-    )
+        return dict.fromkeys(phrases)
+    except TypeError as error:  # a number, or a list of lists
+        raise LexiconError(f"hot_words={phrases!r:.200} is no list of texts: {allowed}") from error
 
 
 def _searcher(text_of: Callable[[Tensor], str], alphabet: Alphabet) -> Search:

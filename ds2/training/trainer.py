@@ -21,7 +21,7 @@ from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import Batch, SpeechLoader, padded_durations_s, plan_epoch
-from ds2.data.manifest import Utterance, corpus
+from ds2.data.manifest import Utterance, corpus, hours
 from ds2.data.splits import ScoredData, ensure_manifests, require_files, training_utterances
 from ds2.distributed.communicator import Communicator, settings
 from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View
@@ -336,11 +336,10 @@ class Trainer:
     def describe(self) -> str:
         """One line: data, device, precision and size."""
         parameters = sum(p.numel() for p in self.model.parameters())
-        hours = sum(u.duration_s for u in self.utterances) / 3600
         dev = len(self.dev.utterances)
         return (
-            f"training {len(self.utterances)} utterances ({hours:.2f} h), {dev} dev, on {self.device} in "
-            f"{self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
+            f"training {len(self.utterances)} utterances ({hours(self.utterances):.2f} h), {dev} dev, on {self.device} "
+            f"in {self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 
     def plan(self) -> list[list[int]]:
