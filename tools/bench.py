@@ -1,16 +1,10 @@
-"""Measure speed and memory of ds2 and its kernels.
+"""Measure the speed of ds2 and its kernels.
 
     python tools/bench.py rnn              one recurrent layer against torch.nn and float64
     python tools/bench.py training         training steps of whole models
-    python tools/bench.py memory           layers that fit into memory
-    python tools/bench.py stages           Appleyard's stages of a faster LSTM
-    python tools/bench.py grnn             tables and figures of GRNN: latency of a forward pass
-    python tools/bench.py barrier          a barrier of the whole GPU against launching again
-    python tools/bench.py convolution      the convolution primitive on the layers of cuDNN's first paper
     python tools/bench.py scaling          training steps on several ranks
     python tools/bench.py collectives      sums over ranks
     python tools/bench.py predict          throughput on many ranks, from scaling.json and collectives.json
-    python tools/bench.py saves            delays of steps by saves, and from SIGTERM to a complete state
     python tools/bench.py streaming        a chunk of live audio, without a server
     python tools/bench.py serving          latency of a server, or of the recogniser alone
     python tools/bench.py endpoints        from the last word to final text, and what pauses inside utterances cut
@@ -28,8 +22,7 @@ from dispatch import dispatch
 COMMANDS = {
     name: f"benchmarks.{name.replace('-', '_')}"
     for name in (
-        "rnn", "stages", "grnn", "barrier", "convolution", "training", "memory", "scaling", "collectives",
-        "predict", "saves", "streaming", "serving", "endpoints", "same-words",
+        "rnn", "training", "scaling", "collectives", "predict", "streaming", "serving", "endpoints", "same-words",
     )
 }  # fmt: skip
 

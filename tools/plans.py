@@ -3,7 +3,6 @@
     python tools/plans.py sweep --out ops/figures/plans_h200.json     time every tile, on a GPU
     python tools/plans.py fit RECORD... --write                       fit the planner's constants
     python tools/plans.py compiled                                    record the registers of every tile
-    python tools/plans.py mbsp                                        steps of other GPUs from published figures
 
 `python tools/plans.py COMMAND --help` shows the options of each.
 """
@@ -14,7 +13,7 @@ import sys
 
 from dispatch import dispatch
 
-COMMANDS = {name: f"planning.{name}" for name in ("sweep", "fit", "compiled", "mbsp")}
+COMMANDS = {name: f"planning.{name}" for name in ("sweep", "fit", "compiled")}
 
 if __name__ == "__main__":
     sys.exit(dispatch(COMMANDS, __doc__))

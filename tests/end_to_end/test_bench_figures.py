@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.launch import TIMEOUT_S
+from dispatch import read_result
+from support.paths import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds2.config.schema import DecodeConfig
@@ -24,8 +25,6 @@ from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
-from ds2.system.tensor_file import read_metadata
-from ds2.training.state import state_file
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
@@ -88,53 +87,6 @@ def test_a_predicted_step_is_computed_and_summed_in_turn_or_overlapped(monkeypat
     assert overlapped == pytest.approx((alone[0] + one_sum, one_sum))  # only the last bucket is waited for
     shared = step_s(machine, 2, 2, overlap=True, shared=True)
     assert shared[0] == pytest.approx(overlapped[0] + 2 * 3 * 1e-3)  # a sum a norm, forward and backward
-
-
-def test_layers_in_memory_follow_from_the_line_and_deeper_networks_stand_beside_it() -> None:
-    from benchmarks.memory import GIB, line
-
-    row = line([4, 8, 101], [3 * GIB, 4 * GIB, 30 * GIB], [12.0, 1.0])
-    assert row["layer_bytes"] == GIB / 4 and row["rest_bytes"] == 2 * GIB
-    assert row["deepest"] == [40, 0]
-    assert row["peaks"] == [[4, 3.0, 3.0], [8, 4.0, 4.0], [101, 30.0, 2 + 101 / 4]]
-
-
-def test_the_memory_benchmark_trains_each_depth_of_each_kind_and_draws_the_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from benchmarks import memory
-
-    from ds2.config.schema import ModelConfig
-    from ds2.model import recurrent
-
-    mib_a_layer = {"RecurrentLayer": 64, "TorchLayer": 96}
-    steps, peak = list[tuple[str, int]](), [0]
-
-    def open_trainer(overrides: list[str], batch: int) -> tuple[None, Callable[[], None]]:
-        depth = next(int(o.partition("=")[2]) for o in overrides if o.startswith("model.depth="))
-        layer = type(recurrent.make_recurrent_layer(4, ModelConfig(hidden=4))).__name__
-
-        def take_step() -> None:
-            steps.append((layer, depth))
-            peak[0] = 2**20 * (256 + batch * depth * mib_a_layer[layer])
-
-        return None, take_step
-
-    monkeypatch.setattr(memory, "open_trainer", open_trainer)
-    monkeypatch.setattr(memory, "facts", lambda options, *_: {"git_commit": options.commit})
-    for name, value in (("is_available", True), ("reset_peak_memory_stats", None), ("max_memory_allocated", peak)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value[0] if isinstance(value, list) else value)
-    sizes = ["--batch", "1", "2", "--depth", "4", "8", "10", "--gib", "1", "--steps", "2", "--duration", "0.1"]
-    assert not memory.main([*sizes, "--commit", "abc1234"])
-    kinds = [kind for kind in mib_a_layer for _ in range(3 * 2)]
-    assert steps == [(kind, depth) for kind, depth in zip(2 * kinds, 4 * [4, 4, 8, 8, 10, 10], strict=True)]
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    rows = {(row["kind"], row["batch"]): row for row in result["rows"]}
-    for (kind, batch), row in rows.items():
-        mib = batch * {"ours": 64, "nn.RNN": 96}[kind]
-        assert (row["layer_bytes"], row["rest_bytes"]) == (2**20 * mib, 2**28)
-        assert row["deepest"] == [768 // mib] and row["peaks"][2][1] == row["peaks"][2][2]
-    assert len(rows) == 4 and result["git_commit"] == "abc1234"
 
 
 def test_every_stream_has_a_block_in_every_round_of_the_streaming_benchmark() -> None:
@@ -373,74 +325,25 @@ def test_steps_of_relu_layers_are_those_of_torch_s_rnn() -> None:
     torch.testing.assert_close(layer(x, ragged), expected)
 
 
-def test_the_delay_of_a_save_is_that_of_the_slowest_step_beside_it() -> None:
-    from benchmarks.saves import delays
-
-    first, second = delays([0.03, 0.02, 0.04], [(0.3, [0.33, 0.045]), (0.001, [0.0315])])
-    assert (first["save"], first["copy_ms"], first["steps"]) == (1, 300, 2)
-    assert (first["whole_ms"], first["slowest_ms"], first["delay"]) == pytest.approx((375, 330, 10))
-    assert second["delay"] == pytest.approx(0.05) and second["steps_ms"] == pytest.approx([31.5])
+def test_every_result_names_its_commit() -> None:
+    results = [path for folder in ("recipes", "ops/figures") for path in sorted((ROOT / folder).rglob("*.json"))]
+    assert len(results) > 80
+    for path in results:
+        assert re.match(r"[0-9a-f]{7}", read_result(path)["git_commit"]), path
 
 
-def test_steps_are_beside_a_save_until_its_file_is_complete(tmp_path: Path) -> None:
-    from benchmarks.saves import save_during_steps
-
-    from ds2.system.files import atomic_file
-
-    class Run:
-        """Its saves are complete when four steps were taken."""
-
-        def __init__(self) -> None:
-            self.run_dir, self.files, self.steps, self.checks = tmp_path, self, 0, 0
-
-        def save_in_turn(self) -> None:
-            self.steps = 0
-
-        def check(self) -> None:
-            self.checks += 1
-
-        def take_step(self) -> None:
-            self.steps += 1
-            if self.steps == 4:
-                with atomic_file(state_file(tmp_path)) as partial:
-                    partial.write_text("state")
-
-    run = Run()
-    for _ in range(3):  # also where an older state is there
-        copy_s, steps_s = save_during_steps(run, run.take_step)  # type: ignore[arg-type]
-        assert len(steps_s) == 4 and 0 <= copy_s < steps_s[0]
-    assert run.checks == 12
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_saves_ends_with_a_complete_state(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("commit", [{}, {"git_commit": "unknown"}])
+@pytest.mark.parametrize("file", ["scaling", "link"])
+def test_results_of_an_unknown_commit_predict_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, commit: dict[str, str]
 ) -> None:
-    from benchmarks import saves
+    from benchmarks import predict
 
-    from ds2.training import loop
-
-    ends = []
-
-    def train(config: Any, run_dir: Path) -> int:
-        ends.append(loop.train(config, run_dir))
-        ends.append(read_metadata(state_file(run_dir))["progress"]["step"])
-        return int(ends[0])
-
-    monkeypatch.setattr(saves, "train", train)
-    sizes = [
-        "--model",
-        "rnn_8",
-        "--batch",
-        "2",
-        "--duration",
-        "0.5",
-        "--device",
-        "cpu",
-        "model.hidden=8",
-        "model.depth=2",
-    ]
-    assert not saves.main([*sizes, "--warmup", "1", "--steps", "3", "--saves", "2", "--commit", "abc1234"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["git_commit"] == "abc1234" and len(result["quiet_ms"]) == 6 and len(result["saves"]) == 2
-    assert ends[0] == 128 + signal.SIGTERM and ends[1] > 20 and 0 < result["stop_s"] < TIMEOUT_S
+    files = {name: ROOT / "recipes" / "figures" / f"{name}_h200.json" for name in ("scaling", "link")}
+    content = json.loads(files[file].read_text())
+    del content["git_commit"]
+    files[file] = tmp_path / "copy.json"
+    files[file].write_text(json.dumps(content | commit))
+    with pytest.raises(SystemExit) as refused:
+        predict.main([*map(str, files.values()), "--way", "NCCL, by hand"])
+    assert refused.value.code == 2 and "copy.json does not name the commit" in capsys.readouterr().err

@@ -83,14 +83,6 @@ def graphed(call: Callable[[], object]) -> Callable[[], object]:
     return GraphRecorder().record(call)
 
 
-def seconds_or_reason(call: Callable[[], object], device: torch.device, budget_s: float) -> float | str:
-    """Median seconds of a call, on a GPU of its graph's replay; or why it cannot run or be recorded."""
-    try:
-        return measure(graphed(call) if device.type == "cuda" else call, device, budget_s=budget_s).median_s
-    except (RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
-
-
 def module_call(module: nn.Module, x: Tensor, grad_y: Tensor | None = None) -> Callable[[], Any]:
     """A recurrent module's forward pass as a callable; with `grad_y` both passes, to its input and parameters."""
 
@@ -117,21 +109,6 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-def add_timing_options(parser: argparse.ArgumentParser, budget_s: float) -> None:
-    """Add the options of a benchmark that times single calls."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--budget", type=float, default=budget_s, help="seconds of each measurement")
-    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
-
-
-def gpu_of(parser: argparse.ArgumentParser, why: str) -> torch.device:
-    """Return the GPU; without one the command ends with the reason why it needs one."""
-    if not torch.cuda.is_available():
-        parser.error(f"this needs a GPU: {why}")
-    return torch.device("cuda")
 
 
 def add_recogniser_options(parser: argparse.ArgumentParser) -> None:
