@@ -33,7 +33,7 @@ from ds2.model.acoustic import AcousticModel, NetworkWeights
 from ds2.model.convolution import ConvWeights
 from ds2.model.norm import rms_norm
 from ds2.model.recurrent import Carry, ModuleWeights, RecurrentWeights
-from ds2.model.structure import frames_after, operator_cell
+from ds2.model.structure import operator_cell, output_size
 from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
@@ -67,19 +67,18 @@ class BlockNetwork:
         self.device = model.classifier.weight.device
         self.block_frames, self.frames = block_frames, block_frames // model.time_stride
         self.piece = (piece_frames or block_frames) // model.time_stride
-        self.dtype, self.wide = dtype, torch.promote_types(dtype, torch.float32)
-        self.bins, self.hidden, self.delay = weights.bins, weights.hidden, weights.delay
-        self.runs_parallel = runs_parallel(model, dtype)
-        self.parallel_layers = parallel_layers(self.device) if self.runs_parallel else 1
+        self.dtype, self._wide = dtype, torch.promote_types(dtype, torch.float32)
+        self.hidden, self.delay = model.config.hidden, weights.delay
+        self.parallel_layers = parallel_layers(model, dtype)
         self._layer_streams = list[LayerStreams]()
         self.convs, self._channels = _conv_levels(weights, block_frames, dtype)
         self.modules = [BlockModule(module, dtype, backend) for module in weights.modules]
         starts = torch.arange(0, self.frames, self.piece, device=self.device)
         delays = torch.tensor([module.delay_in for module in weights.modules], device=self.device)
         self._first = (starts - delays[:, None])[..., None]  # (M, P, 1): first frame of each module and piece
-        self._lengths = (self.frames - starts).clamp_max(self.piece)[:, None]
+        self._lengths = (self.frames - starts).clamp_max(self.piece)[:, None]  # (P, 1)
         self._rms_eps = weights.rms_eps
-        self._classifier = weights.classifier.to(self.wide), weights.bias.to(self.wide)
+        self._classifier = weights.classifier.to(self._wide), weights.bias.to(self._wide)
 
     def new_state(self, slots: int) -> StreamState:
         """Tables for so many streams; what is in a slot does not matter before a stream's first block."""
@@ -87,7 +86,7 @@ class BlockNetwork:
         layers = [layer for module in self.modules for layer in module.layers]
         counts = (
             (len(layers), self.dtype),
-            (sum(layer.cell == "lstm" for layer in layers), self.wide),
+            (sum(layer.cell == "lstm" for layer in layers), self._wide),
             (sum(module.cached for module in self.modules), self.dtype),
         )
         tables = (torch.zeros(count, slots, self.hidden, dtype=dtype, device=self.device) for count, dtype in counts)
@@ -96,16 +95,16 @@ class BlockNetwork:
     def output_frames(self, frames: int) -> int:
         """Output frames of a stream of so many feature frames."""
         for level in self.convs:
-            frames = frames_after(frames, level.stride)
+            frames = output_size(frames, level.stride)
         return frames
 
     def valid_span(self, block: int, ends: int) -> tuple[int, int]:
         """The first and one past the last frame of a block's output that belong to the stream."""
-        at = block * self.frames - self.delay
-        return min(self.frames, max(0, -at)), max(0, min(self.frames, self.output_frames(ends) - at))
+        begin = block * self.frames - self.delay  # of the block, in frames of the stream
+        return min(self.frames, max(0, -begin)), max(0, min(self.frames, self.output_frames(ends) - begin))
 
     def has_edges(self, block: int, ends: int) -> bool:
-        """Whether a block may have frames before the stream's start or past its end, or begins the stream's state."""
+        """Whether a block is a stream's first one, or may have frames before the stream's start or past its end."""
         return block == 0 or block * self.frames < self.delay or ends < UNBOUNDED
 
     @torch.no_grad()
@@ -120,7 +119,7 @@ class BlockNetwork:
             slots: (B,) int64, all different.
             blocks: (B,) int64 blocks that each stream has had.
             ends: (B,) int64 feature frames of each stream, UNBOUNDED while that is not known.
-            edges: whether `has_edges` is true of a stream; else no frame is masked.
+            edges: whether `has_edges` is true of any of these streams; else nothing is masked.
 
         Returns:
             Logits (T', B, V), of which `valid_span` says what belongs to a stream.
@@ -130,7 +129,7 @@ class BlockNetwork:
         for level, tail in zip(self.convs, state.conv_tails, strict=True):
             y = level.conv.step(x, tail, slots, level.needed)
             if edges:
-                ends = frames_after(ends, level.stride)
+                ends = output_size(ends, level.stride)
                 span = blocks, ends, level.delay
             x = ConvInput(y, self.dtype, *level.conv.pending, *span)
         if edges:
@@ -179,7 +178,7 @@ class BlockNetwork:
 
     def _streams_for(self, batch: int) -> list[LayerStreams]:
         """CUDA streams for a batch whose layers take so few multiprocessors that several fit side by side."""
-        if not self.runs_parallel or batch > MAX_PARALLEL_STREAMS:
+        if batch > MAX_PARALLEL_STREAMS:
             return []
         while len(self._layer_streams) < self.parallel_layers:
             self._layer_streams.append(LayerStreams(self.device))
@@ -196,21 +195,22 @@ def why_not(model: AcousticModel) -> str | None:
     return None
 
 
-def parallel_layers(device: torch.device) -> int:
-    """How many layers a CUDA device runs side by side: as many as it holds clusters of `LAYER_SMS` multiprocessors."""
-    return device_facts(device_index(device)).active_clusters.get(LAYER_SMS) or 1
+def parallel_layers(model: AcousticModel, dtype: torch.dtype) -> int:
+    """How many layers of a model its GPU runs side by side: one on each cluster of `LAYER_SMS` multiprocessors.
 
-
-def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:
-    """Whether several layers of a model fit on its GPU side by side."""
+    0: layers run one after the other, each on the whole device.
+    """
     config, device = model.config, model.classifier.weight.device
     if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
-        return False
+        return 0
     if config.cell in ("gru", "gru_before"):
-        return False
-    unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
+        return 0
     size = (config.hidden, dtype, device, operator_cell(config), LAYER_SMS)
-    return not (unasked or any(why_not_concurrent(batch, *size) for batch in (1, MAX_PARALLEL_STREAMS)))
+    if config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision()):
+        return 0
+    if any(why_not_concurrent(batch, *size) for batch in (1, MAX_PARALLEL_STREAMS)):
+        return 0
+    return device_facts(device_index(device)).active_clusters.get(LAYER_SMS) or 1
 
 
 @dataclass(frozen=True)
@@ -246,14 +246,14 @@ def _conv_levels(weights: NetworkWeights, block_frames: int, dtype: torch.dtype)
     return levels, own
 
 
-Pending = tuple[Tensor | None, float]  # what the reader of a convolution's output must do: add a bias, clip
+Pending = tuple[Tensor | None, float]  # bias and clip that are still to be applied to a convolution's output
 
 
 class LibraryConv:
-    """A convolution by the library.
+    """A convolution by torch's libraries.
 
-    For few frames it is one product with the matrix of all that it does to a window of frames, zeros between: libraries
-    give a small convolution to few multiprocessors, and one of a single channel to none of their matrix units.
+    For few frames it is one product of a window of frames with a matrix that has zeros where a bin does not meet a tap:
+    libraries run a small convolution on few multiprocessors, and one of a single channel on no matrix unit.
 
     Args:
         dense_frames: output frames of all streams together up to which it is one product.
@@ -336,7 +336,7 @@ def _dense_matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tens
 
 
 class BlockRecurrence:
-    """A recurrent layer."""
+    """The weights of a recurrent layer in the dtype of blocks, and the function that runs it."""
 
     def __init__(self, layer: RecurrentWeights, dtype: torch.dtype, backend: str) -> None:
         [direction] = layer.directions
@@ -359,7 +359,7 @@ class BlockRecurrence:
             x: the frames.
             carry: state before them, zeros before a stream's first frame.
             lengths: (B,) int32 frames that belong to the stream; None: all.
-            begin: (B,) int32 a stream's first frame, until which the state stays 0; None: 0.
+            begin: (B,) int32 a stream's first frame, until which the state stays as it is, 0; None: frame 0.
             projection_stream: of a layer with others at its side, a stream for its projection, on which x is ready.
 
         Returns:
@@ -400,7 +400,7 @@ class BlockRecurrence:
 
 
 class BlockModule:
-    """A recurrent module's weights for blocks: recurrent layers, then row convolutions, and the skip around both."""
+    """The weights of a recurrent module in the dtype of blocks: recurrent layers, row convolutions, and the skip."""
 
     def __init__(self, module: ModuleWeights, dtype: torch.dtype, backend: str) -> None:
         self.layers = [BlockRecurrence(layer, dtype, backend) for layer in module.layers]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.inference.network import BlockNetwork, runs_parallel
+from ds2.inference.network import BlockNetwork, parallel_layers
 from ds2.inference.slots import UNBOUNDED, Slot, SlotTable, on_device
 from ds2.model.acoustic import AcousticModel
 from ds2.system.cuda_graph import GraphRecorder
@@ -25,7 +25,9 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a batch in between takes the
 _CPU_FILE_S = 8.0  # audio of a file that a CPU takes at once; recurrent layers skip what is past its end
 _PIECE_FRAMES = 44  # output frames that a layer runs at once where others run at its side
 _FILE_PIECES = 8  # of a block of a file
-_EMPTY_ROW = 0, 0, UNBOUNDED, 0  # of a batch: row of samples (slot 0), blocks, end, frames
+# What a batch has of each stream: row of samples, blocks that have run, feature frames of the stream and of this block.
+# Here of a row without a stream, which runs on slot 0.
+_EMPTY_ROW = 0, 0, UNBOUNDED, 0
 _NUMBERS = len(_EMPTY_ROW)
 
 
@@ -39,7 +41,7 @@ class BlockOutput:
 
 
 class _BlockBatch:
-    """The numbers of a batch size, pinned and on the device, and what runs it."""
+    """A batch size: the numbers of `_EMPTY_ROW` of each stream, pinned and on the device, and what runs the batch."""
 
     def __init__(self, size: int, frames: int, device: torch.device) -> None:
         self.done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -50,7 +52,7 @@ class _BlockBatch:
         self.run: dict[bool, Callable[[], Tensor]] = {}  # by `edges` of `BlockNetwork.run`; returns (T', B, V)
 
     def fill(self, numbers: Sequence[Sequence[int]]) -> None:
-        """Write the first kinds of numbers of some streams; further rows are empty."""
+        """Write the first kinds of numbers, of each the streams'; further rows of the batch have no stream."""
         if self.done is not None:
             self.done.synchronize()  # the last step has read what was there
         for row, values, empty in zip(self._pinned, numbers, _EMPTY_ROW, strict=False):
@@ -96,7 +98,7 @@ class BlockRunner:
     ) -> None:
         self.features, self.device = features, model.classifier.weight.device
         self.batch_sizes = batch_sizes
-        piece = min(block_frames, _PIECE_FRAMES * model.time_stride) if runs_parallel(model, dtype) else None
+        piece = min(block_frames, _PIECE_FRAMES * model.time_stride) if parallel_layers(model, dtype) else None
         self.network = BlockNetwork(model, block_frames, dtype, piece)
         self.samples = features.span(block_frames)
         self.slots = SlotTable(self.network.new_state, self.samples, self.device, capacity)
@@ -179,21 +181,23 @@ class BlockRunner:
         self._steps, self._last_step = self._steps + 1, batch.done
         for slot in slots:
             slot.step = self._steps
-        if not edges:
-            for slot in slots:
-                slot.blocks += 1
+            slot.blocks += 1
+        if edges:
+            yield from self._valid_outputs(slots, logits, first_row)
+        else:
             yield BlockOutput(list(range(first_row, first_row + count)), logits[:, :count], [network.frames] * count)
-            return
+
+    def _valid_outputs(self, slots: Sequence[Slot], logits: Tensor, first_row: int) -> Iterator[BlockOutput]:
+        """The frames of a block that belong to their streams; together those that begin at the same frame."""
         by_first: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, slot in enumerate(slots):
-            first, last = network.valid_span(slot.blocks, slot.ends)
-            slot.blocks += 1
+            first, last = self.network.valid_span(slot.blocks - 1, slot.ends)
             if last > first:
                 by_first[first].append((row, last - first))
         for first, valid in by_first.items():
             rows, lengths = map(list, zip(*valid, strict=True))
             selected = logits[first : first + max(lengths)]
-            selected = selected[:, :count] if len(rows) == count else selected[:, rows]
+            selected = selected[:, : len(slots)] if len(rows) == len(slots) else selected[:, rows]
             yield BlockOutput([first_row + row for row in rows], selected, lengths)
 
     def _launch_or_restore(self, batch: _BlockBatch, edges: bool, slots: Sequence[Slot]) -> Tensor:
@@ -223,7 +227,7 @@ class BlockRunner:
 
     def _grow(self, slots: int) -> None:
         """Make room for so many slots; graphs of the old tables go."""
-        if not self.slots.lacks(slots):
+        if slots <= self.slots.state.capacity:
             return
         if self._last_step is not None:
             self._last_step.synchronize()  # nothing reads the old tables any more

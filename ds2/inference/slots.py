@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -87,10 +87,9 @@ class Slot:
     """A stream's slot and how far the stream is."""
 
     index: int
-    step: int  # of the runner: it may read the slot's rows until this step has run
-    blocks: int = 0
+    step: int  # the last of the runner's steps that may read the slot's samples
+    blocks: int = 0  # that have run
     ends: int = UNBOUNDED  # feature frames
-    __weakref__: object = field(init=False, repr=False)
 
 
 class SlotTable:
@@ -107,7 +106,7 @@ class SlotTable:
     ) -> None:
         self._new_state, self._samples, self._device = new_state, samples, device
         self._lock = threading.Lock()
-        self.free, self.used = list[int](), 1
+        self.free, self.used = list[int](), 1  # slots that are free again; slots that any stream has had
         self.state, self.inputs = new_state(capacity), InputSlots(capacity, samples, device)
 
     def take(self, step: int) -> Slot:
@@ -118,10 +117,6 @@ class SlotTable:
         slot = Slot(index, step)
         weakref.finalize(slot, self.free.append, index)
         return slot
-
-    def lacks(self, slots: int) -> bool:
-        """Whether the tables are too small for so many slots."""
-        return slots > self.state.capacity
 
     def grow(self, slots: int) -> None:
         """Make the tables at least so large; all of them are new tensors then."""

@@ -5,7 +5,7 @@ Shape letters: T frames, B batch, C channels, F bins, H hidden, D width of a mod
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +14,20 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.convolution import ConvWeights, MaskedConv
 from ds2.model.dropout import UtteranceDropout
-from ds2.model.norm import Count, Norm, Ragged, RmsNorm, SequenceBatchNorm, fold_norm_before, make_norm, rms_eps
+from ds2.model.norm import RmsNorm, SequenceBatchNorm, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
+from ds2.model.ragged import Count, Ragged
 from ds2.model.recurrent import ModuleWeights, RecurrentLayer, RecurrentModule, why_torch
 from ds2.model.structure import (
-    Frames,
+    Size,
     check_model,
-    frames_after,
     lookahead_parts_ms,
     module_plan,
     operator_cell,
+    output_size,
     time_stride,
 )
 from ds2.model.wavefront import Wavefront, run_modules
-
-
-class Classifier(Protocol):
-    """Anything with a norm, or none, before a classifier."""
-
-    norm: Norm | None
-    classifier: nn.Linear
 
 
 class Head(nn.Module):
@@ -45,8 +39,8 @@ class Head(nn.Module):
         self.classifier = nn.Linear(width, labels)
 
 
-def classifier_logits(x: Tensor, count: Count | None, head: Classifier, context: PassContext) -> Tensor:
-    """Map (T, B, H) to logits (T, B, V) by the norm and the classifier of a head or of the whole model."""
+def classifier_logits(x: Tensor, count: Count, head: "Head | AcousticModel", context: PassContext) -> Tensor:
+    """Map (T, B, H) to logits (T, B, V) by the norm and the classifier of a head or of the model."""
     with torch.autocast(x.device.type, enabled=False):
         classifier = head.classifier
         x = x.to(classifier.weight.dtype)
@@ -59,9 +53,10 @@ def classifier_logits(x: Tensor, count: Count | None, head: Classifier, context:
 class NetworkWeights:
     """The whole network as inference needs it: norms folded into weights, each layer's place on a stream's time axis.
 
-    Each training module describes itself by a method `folded`, by a class beside it. Blocks of streams
-    (`ds2.inference.network`) and exported models (`ds2.export.model`) are made of these descriptions alone. A new layer
-    that existing fields can describe needs no change there: a factor for each unit is a row convolution of one tap.
+    Each training module describes itself by a method `folded`, which returns a dataclass that stands beside it. Blocks
+    of streams (`ds2.inference.network`) and exported models (`ds2.export.model`) are made of these descriptions alone.
+    A new layer that existing fields can describe needs no change there: a factor for each unit is a row convolution of
+    one tap.
 
     A stream comes in blocks. Every layer gives as many frames as come in (divided by its stride) and is late by its
     lookahead; the end of its input is cached for the next block. `ds2.model.structure.TimeWindow` has this arithmetic.
@@ -69,18 +64,12 @@ class NetworkWeights:
     Folded weights are float64, others as trained.
     """
 
-    bins: int  # F of the features
     convs: list[ConvWeights]
     modules: list[ModuleWeights]
     rms_eps: float | None  # of the classifier's input, as of `RecurrentWeights`
     classifier: Tensor  # (V, H)
     bias: Tensor  # (V,)
     delay: int  # output frames by which logits are late
-
-    @property
-    def hidden(self) -> int:
-        """H of the recurrent layers."""
-        return self.modules[0].layers[0].hidden
 
 
 class AcousticModel(nn.Module):
@@ -116,7 +105,7 @@ class AcousticModel(nn.Module):
         self.convs: nn.ModuleList = nn.ModuleList()
         for conv in config.convs:
             self.convs.append(MaskedConv(channels, conv, config))
-            channels, bins = conv.channels, -(-bins // conv.stride[0])
+            channels, bins = conv.channels, output_size(bins, conv.stride[0])
         width = channels * bins
         self.recurrent_modules = nn.ModuleList()
         for index, (layers, row_convs) in enumerate(module_plan(config)):
@@ -164,8 +153,8 @@ class AcousticModel(nn.Module):
         excluded: list[nn.Module] = [self.classifier, self.heads]
         if self.why_torch("bf16") is not None:
             excluded += [module for module in self.modules() if isinstance(module, nn.RNNBase)]
-        own = {parameter for module in excluded for parameter in module.parameters()}
-        return [p for p in self.parameters() if p.ndim >= 2 and p not in own]
+        stay = {parameter for module in excluded for parameter in module.parameters()}
+        return [p for p in self.parameters() if p.ndim >= 2 and p not in stay]
 
     def why_torch(self, precision: str) -> str | None:
         """Why recurrent layers run through torch's kernels, which a CUDA graph cannot hold; None if they do not."""
@@ -175,10 +164,10 @@ class AcousticModel(nn.Module):
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         return why_torch(operator_cell(config), config.hidden, dtype, self.classifier.weight.device)
 
-    def output_frames(self, frames: Frames) -> Frames:
+    def output_frames(self, frames: Size) -> Size:
         """Output frames for a number, or a tensor of numbers, of feature frames."""
         for conv in self.config.convs:
-            frames = frames_after(frames, conv.stride[1])
+            frames = output_size(frames, conv.stride[1])
         return frames
 
     def forward(self, features: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -196,17 +185,17 @@ class AcousticModel(nn.Module):
         Raises:
             ValueError: shapes or lengths that do not fit.
         """
-        *_, logits = self.every_logits(features, lengths, keys)
+        *_, logits = self.all_logits(features, lengths, keys)
         return logits, self.output_frames(lengths.long())
 
-    def every_logits(
+    def all_logits(
         self,
         features: Tensor,
         lengths: Tensor,
         keys: Tensor | None = None,
         context: PassContext = OWN_PARAMETERS,
     ) -> list[Tensor]:
-        """The logits of the intermediate heads, in training only, in their order, then those of the model.
+        """The logits of the model, the last of the list; in training those of the intermediate heads before them.
 
         Arguments, shapes and errors as of :meth:`forward`; context: the weights to compute with, the parameters
         themselves by default.
@@ -214,24 +203,26 @@ class AcousticModel(nn.Module):
         lengths = self._checked_lengths(features, lengths)
         if features.shape[2] == 0:  # all of it shorter than one window
             return [features.new_zeros(0, len(lengths), self.labels)]
-        if features.device.type == "cpu":  # as many frames come out, and a convolution's frames pair up
+        if features.device.type == "cpu":  # as many frames come out; convolutions on a CPU take them in pairs
             features = functional.pad(features, (0, -features.shape[2] % self.time_stride))
         ragged = Ragged.of(lengths, features.shape[2], features.device, keys)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:
             x, ragged = conv(x, ragged, context)
         x = time_major(x)
-        every: list[Tensor] = []
-        count = 1 if self.wavefront is None or not self.training else self.wavefront.pieces(len(x), x.shape[1])
-        if count > 1:
+        all_logits: list[Tensor] = []
+        wavefront = self.wavefront if self.training else None
+        pieces = 1 if wavefront is None else wavefront.pieces(len(x), x.shape[1])
+        if wavefront is not None and pieces > 1:
             modules = cast(Sequence[RecurrentModule], self.recurrent_modules)
-            x = run_modules(modules, x, ragged, context, cast(Wavefront, self.wavefront), count)
-        for number, module in enumerate(self.recurrent_modules if count == 1 else (), 1):
-            x = module(x, ragged, context)
-            if self.training and str(number) in self.heads:
-                every.append(classifier_logits(x, ragged.count, cast(Head, self.heads[str(number)]), context))
-        every.append(classifier_logits(x, ragged.count, self, context))
-        return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in every]
+            x = run_modules(modules, x, ragged, context, wavefront, pieces)
+        else:
+            for number, module in enumerate(self.recurrent_modules, 1):
+                x = module(x, ragged, context)
+                if self.training and str(number) in self.heads:
+                    all_logits.append(classifier_logits(x, ragged.count, cast(Head, self.heads[str(number)]), context))
+        all_logits.append(classifier_logits(x, ragged.count, self, context))
+        return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in all_logits]
 
     @torch.no_grad()
     def folded(self, delay_in: int = 0) -> NetworkWeights:
@@ -250,23 +241,25 @@ class AcousticModel(nn.Module):
             modules.append(module.folded(delay))
             delay += modules[-1].lookahead
         weight, bias = fold_norm_before(self.classifier.weight, self.classifier.bias, self.norm)
-        return NetworkWeights(self.bins, convs, modules, rms_eps(self.norm), weight, bias, delay)
+        return NetworkWeights(convs, modules, rms_eps(self.norm), weight, bias, delay)
 
+    @torch.no_grad()
     def _scale_branches(self) -> None:
         """Start the M residual branches at 1 / sqrt(M) of a layer's output.
 
-        The last layer of a branch is scaled: its batch norm, or with RMS norm its input weights; without a norm nothing
-        is. So the sum of all branches keeps its size, and the gradient too (measured: docs/design/network.md).
+        The last layer of a branch is scaled: its batch norm, or with RMS norm its input weights; nothing is without a
+        norm or in cells with gates. So the sum of all branches keeps its size, and so does the gradient (measured:
+        docs/design/network.md).
         """
+        if self.config.cell != "rnn" or self.config.start == "plain":
+            return
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         layers = [cast(RecurrentLayer, module.recurrent[-1]) for module in modules if module.residual]
-        if self.config.cell == "rnn" and self.config.start != "plain":
-            for layer in layers:
-                if isinstance(layer.norm, SequenceBatchNorm):
-                    nn.init.constant_(layer.norm.weight, len(layers) ** -0.5)
-                elif isinstance(layer.norm, RmsNorm):
-                    with torch.no_grad():
-                        layer.weight_ih.mul_(len(layers) ** -0.5)
+        for layer in layers:
+            if isinstance(layer.norm, SequenceBatchNorm):
+                nn.init.constant_(layer.norm.weight, len(layers) ** -0.5)
+            elif isinstance(layer.norm, RmsNorm):
+                layer.weight_ih.mul_(len(layers) ** -0.5)
 
     def _checked_lengths(self, features: Tensor, lengths: Tensor) -> Tensor:
         if features.dim() != 3 or features.shape[1] != self.bins:

@@ -16,7 +16,7 @@ from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
-from ds2.model.shipped import folder_of, names
+from ds2.model.shipped import WEIGHTS, folder_of, names
 from ds2.system import UserError
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, read_metadata, save, with_prefix, without_prefix
@@ -91,10 +91,10 @@ def find_model(path: Path) -> Path:
         )
     if not path.is_dir():
         return path
-    for name in ("best.safetensors", "last.safetensors"):
+    for name in WEIGHTS:
         if (path / name).is_file():
             return path / name
-    raise CheckpointError(f"{path} has no best.safetensors or last.safetensors: give a model file or a run folder")
+    raise CheckpointError(f"{path} has no {' or '.join(WEIGHTS)}: give a model file or a run folder")
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedModel:
@@ -107,7 +107,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     file = find_model(Path(path))
     kind = read_metadata(file).get("kind")  # first: the digest of an n-gram model does not cover its tensors
     if kind != "model":
-        raise CheckpointError(f"{file} is a {kind}, not a model: give best.safetensors or last.safetensors")
+        raise CheckpointError(f"{file} is a {kind}, not a model: give {' or '.join(WEIGHTS)}")
     tensors, metadata = load(file)
     try:
         header = from_plain(_ModelHeader, metadata, "metadata")

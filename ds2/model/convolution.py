@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
-from ds2.model.norm import Ragged, SequenceBatchNorm, fold_norm_after, values_in_layout
+from ds2.model.norm import SequenceBatchNorm, fold_norm_after, values_in_layout
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-from ds2.model.structure import TimeWindow, frames_after, frames_ahead
+from ds2.model.ragged import Count, Ragged
+from ds2.model.structure import TimeWindow, frames_ahead, output_size
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ConvWeights:
     @property
     def bins_out(self) -> int:
         """F of the output."""
-        return -(-self.bins // self.stride[0])
+        return output_size(self.bins, self.stride[0])
 
 
 class MaskedConv(nn.Module):
@@ -54,10 +55,6 @@ class MaskedConv(nn.Module):
         self.norm = SequenceBatchNorm(conv.channels, config.batch_norm_momentum, axis=1) if config.batch_norm else None
         self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(conv.channels))
 
-    def output_bins(self, bins: int) -> int:
-        """F of the output."""
-        return -(-bins // self.stride[0])
-
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Ragged]:
         """Convolve whole utterances.
 
@@ -68,17 +65,18 @@ class MaskedConv(nn.Module):
         Returns:
             (B, C', F', T') and its lengths; 0 past each of them.
         """
-        frames = frames_after(x.shape[3], self.stride[1])
+        frames = output_size(x.shape[3], self.stride[1])
         if late := self.past - self.kernel[1] // 2:  # zeros before x move the centred windows of `_convolve`
             x = functional.pad(x, (late, -late % (2 * self.stride[1])))  # on a CPU, pairs of frames stay pairs
         z = self._convolve(x, context)[..., :frames]
-        lengths = frames_after(ragged.lengths, self.stride[1])
+        lengths = output_size(ragged.lengths, self.stride[1])
         after = Ragged.of(lengths, frames, z.device, ragged.keys)
+        count = Count(after.lengths, after.valid.numel(), bins=z.shape[2])
         if self.norm is not None and self.norm.fused(z):
-            return self.norm.clipped(z, after.lengths, after.count.times(z.shape[2]), self.clip, context), after
+            return self.norm.clipped(z, after.lengths, count, self.clip, context), after
         valid = values_in_layout(after.valid[:, None, None, :].to(z.dtype), z)
         if self.norm is not None:  # a convolution's edge spills past the end: out of the statistics with it
-            z = self.norm(z * valid, after.count.times(z.shape[2]), context)
+            z = self.norm(z * valid, count, context)
         return functional.hardtanh(z, 0.0, self.clip).mul_(valid), after
 
     def folded(self, bins: int, delay_in: int) -> ConvWeights:
@@ -179,7 +177,7 @@ def _backward(
 
 def _pairs_out(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> bool:
     """Whether pairs of output frames are computed as channels of one."""
-    return len(weight) <= _FEW and frames_after(x.shape[3], stride[1]) % 2 == 0
+    return len(weight) <= _FEW and output_size(x.shape[3], stride[1]) % 2 == 0
 
 
 def _weight_of_two_outputs(weight: Tensor, stride: tuple[int, int]) -> Tensor:

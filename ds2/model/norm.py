@@ -1,11 +1,8 @@
-"""Norms: sequence-wise batch norm, over the valid frames of batch and time, and RMS norm, of each frame by itself;
-and how far the utterances of a padded batch reach.
+"""Norms: sequence-wise batch norm, over the valid frames of batch and time, and RMS norm, of each frame by itself.
 
 Shape letters: T frames, B batch, C channels, F bins, H features; N positions, all axes but the channels taken together.
 """
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,46 +12,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
-
-
-class Count:
-    """How many positions of a batch are valid, as numbers on its device, made when the first layer needs them.
-
-    Args:
-        lengths: integers on the device that sum to the valid positions.
-        positions: all of them, padding included.
-        factor: what each of either stands for.
-    """
-
-    def __init__(self, lengths: Tensor, positions: int, factor: int = 1) -> None:
-        self._lengths, self._factor = lengths, factor
-        self.positions = positions * factor
-        self._ratios: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-        self._summed: Tensor | None = None
-
-    def times(self, factor: int) -> "Count":
-        """Return the count of a batch in which each position stands for `factor` positions."""
-        return Count(self._lengths, self.positions // self._factor, self._factor * factor)
-
-    @functools.cached_property
-    def valid(self) -> Tensor:
-        """(1,) int32, at least 1."""
-        return (self._lengths.sum() * self._factor).clamp(min=1).int().view(1)
-
-    def over_ranks(self, reduce: Reduce | None) -> Tensor:
-        """(1,) int32, of all ranks that `reduce` sums over; summed once, whoever asks first. This rank's if None."""
-        if reduce is None:
-            return self.valid
-        if self._summed is None:
-            self._summed = reduce(self.valid.double().view(1, 1), None)[0].to(torch.int32)
-        return self._summed
-
-    def ratio(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All positions over the valid ones, r, and 1 - r: scalars, divided in float64."""
-        if dtype not in self._ratios:
-            ratio = self.valid.new_full((), self.positions, dtype=torch.float64) / self.valid[0]
-            self._ratios[dtype] = ratio.to(dtype), (1.0 - ratio).to(dtype)
-        return self._ratios[dtype]
+from ds2.model.ragged import Count
 
 
 class SequenceBatchNorm(nn.Module):
@@ -73,10 +31,10 @@ class SequenceBatchNorm(nn.Module):
         axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
     Attributes:
-        reduce: sums over all ranks, or None; with it the statistics are those of all ranks. The calls are the same on
-            the kernels of `ds2_ops` and on torch's.
-        kernels: whether to take those of `ds2_ops` where they run; all ranks do, or none: running averages differ by
-            rounding.
+        reduce: sums over all ranks, or None; with it the statistics are those of all ranks. It is called equally often
+            on the kernels of `ds2_ops` and on torch's.
+        kernels: whether to run on the kernels of `ds2_ops` where they can; equal on all ranks, since the two kinds of
+            kernels round running averages differently.
     """
 
     running_mean: Tensor
@@ -106,12 +64,12 @@ class SequenceBatchNorm(nn.Module):
         """Count a batch that enters the running averages."""
         self.batches += 1
 
-    def forward(self, x: Tensor, count: Count | int | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
+    def forward(self, x: Tensor, count: Count | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Normalise.
 
         Args:
             x: any float dtype, channels on ``axis``, 0 at padding.
-            count: valid positions of the N; unused in evaluation.
+            count: valid positions of the N; not needed in evaluation.
 
         Returns:
             The shape and dtype of ``x``.
@@ -122,8 +80,6 @@ class SequenceBatchNorm(nn.Module):
             return _apply(flat, weight, bias, self.running_mean, self.running_var, self.eps).view_as(x)
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
-        if isinstance(count, int):
-            count = Count(torch.tensor(count, device=x.device), x.numel() // len(self.weight))
         if self.axis == -1 and self.fused(x):
             return self._launched(x.contiguous(), count, context)
         y: Tensor
@@ -156,6 +112,7 @@ class SequenceBatchNorm(nn.Module):
         return self._launched(rows, count, context, lengths=lengths, clip=clip).permute(0, 3, 1, 2)
 
     def _launched(self, rows: Tensor, count: Count, context: PassContext, **options: Any) -> Tensor:
+        """Run the kernels of `ds2_ops` on rows (..., C)."""
         self.advance()
         running = RunningStatistics(self.running_mean, self.running_var, max(self.momentum, 1.0 / self.batches))
         return batch_norm(
@@ -199,7 +156,7 @@ class RmsNorm(nn.Module):
 
     eps = 1e-5  # added to the mean square
 
-    def forward(self, x: Tensor, count: Count | int | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
+    def forward(self, x: Tensor, count: Count | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Normalise (..., C), any float dtype, computed in float32 at least; `count` and `context` are not used."""
         return rms_norm(x, self.eps)
 
@@ -325,34 +282,3 @@ def values_in_layout(values: Tensor, x: Tensor) -> Tensor:
 def _wide_on_cpu(x: Tensor) -> Tensor:
     """bf16 as float32 on a CPU, whose kernels would round the statistics to bf16; the GPU's keep them in float32."""
     return x if x.is_cuda or x.dtype == torch.float64 else x.float()
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """How far each utterance of a padded batch reaches, on its device, made once a batch and never read back.
-
-    Attributes:
-        lengths: (B,) int32, valid frames.
-        count: valid positions among the B T of the batch.
-        valid: (B, T) bool, True where t < length.
-        keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
-        first: frame of the utterances that is frame 0 here, of a piece of a batch.
-    """
-
-    lengths: Tensor
-    count: Count
-    valid: Tensor
-    keys: Tensor | None = None
-    first: int = 0
-
-    @classmethod
-    def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
-        """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
-        lengths = lengths.to(device, torch.int32, non_blocking=True)
-        valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
-        return cls(lengths, Count(lengths, lengths.numel() * frames), valid, keys)
-
-    @property
-    def frames(self) -> int:
-        """T, the padded number of frames."""
-        return self.valid.shape[1]

@@ -23,7 +23,7 @@ class PassContext(Protocol):
         ...
 
     def bias(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The sum of the tensors to compute with of bias parameters."""
+        """The bias to compute with where it is the sum of several parameters."""
         ...
 
     def sink(self, parameter: Tensor) -> GradientSink | None:
@@ -64,8 +64,9 @@ def linear(
     Args:
         x: (..., D).
         weights: (H, D) each, parameters; W has the rows of one after the other.
-        bias: as many numbers as W has rows, or None; not a parameter, but what the context has for it.
-        biases: parameters of one weight's bias, which is their sum; their gradients go to their sinks too.
+        bias: (rows of W,), computed from what the context has for its parameters; or None.
+        biases: in place of `bias`, the parameters whose sum is the bias of a single weight; their gradients go to their
+            sinks too.
 
     Returns:
         (..., rows of W)

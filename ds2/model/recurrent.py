@@ -5,7 +5,6 @@ Shape letters: T frames, B batch, H hidden, G gates, D width of a layer's input.
 Invariant: between layers, frames past an utterance's length are exactly 0, and no layer reads a gradient there.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -21,13 +20,15 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.convolution import RowConvolution
 from ds2.model.dropout import UtteranceDropout
-from ds2.model.norm import Ragged, RmsNorm, SequenceBatchNorm, fold_norm_after, fold_norm_before, make_norm, rms_eps
+from ds2.model.norm import RmsNorm, SequenceBatchNorm, fold_norm_after, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
+from ds2.model.ragged import Ragged
 from ds2.model.structure import operator_cell
 
 _RECURRENT_GAIN = 0.5
 
 _TORCH_MODULES = {"lstm": nn.LSTM, "gru": nn.GRU, "gru_before": nn.GRU}  # whose weights the cells with gates have
+_TORCH_PARAMETERS = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
 Carry = tuple[Tensor, ...]  # from frame to frame: h (B, H), of an LSTM c too
 
@@ -47,8 +48,8 @@ class RecurrentWeights:
     """A recurrent layer; the outputs of two directions are added."""
 
     cell: str  # its name in `ds2_ops.recurrence`
-    clip: float  # of the cell clipped_relu
-    rms_eps: float | None  # each input frame is divided by its `ds2.model.norm.root_mean_square`; None: it is not
+    clip: float  # of the cell clipped_relu; other cells do not read it
+    rms_eps: float | None  # of the `ds2.model.norm.rms_norm` of the input; None: the input is not normalised
     directions: list[DirectionWeights]
 
     @property
@@ -57,33 +58,30 @@ class RecurrentWeights:
         return self.directions[0].weight_hh.shape[1]
 
 
-class RecurrentLayer(nn.Module):
-    """Simple recurrent layer h_t = f(BN(W x_t) + U h_(t-1)) (paper, section 5.2; Deep Speech 2, section 3.2).
+class BaseRecurrentLayer(nn.Module):
+    """What the layers of all cells share: the recurrence over the pre-activations that `project` computes."""
 
-    With ``config.norm`` rms it is h_t = f(W RMS(x_t) + b + U h_(t-1)). Bidirectional layers share W and the norm, have
-    a U each, and sum both directions, as Deep Speech 2 does.
-
-    U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
-    frames back and the state stays far below the clip (compared with others: docs/design/network.md). With
-    ``config.start`` plain it is drawn evenly from +-1 / sqrt(H), as torch.nn does.
-
-    Args:
-        width_in: D.
-        config: hidden, nonlinearity, clip, batch norm, bidirectional, dropout, backend.
-    """
-
-    def __init__(self, width_in: int, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden = config.hidden
-        self.nonlinearity, self.clip, self.backend = config.nonlinearity, config.clip, config.backend
+        self.operator, self.clip, self.backend = operator_cell(config), config.clip, config.backend
+        self.hidden = config.hidden
         self.dropout = UtteranceDropout(config.dropout)
-        self.norm = make_norm(width_in if config.norm == "rms" else hidden, config)
-        self.weight_ih = nn.Parameter(torch.empty(hidden, width_in))
-        # Both norms start pre-activations with a variance of 1: batch norm after W, RMS norm by inputs of that size.
-        nn.init.kaiming_normal_(self.weight_ih, nonlinearity="linear" if config.norm == "rms" else "relu")
-        self.bias = None if isinstance(self.norm, SequenceBatchNorm) else nn.Parameter(torch.zeros(hidden))
-        self.weight_hh = nn.Parameter(_recurrent_start(config))
-        self.weight_hh_reverse = nn.Parameter(_recurrent_start(config)) if config.bidirectional else None
+
+    def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        """Compute pre-activations (T, B, G H) from the input (T, B, D); of both directions (T, B, 2, G H)."""
+        raise NotImplementedError
+
+    def weights_hh(self) -> list[Tensor]:
+        """The recurrent matrix (G H, H) of each direction, a parameter."""
+        raise NotImplementedError
+
+    def biases_hn(self, context: PassContext) -> list[Tensor] | None:
+        """The bias (H,) of each direction inside the product with the reset gate; None: the cell has none there."""
+        return None
+
+    def folded(self) -> RecurrentWeights:
+        """Describe the layer in evaluation."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Run the layer over whole utterances.
@@ -93,130 +91,43 @@ class RecurrentLayer(nn.Module):
             ragged: lengths of ``x``, keys of its dropout.
 
         Returns:
-            (T, B, H), 0 past each length.
+            (T, B, H), 0 past each length; the sum of both directions, as in Deep Speech 2.
         """
-        z = self.project(x, ragged, context)
-        if self.weight_hh_reverse is not None:
-            both = z[:, :, None].expand(-1, -1, 2, -1)
-            parameters = [self.weight_hh, self.weight_hh_reverse]
-            outputs = bidirectional(
-                self.nonlinearity,
-                both,
-                torch.stack([context.weight(parameter) for parameter in parameters]),
-                None,
-                ragged.lengths,
-                clip=self.clip,
-                backend=self.backend,
-                weight_sink=sinks_of(parameters, context),
-            )
-            return outputs.sum(2)
-        return self.recur(z, (), ragged.lengths, context)[0]
+        return self.recur_whole(self.project(x, ragged, context), ragged.lengths, context)
 
-    def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
-        """Compute the pre-activations (T, B, H) of the recurrence from the input (T, B, D)."""
-        if isinstance(self.norm, RmsNorm):
-            x = self.norm(x)
-        x = self.dropout(x, ragged.keys, ragged.first)
-        z = linear(x, [self.weight_ih], None, context, [] if self.bias is None else [self.bias])
-        return self.norm(z, ragged.count, context) if isinstance(self.norm, SequenceBatchNorm) else z
+    def recur_whole(self, z: Tensor, lengths: Tensor, context: PassContext) -> Tensor:
+        """Run the recurrence of one or both directions over the pre-activations of whole utterances."""
+        weights = self.weights_hh()
+        if len(weights) == 1:
+            return self.recur(z, (), lengths, context)[0]
+        biases_hn = self.biases_hn(context)
+        outputs = bidirectional(
+            self.operator,
+            z,
+            torch.stack([context.weight(weight) for weight in weights]),
+            None if biases_hn is None else torch.stack(biases_hn),
+            lengths,
+            clip=self.clip,
+            backend=self.backend,
+            weight_sink=sinks_of(weights, context),
+        )
+        return outputs.sum(2)
 
     def recur(
         self, z: Tensor, carry: Carry, lengths: Tensor, context: PassContext, max_sms: int | None = None
     ) -> tuple[Tensor, Carry]:
-        """Run the recurrence forward in time.
+        """Run the recurrence of a layer of one direction.
 
         Args:
-            z: (T, B, H) pre-activations.
-            carry: the state (B, H) before frame 0; empty: zeros.
+            z: (T, B, G H) pre-activations.
+            carry: the states before frame 0; empty: zeros.
             lengths: (B,) int32 on the device, valid frames.
             max_sms: multiprocessors to use at most; None: all.
 
         Returns:
-            y (T, B, H), 0 past each length, and the state after each utterance's last frame.
+            y (T, B, H), 0 past each length, and the states after each utterance's last frame.
         """
-        y, *last = recurrence(
-            z,
-            context.weight(self.weight_hh),
-            carry[0] if carry else None,
-            lengths,
-            cell=self.nonlinearity,
-            clip=self.clip,
-            backend=self.backend,
-            max_sms=max_sms,
-            weight_sink=context.sink(self.weight_hh),
-        )
-        return y, tuple(last)
-
-    def folded(self) -> RecurrentWeights:
-        """Describe the layer in evaluation."""
-        if isinstance(self.norm, SequenceBatchNorm):
-            weight, bias = fold_norm_after(self.weight_ih, None, self.norm)
-        else:
-            weight, bias = fold_norm_before(self.weight_ih, cast(Tensor, self.bias), self.norm)
-        matrices = [matrix.detach() for matrix in (self.weight_hh, self.weight_hh_reverse) if matrix is not None]
-        directions = [DirectionWeights(weight, bias, matrix, None) for matrix in matrices]
-        return RecurrentWeights(self.nonlinearity, self.clip, rms_eps(self.norm), directions)
-
-
-class GatedRecurrentLayer(nn.Module):
-    """LSTM or GRU layer: on the operators of ds2_ops where their fast kernels run, else on torch's fused kernels.
-
-    The cell gru_before, whose reset gate acts before the recurrent product (Cho et al. 2014), has no kernel in torch:
-    it always runs on the operators.
-
-    Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
-    projection as torch's kernels compute it, so all norms act on the layer's input. Directions are summed, as in
-    :class:`RecurrentLayer`. Arguments, shapes and returns are those of :class:`RecurrentLayer`.
-    """
-
-    def __init__(self, width_in: int, config: ModelConfig) -> None:
-        super().__init__()
-        make = _TORCH_MODULES.get(config.cell)
-        if make is None:
-            raise NotImplementedError(
-                f"model.cell={config.cell} is a cell of ds2_ops without a layer, allowed are rnn, "
-                f"{', '.join(_TORCH_MODULES)}: give it one in ds2/model/recurrent.py, see ops/README.md"
-            )
-        self.operator, self.hidden, self.backend = operator_cell(config), config.hidden, config.backend
-        self.dropout = UtteranceDropout(config.dropout)
-        self.norm = make_norm(width_in, config)
-        self.cell: nn.LSTM | nn.GRU = make(width_in, config.hidden)
-        self.cell_reverse: nn.LSTM | nn.GRU | None = make(width_in, config.hidden) if config.bidirectional else None
-
-    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """See :meth:`RecurrentLayer.forward`."""
-        x = self._inputs(x, ragged, context)
-        if self._on_torch(x):
-            y = self._torch_forward(self.cell, x, ragged, context)
-            if self.cell_reverse is None:
-                return y
-            backward = self._torch_forward(self.cell_reverse, reverse_time(x, ragged.lengths), ragged, context)
-            return y + reverse_time(backward, ragged.lengths)
-        z = self._projected(x, context)
-        if self.cell_reverse is None:
-            return self.recur(z, (), ragged.lengths, context)[0]
-        recurrent = [_parameter(cell, "weight_hh_l0") for cell in self._cells]
-        biases_hn = [self._bias_hn(cell, context) for cell in self._cells]
-        outputs = bidirectional(
-            self.operator,
-            z.view(*z.shape[:2], 2, -1),
-            torch.stack([context.weight(parameter) for parameter in recurrent]),
-            torch.stack(cast(list[Tensor], biases_hn)) if self.operator == "gru_after" else None,
-            ragged.lengths,
-            backend=self.backend,
-            weight_sink=sinks_of(recurrent, context),
-        )
-        return outputs.sum(2)
-
-    def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
-        """See :meth:`RecurrentLayer.project`; (T, B, G H)."""
-        return self._projected(self._inputs(x, ragged, context), context)
-
-    def recur(
-        self, z: Tensor, carry: Carry, lengths: Tensor, context: PassContext, max_sms: int | None = None
-    ) -> tuple[Tensor, Carry]:
-        """See :meth:`RecurrentLayer.recur`."""
-        weight = _parameter(self.cell, "weight_hh_l0")
+        [weight] = self.weights_hh()
         h, c = (*carry, None, None)[:2]
         y, *last = recurrence(
             z,
@@ -224,13 +135,104 @@ class GatedRecurrentLayer(nn.Module):
             h,
             lengths,
             cell=self.operator,
-            bias_hn=self._bias_hn(self.cell, context),
+            bias_hn=None if (biases_hn := self.biases_hn(context)) is None else biases_hn[0],
             c0=c,
+            clip=self.clip,
             backend=self.backend,
             max_sms=max_sms,
             weight_sink=context.sink(weight),
         )
         return y, tuple(last)
+
+
+class RecurrentLayer(BaseRecurrentLayer):
+    """Simple recurrent layer h_t = f(BN(W x_t) + U h_(t-1)) (paper, section 5.2; Deep Speech 2, section 3.2).
+
+    With ``config.norm`` rms it is h_t = f(W RMS(x_t) + b + U h_(t-1)). Bidirectional layers share W and the norm, and
+    have a U each.
+
+    U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
+    frames back and the state stays far below the clip (compared with others: docs/design/network.md). With
+    ``config.start`` plain or even it is drawn evenly from +-1 / sqrt(H), as torch.nn does.
+
+    Args:
+        width_in: D.
+        config: hidden, nonlinearity, clip, batch norm, bidirectional, dropout, backend.
+    """
+
+    def __init__(self, width_in: int, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.norm = make_norm(width_in if config.norm == "rms" else config.hidden, config)
+        self.weight_ih = nn.Parameter(torch.empty(config.hidden, width_in))
+        # Both norms start pre-activations with a variance of 1: batch norm after W, RMS norm by inputs of that size.
+        nn.init.kaiming_normal_(self.weight_ih, nonlinearity="linear" if config.norm == "rms" else "relu")
+        self.bias = None if isinstance(self.norm, SequenceBatchNorm) else nn.Parameter(torch.zeros(config.hidden))
+        self.weight_hh = nn.Parameter(_recurrent_start(config))
+        self.weight_hh_reverse = nn.Parameter(_recurrent_start(config)) if config.bidirectional else None
+
+    def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        if isinstance(self.norm, RmsNorm):
+            x = self.norm(x)
+        x = self.dropout(x, ragged.keys, ragged.first)
+        z = linear(x, [self.weight_ih], None, context, [] if self.bias is None else [self.bias])
+        if isinstance(self.norm, SequenceBatchNorm):
+            z = self.norm(z, ragged.count, context)
+        return z if self.weight_hh_reverse is None else z[:, :, None].expand(-1, -1, 2, -1)
+
+    def weights_hh(self) -> list[Tensor]:
+        return [self.weight_hh] if self.weight_hh_reverse is None else [self.weight_hh, self.weight_hh_reverse]
+
+    def folded(self) -> RecurrentWeights:
+        if isinstance(self.norm, SequenceBatchNorm):
+            weight, bias = fold_norm_after(self.weight_ih, None, self.norm)
+        else:
+            weight, bias = fold_norm_before(self.weight_ih, cast(Tensor, self.bias), self.norm)
+        directions = [DirectionWeights(weight, bias, weight_hh.detach(), None) for weight_hh in self.weights_hh()]
+        return RecurrentWeights(self.operator, self.clip, rms_eps(self.norm), directions)
+
+
+class GatedRecurrentLayer(BaseRecurrentLayer):
+    """LSTM or GRU layer: on the operators of ds2_ops where their fast kernels run, else on torch's fused kernels.
+
+    The cell gru_before, whose reset gate acts before the recurrent product (Cho et al. 2014), has no kernel in torch:
+    it always runs on the operators.
+
+    Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
+    projection as torch's kernels compute it, so all norms act on the layer's input.
+    """
+
+    def __init__(self, width_in: int, config: ModelConfig) -> None:
+        super().__init__(config)
+        make = _TORCH_MODULES.get(config.cell)
+        if make is None:
+            raise NotImplementedError(
+                f"model.cell={config.cell} is a cell of ds2_ops without a layer, allowed are rnn, "
+                f"{', '.join(_TORCH_MODULES)}: give it one in ds2/model/recurrent.py, see ops/README.md"
+            )
+        self.norm = make_norm(width_in, config)
+        self.cell: nn.LSTM | nn.GRU = make(width_in, config.hidden)
+        self.cell_reverse: nn.LSTM | nn.GRU | None = make(width_in, config.hidden) if config.bidirectional else None
+
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        x = self._inputs(x, ragged, context)
+        if not self._on_torch(x):
+            return self.recur_whole(self._pre_activations(x, context), ragged.lengths, context)
+        y = self._torch_forward(self.cell, x, ragged, context)
+        if self.cell_reverse is None:
+            return y
+        backward = self._torch_forward(self.cell_reverse, reverse_time(x, ragged.lengths), ragged, context)
+        return y + reverse_time(backward, ragged.lengths)
+
+    def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        return self._pre_activations(self._inputs(x, ragged, context), context)
+
+    def weights_hh(self) -> list[Tensor]:
+        return [_parameter(cell, "weight_hh_l0") for cell in self._cells]
+
+    def biases_hn(self, context: PassContext) -> list[Tensor] | None:
+        if self.operator != "gru_after":
+            return None
+        return [context.weight(_parameter(cell, "bias_hh_l0"))[2 * self.hidden :] for cell in self._cells]
 
     def _inputs(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """The input of the projection: normalised, then dropped."""
@@ -239,35 +241,37 @@ class GatedRecurrentLayer(nn.Module):
         dropped: Tensor = self.dropout(x, ragged.keys, ragged.first)
         return dropped
 
-    def _projected(self, x: Tensor, context: PassContext) -> Tensor:
-        """Pre-activations (T, B, G H), of both directions one after the other."""
+    def _pre_activations(self, x: Tensor, context: PassContext) -> Tensor:
+        """The projection of `_inputs`, shaped as `project` returns it."""
         weights = [_parameter(cell, "weight_ih_l0") for cell in self._cells]
         if self.cell_reverse is None and self.operator != "gru_after":
             return linear(
                 x, weights, None, context, [_parameter(self.cell, f"bias_{kind}_l0") for kind in ("ih", "hh")]
             )
         biases = [self._input_bias(cell, context) for cell in self._cells]
-        return linear(x, weights, biases[0] if len(biases) == 1 else torch.cat(biases), context)
+        z = linear(x, weights, biases[0] if len(biases) == 1 else torch.cat(biases), context)
+        return z if self.cell_reverse is None else z.view(*z.shape[:2], 2, -1)
 
     @property
     def _cells(self) -> list[nn.LSTM | nn.GRU]:
+        """One a direction."""
         return [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
 
     def folded(self) -> RecurrentWeights:
         """Describe the layer in evaluation; the recurrent bias joins the other, but for gru's last gate."""
         directions = []
         for cell in self._cells:
-            names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-            weight, weight_hh, bias, bias_hh = (_parameter(cell, name).detach() for name in names)
+            weight, weight_hh, bias, bias_hh = (_parameter(cell, name).detach() for name in _TORCH_PARAMETERS)
             bias, bias_hh, bias_hn = bias.double(), bias_hh.double(), None
             if self.operator == "gru_after":
                 bias_hn = bias_hh[2 * self.hidden :]
                 bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
             weight, bias = fold_norm_before(weight, bias + bias_hh, self.norm)
             directions.append(DirectionWeights(weight, bias, weight_hh, bias_hn))
-        return RecurrentWeights(self.operator, math.inf, rms_eps(self.norm), directions)
+        return RecurrentWeights(self.operator, self.clip, rms_eps(self.norm), directions)
 
     def _on_torch(self, x: Tensor) -> bool:
+        """Whether torch's kernels run the input `x` of the projection."""
         if self.backend != "auto":
             return False
         device = x.device
@@ -281,16 +285,9 @@ class GatedRecurrentLayer(nn.Module):
             bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
         return bias_ih + bias_hh
 
-    def _bias_hn(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> Tensor | None:
-        """The bias (H,) inside the product with the reset gate of a GRU that has it there."""
-        if self.operator != "gru_after":
-            return None
-        return context.weight(_parameter(cell, "bias_hh_l0"))[2 * self.hidden :]
-
     def _torch_forward(self, cell: nn.LSTM | nn.GRU, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """Run one direction on torch's kernels."""
-        names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-        weights = [context.weight(_parameter(cell, name)) for name in names]
+        weights = [context.weight(_parameter(cell, name)) for name in _TORCH_PARAMETERS]
         has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
         options = (weights, has_biases, layers, dropout, self.training, bidirectional, batch_first)
         zeros = x.new_zeros(1, x.shape[1], self.hidden)
@@ -312,7 +309,7 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
     )
 
 
-def make_recurrent_layer(width_in: int, config: ModelConfig) -> nn.Module:
+def make_recurrent_layer(width_in: int, config: ModelConfig) -> BaseRecurrentLayer:
     """Make the recurrent layer that ``config.cell`` names."""
     return RecurrentLayer(width_in, config) if config.cell == "rnn" else GatedRecurrentLayer(width_in, config)
 
@@ -367,20 +364,19 @@ class RecurrentModule(nn.Module):
 
     def join(self, y: Tensor, x: Tensor, context: PassContext) -> Tensor:
         """Add the skip of the module's input (T, B, D), if there is one, to what its layers make of it, (T, B, H)."""
-        return y + self._skip(x, context) if self.residual else y
+        if self.residual:
+            y = y + (x if self.projection is None else functional.linear(x, context.weight(self.projection.weight)))
+        return y
 
     def folded(self, delay_in: int) -> ModuleWeights:
         """Describe the module in evaluation; its input is late by so many frames."""
         return ModuleWeights(
-            [layer.folded() for layer in cast(Iterable[RecurrentLayer | GatedRecurrentLayer], self.recurrent)],
+            [layer.folded() for layer in cast(Iterable[BaseRecurrentLayer], self.recurrent)],
             [row_conv.folded() for row_conv in cast(Iterable[RowConvolution], self.row_convs)],
             self.residual,
             None if self.projection is None else self.projection.weight.detach(),
             delay_in,
         )
-
-    def _skip(self, x: Tensor, context: PassContext) -> Tensor:
-        return x if self.projection is None else functional.linear(x, context.weight(self.projection.weight))
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
@@ -388,6 +384,7 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _recurrent_start(config: ModelConfig) -> Tensor:
+    """First values of a recurrent matrix (H, H)."""
     if config.start == "damped":
         return torch.zeros(config.hidden, config.hidden).fill_diagonal_(_RECURRENT_GAIN)
     bound: float = config.hidden**-0.5

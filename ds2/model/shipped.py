@@ -14,7 +14,7 @@ from ds2.system.plain import from_plain
 
 FOLDER = Path(__file__).parents[1] / "models"
 DEFAULT = "english"  # where no model is given
-_WEIGHTS = ("best.safetensors", "last.safetensors")  # of a run folder, the better one first
+WEIGHTS = ("best.safetensors", "last.safetensors")  # of a run folder, the better one first
 _MODEL_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".bin")
 _HEADER_BYTES = 9  # of a safetensors file: the length of its JSON header, and the brace that this begins with
 
@@ -68,6 +68,7 @@ def folder_of(path: Path) -> Path:
 
 
 def is_shipped(file: Path) -> bool:
+    """Whether a file belongs to a shipped model."""
     return FOLDER.resolve() in file.resolve().parents
 
 
@@ -91,14 +92,14 @@ def default_model() -> Path:
 
 
 def looks_like_model(argument: str) -> bool:
-    """Whether an argument names a model rather than audio, by what is there.
+    """Whether an argument names a model rather than audio.
 
-    A run folder is a folder with weights. A model file has a suffix of model files or starts as a safetensors file
-    does. Where nothing is there, the name of a shipped model and such a suffix are models.
+    A folder is a model if weights are in it. A file is one if it has a suffix of model files or starts as a safetensors
+    file does. What does not exist is one if it has such a suffix or is the name of a shipped model.
     """
     path = Path(argument)
     if path.is_dir():
-        return any((path / name).is_file() for name in _WEIGHTS)
+        return any((path / name).is_file() for name in WEIGHTS)
     if path.suffix.lower() in _MODEL_SUFFIXES or not path.is_file():
         return path.suffix.lower() in _MODEL_SUFFIXES or folder_of(path) != path
     try:

@@ -11,7 +11,7 @@ from ds2.config.check import check_allowed
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.system.machine import memory_bytes
 
-Frames = TypeVar("Frames", int, Tensor)
+Size = TypeVar("Size", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def operator_cell(config: ModelConfig) -> str:
     return config.nonlinearity if config.cell == "rnn" else "gru_after" if config.cell == "gru" else config.cell
 
 
-def frames_after(frames: Frames, stride: int) -> Frames:
-    """Frames that a convolution of a stride in time gives for a number, or a tensor of numbers, of frames."""
-    return (frames + stride - 1) // stride
+def output_size(size: Size, stride: int) -> Size:
+    """Frames, or bins, that a convolution gives for so many at a stride: a number, or a tensor of numbers."""
+    return (size + stride - 1) // stride
 
 
 def frames_ahead(conv: ConvConfig) -> int:
@@ -87,7 +87,7 @@ def lookahead_parts_ms(config: ModelConfig, step_s: float) -> dict[str, float]:
 
 
 def min_weight_count(config: ModelConfig) -> int:
-    """Weights of a model without its first recurrent inputs, row convolutions and classifier: a little too few."""
+    """Numbers of a model, without those of its first recurrent input, row convolutions, norms and classifier."""
     channels = [1, *(conv.channels for conv in config.convs)]
     convs = sum(
         c.kernel[0] * c.kernel[1] * c.channels * before for c, before in zip(config.convs, channels, strict=False)

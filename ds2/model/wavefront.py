@@ -20,7 +20,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -33,39 +33,27 @@ from torch import Tensor
 
 from ds2.config.schema import ModelConfig
 from ds2.model.convolution import RowConvolution
-from ds2.model.norm import Ragged
 from ds2.model.pass_context import PassContext
-from ds2.model.recurrent import Carry, GatedRecurrentLayer, RecurrentLayer, RecurrentModule, why_torch
+from ds2.model.ragged import Ragged
+from ds2.model.recurrent import BaseRecurrentLayer, Carry, RecurrentModule, why_torch
 from ds2.model.structure import operator_cell
 
-LAYER_SMS = 16  # multiprocessors of a layer with others at its side: the largest cluster, as many fit as clusters do
+LAYER_SMS = 16  # multiprocessors of a layer with others at its side: one cluster of the largest size
 Stage = Callable[[int, Tensor, torch.cuda.Stream | None], Tensor]
 
 
-@dataclass(frozen=True)
-class Task:
-    """One piece of one stage."""
-
-    stage: int
-    piece: int
-    streams: int  # which pair of streams
-
-
 class LayerStreams:
-    """A stream for recurrences, and one of lower priority for the projections before them."""
+    """The streams of a layer: a stream for recurrences, and one of lower priority for the projections before them."""
 
     def __init__(self, device: torch.device) -> None:
         self.recurrence = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.projection = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def tasks(stages: int, pieces: int, streams: int) -> list[Task]:
-    """All tasks along the anti-diagonals, each after those it needs.
-
-    Stage s has streams s % streams, so piece c - 1 of a stage is before piece c on its streams.
-    """
+def tasks(stages: int, pieces: int) -> list[tuple[int, int]]:
+    """All tasks (stage, piece) along the anti-diagonals, each after (stage - 1, piece) and (stage, piece - 1)."""
     return [
-        Task(stage, diagonal - stage, stage % streams)
+        (stage, diagonal - stage)
         for diagonal in range(stages + pieces - 1)
         for stage in range(max(0, diagonal - pieces + 1), min(stages, diagonal + 1))
     ]
@@ -84,37 +72,37 @@ def run_stages(
             ready (None: the current one). A stage gets its pieces in order. Its first kernel must run on that stream,
             and the current stream must wait for it.
         pieces: inputs of the first stage, of any shape, made on the current stream.
-        streams: for the layers; none: everything runs on the current stream. They start after the current stream, and
-            it waits for them, recorded in a CUDA graph or not.
-        alive: receives what must not be freed before all streams have joined again; for a backward pass, which uses
-            the streams of its forward pass, that is its end. None: nothing is needed once this returns.
+        streams: for the stages in turn; none: everything runs on the current stream. They start after the current
+            stream, and it waits for them, recorded in a CUDA graph or not.
+        alive: receives the tensors that other streams may still read. The caller keeps them until all streams have
+            joined; where a backward pass follows, which uses the same streams, until that has ended. None: there is no
+            backward pass.
     """
     values = list(pieces)
     if not streams:
-        for task in tasks(len(stages), len(pieces), 1):
-            values[task.piece] = stages[task.stage](task.piece, values[task.piece], None)
+        for stage, piece in tasks(len(stages), len(pieces)):
+            values[piece] = stages[stage](piece, values[piece], None)
         return values
     current = torch.cuda.current_stream(streams[0].recurrence.device)
     started = current.record_event()
     for pair in streams:
         pair.recurrence.wait_event(started)
-    # No memory is freed before the streams have joined: another stream may still read it.
+    # Referenced, since what is freed goes to new tensors of its own stream, and others may still read it.
     alive, done = [] if alive is None else alive, [started] * len(values)
     alive += values
-    for task in tasks(len(stages), len(pieces), len(streams)):
-        pair = streams[task.streams]
-        pair.projection.wait_event(done[task.piece])
+    for stage, piece in tasks(len(stages), len(pieces)):
+        pair = streams[stage % len(streams)]  # a stage's own: its pieces run one after the other
+        pair.projection.wait_event(done[piece])
         with torch.cuda.stream(pair.recurrence):
-            values[task.piece] = stages[task.stage](task.piece, values[task.piece], pair.projection)
-            done[task.piece] = pair.recurrence.record_event()
-        alive.append(values[task.piece])
+            values[piece] = stages[stage](piece, values[piece], pair.projection)
+            done[piece] = pair.recurrence.record_event()
+        alive.append(values[piece])
     for pair in streams:
         current.wait_event(pair.recurrence.record_event())
     return values
 
 
-Span = tuple[int, int]  # first frame, and one past the last
-_GAIN = 0.85  # of the time of layers one after the other, at most
+_MAX_TIME = 0.85  # of the time of layers one after the other: pieces that take more are not worth it
 # Time of a piece of a layer without the recurrence, forward and backward: a constant of norm and launches, and a part
 # that grows with the products, for a million multiplications. Side by side, products have the multiprocessors that
 # recurrences leave. Fitted to measured steps of 48 layers of 1152 units at 1, 4, 16 and 64 utterances.
@@ -130,15 +118,17 @@ class Wavefront:
         layers: in all.
         weights: numbers of a layer's recurrent matrix.
         lookahead: frames of all row convolutions together.
-        step_us: times of a frame of a layer, forward and backward, for a batch: on `LAYER_SMS`, and on the whole GPU.
+        step_us: of a number of utterances: the times of a frame of a layer, forward and backward, first on `LAYER_SMS`
+            multiprocessors, then on the whole GPU.
         streams: of the layers that run at the same time, while a CUDA graph is recorded; none: all on the current one.
+        max_sms: multiprocessors of a layer in pieces; None: all.
         fixed: pieces of every batch, for tests; 0: the estimate decides.
     """
 
     layers: int
     weights: int
     lookahead: int
-    step_us: Callable[[int], tuple[tuple[float, float], tuple[float, float]]]
+    step_us: Callable[[int], Sequence[Sequence[float]]]
     streams: Sequence[LayerStreams] = ()
     max_sms: int | None = None
     fixed: int = 0
@@ -149,17 +139,14 @@ class Wavefront:
         index, cell = device_index(device), operator_cell(config)
 
         @functools.cache
-        def step_us(batch: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        def step_us(batch: int) -> list[list[float]]:
             problems = [
                 persistent.problem_of(batch, config.hidden, dtype, cell, backward) for backward in (False, True)
             ]
-            narrow, wide = (
-                tuple(choose_tile(problem, index, sms).step_us for problem in problems) for sms in (LAYER_SMS, None)
-            )
-            return narrow, wide  # type: ignore[return-value]
+            return [[choose_tile(problem, index, sms).step_us for problem in problems] for sms in (LAYER_SMS, None)]
 
         clusters = device_facts(index).active_clusters[LAYER_SMS]
-        # One more than fit: with as many as pieces, no layer waits for another one's turn on its stream.
+        # One more than clusters: with as many pieces as streams, no layer waits for another one's turn on its stream.
         streams = [LayerStreams(device) for _ in range(clusters + 1)]
         weights = CELLS[cell].gates * config.hidden**2
         return cls(config.depth, weights, config.row_convs * config.row_conv_context, step_us, streams, LAYER_SMS)
@@ -173,18 +160,18 @@ class Wavefront:
             return 1
         counts = range(2, min(max_pieces, len(self.streams)) + 1)
         best = min(counts, key=lambda count: self.estimated_us(frames, batch, count), default=1)
-        gain = self.estimated_us(frames, batch, best) / self.estimated_us(frames, batch, 1)
-        return best if gain < _GAIN else 1
+        time = self.estimated_us(frames, batch, best) / self.estimated_us(frames, batch, 1)
+        return best if time < _MAX_TIME else 1
 
     def estimated_us(self, frames: int, batch: int, pieces: int) -> float:
         """The time of both passes of all layers in so many pieces."""
-        narrow, wide = self.step_us(batch)
-        total_us = 0.0
-        for way, overhead_us in enumerate(_OVERHEAD_US):
-            step_us, product_us = (narrow[way], _PARALLEL_US[way]) if pieces > 1 else (wide[way], _SERIAL_US[way])
-            products = 1e-6 * self.weights * batch * frames / pieces
-            total_us += (self.layers + pieces - 1) * (frames / pieces * step_us + overhead_us + products * product_us)
-        return total_us
+        beside_others, alone = self.step_us(batch)
+        steps_us, products_us = (beside_others, _PARALLEL_US) if pieces > 1 else (alone, _SERIAL_US)
+        millions = 1e-6 * self.weights * batch * frames / pieces  # of multiplications of a piece of a layer
+        return sum(
+            (self.layers + pieces - 1) * (frames / pieces * step_us + overhead_us + millions * product_us)
+            for step_us, overhead_us, product_us in zip(steps_us, _OVERHEAD_US, products_us, strict=True)
+        )
 
 
 def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:  # noqa: PLR0911
@@ -224,40 +211,52 @@ def run_modules(
     for module in modules:
         for parameter in module.parameters():
             context.weight(parameter)  # copies are made on this stream, before the others start
-    frames, cuts = len(x), [len(x) * number // count for number in range(1, count)]
-    delay, spans = 0, list[list[list[Span]]]()  # of each module: its layers' input, then each row convolution's
-    for module in modules:
-        spans.append([_spans(cuts, delay, frames)])
-        for conv in cast(Iterable[RowConvolution], module.row_convs):
-            lookahead = conv.weight.shape[1] - 1
-            # From the second piece on, a row convolution starts with the frames that wait for their context.
-            spans[-1].append([(max(0, start - lookahead), end) for start, end in _spans(cuts, delay, frames)])
-            delay += lookahead
-    first, sizes = _bounds(tuple(tuple(row) for rows in spans for row in rows), x.device)
+    cuts = [len(x) * number // count for number in range(1, count)]
+    spans = _spans(modules, cuts, len(x))
+    first, sizes = _bounds(tuple(tuple(pieces) for inputs in spans for pieces in inputs), x.device)
     lengths = iter(torch.minimum((ragged.lengths - first).clamp_min(0), sizes).int())  # (P, B) each
-    alive, pieces = list[Tensor](), PieceContext(context, count)
+    alive, pieces_context = list[Tensor](), PieceContext(context, count)
     stages = list[Stage]()
-    for module, rows in zip(modules, spans, strict=True):
-        own = [next(lengths) for _ in rows]
-        starts = [start for start, _ in rows[0]]
-        of_module = ModulePieces(module, starts, own, ragged, pieces, plan.max_sms, alive)
-        stages += [functools.partial(of_module.layer, layer) for layer in range(len(module.recurrent))]
-    inputs = torch.split(x, [end - start for start, end in spans[0][0]])
+    for module, inputs in zip(modules, spans, strict=True):
+        own_lengths = [next(lengths) for _ in inputs]
+        starts = [start for start, _ in inputs[0]]
+        run = ModulePieces(module, starts, own_lengths, ragged, pieces_context, plan.max_sms, alive)
+        stages += [functools.partial(run.layer, layer) for layer in range(len(module.recurrent))]
+    pieces = torch.split(x, [end - start for start, end in spans[0][0]])
     if not is_recording():
-        return torch.cat(run_stages(stages, inputs, ()))
-    y = torch.cat(run_stages(stages, inputs, plan.streams, alive))
+        return torch.cat(run_stages(stages, pieces, ()))
+    y = torch.cat(run_stages(stages, pieces, plan.streams, alive))
     return cast(Tensor, _KeepAlive.apply(y, alive))  # type: ignore[no-untyped-call]
 
 
-def _spans(cuts: Sequence[int], delay: int, frames: int) -> list[Span]:
-    """Pieces of a batch that is cut there, of a layer that is late by so many frames."""
-    starts = [0, *(cut - delay for cut in cuts)]
-    return list(zip(starts, [*starts[1:], frames], strict=True))
+Span = tuple[int, int]  # of a piece: its first frame, and one past its last
+
+
+def _spans(modules: Sequence[RecurrentModule], cuts: Sequence[int], frames: int) -> list[list[list[Span]]]:
+    """The pieces of each module: of its layers' input, then of each row convolution's input.
+
+    The input of the first module is cut at `cuts`. Behind a row convolution all pieces but the last end earlier, by its
+    lookahead.
+    """
+
+    def late_by(delay: int) -> list[Span]:
+        starts = [0, *(cut - delay for cut in cuts)]
+        return list(zip(starts, [*starts[1:], frames], strict=True))
+
+    delay, spans = 0, list[list[list[Span]]]()
+    for module in modules:
+        spans.append([late_by(delay)])
+        for conv in cast(Iterable[RowConvolution], module.row_convs):
+            lookahead = conv.weight.shape[1] - 1
+            # From the second piece on, a row convolution starts with the frames that wait for their context.
+            spans[-1].append([(max(0, start - lookahead), end) for start, end in late_by(delay)])
+            delay += lookahead
+    return spans
 
 
 @functools.lru_cache(maxsize=1024)
 def _bounds(spans: tuple[tuple[Span, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """First frames and sizes, (N, P, 1) each; made by a batch that is not recorded in a CUDA graph."""
+    """First frames and sizes, (N, P, 1) each; cached, as no numbers can be copied while a CUDA graph is recorded."""
     first = [[start for start, _ in row] for row in spans]
     sizes = [[end - start for start, end in row] for row in spans]
     return torch.tensor(first, device=device)[..., None], torch.tensor(sizes, device=device)[..., None]
@@ -269,6 +268,7 @@ class ModulePieces:
     Args:
         starts: first frames of the pieces of its input.
         lengths: (P, B) int32 valid frames of the pieces of its layers' inputs, then of each row convolution's.
+        ragged: of the whole batch.
         alive: receives tensors that several streams use.
     """
 
@@ -284,7 +284,7 @@ class ModulePieces:
     ) -> None:
         self.module, self.starts, self.lengths = module, starts, lengths
         self.ragged, self.context, self.max_sms, self.alive = ragged, context, max_sms, alive
-        self._layers = cast(Sequence[RecurrentLayer | GatedRecurrentLayer], module.recurrent)
+        self._layers = cast(Sequence[BaseRecurrentLayer], module.recurrent)
         self._carries: list[Carry] = [() for _ in self._layers]
         self._tails: list[Tensor | None] = [None for _ in module.row_convs]  # frames whose output is still to come
         self._inputs: dict[int, Tensor] = {}
@@ -292,11 +292,10 @@ class ModulePieces:
 
     def layer(self, number: int, piece: int, x: Tensor, projection_stream: torch.cuda.Stream | None) -> Tensor:
         """Run a layer on a piece (T, B, D), and after the last layer the row convolutions and the skip: a stage."""
-        layer, ragged = self._layers[number], self.ragged
+        layer, lengths = self._layers[number], self.lengths[0][piece]
         if number == 0:
             self._inputs[piece] = x
-        lengths = self.lengths[0][piece]
-        part = Ragged(lengths, ragged.count, ragged.valid, ragged.keys, self.starts[piece])
+        part = replace(self.ragged, lengths=lengths, first=self.starts[piece])  # what these layers read of it
         side = contextlib.nullcontext() if projection_stream is None else torch.cuda.stream(projection_stream)
         with side:
             z = layer.project(x, part, self.context)
@@ -324,7 +323,7 @@ class ModulePieces:
         else:
             parts += torch.split(y, [len(y) - lookahead, lookahead])
             self._tails[index] = parts[-1]
-        part = Ragged(self.lengths[1 + index][piece], self.ragged.count, self.ragged.valid)
+        part = replace(self.ragged, lengths=self.lengths[1 + index][piece])
         out: Tensor = conv(torch.cat(parts), part, self.context)
         return out if last or lookahead == 0 else out[:-lookahead]
 
@@ -379,7 +378,7 @@ class PieceSink:
 
     @property
     def deferred(self) -> Deferred:
-        """All pieces of a layer take one transpose of its matrix; no work waits for a recurrence, others run anyway."""
+        """For the recurrences of all pieces: they share one transpose, and other layers run beside them anyway."""
         return self._transpose
 
     def add_products(self, factors: Factors, biases: Sequence[GradientSink] = ()) -> None:
@@ -397,6 +396,7 @@ class PieceSink:
         self._launch()
 
     def _launch(self) -> None:
+        """Start what was deferred, since it need not wait for the next recurrence."""
         if isinstance(self._sink.deferred, DeferredGradients):
             self._sink.deferred.run_on_side_stream()
 

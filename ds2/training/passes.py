@@ -79,7 +79,7 @@ class Passes:
         features = apply_masks(features, inputs.masks)
         frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):
-            *intermediate, logits = self.model.every_logits(features, frames, inputs.dropout_keys, context)
+            *intermediate, logits = self.model.all_logits(features, frames, inputs.dropout_keys, context)
         targets = (inputs.labels, inputs.label_lengths, inputs.feasible)
         arguments = [self.model.output_frames(frames), *(t.repeat(inputs.views, *[1] * (t.dim() - 1)) for t in targets)]
 

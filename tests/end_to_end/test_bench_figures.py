@@ -292,7 +292,7 @@ def test_the_same_stack_of_torch_s_layers_computes_the_same(cell: str) -> None:
     from benchmarks.training import TorchLayer, layers_of
 
     from ds2.config.schema import ModelConfig
-    from ds2.model.norm import Ragged
+    from ds2.model.ragged import Ragged
     from ds2.model.recurrent import GatedRecurrentLayer, RecurrentModule
 
     config = ModelConfig(cell=cell, hidden=8, backend="gemm")
@@ -311,7 +311,7 @@ def test_steps_of_relu_layers_are_those_of_torch_s_rnn() -> None:
     from benchmarks.training import TorchLayer
 
     from ds2.config.schema import ModelConfig
-    from ds2.model.norm import Ragged
+    from ds2.model.ragged import Ragged
 
     layer = TorchLayer(4, ModelConfig(hidden=8, batch_norm=False))
     x, ragged = torch.randn(5, 2, 4), Ragged.of(torch.tensor([5, 2]), 5, torch.device("cpu"))

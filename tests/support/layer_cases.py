@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import ModelConfig
-from ds2.model.norm import Ragged
+from ds2.model.ragged import Ragged
 
 LENGTHS = [6, 3, 0]
 

@@ -32,6 +32,7 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
+from ds2.model.structure import output_size
 from ds2.training.trainer import Trainer
 
 COLUMNS = {
@@ -51,7 +52,7 @@ def step_flop(trainer: Trainer, frames: int) -> float:
     model = trainer.model
     bins, total = model.bins, 0.0
     for conv in model.convs:
-        frames, bins = -(-frames // conv.stride[1]), conv.output_bins(bins)
+        bins, frames = (output_size(size, stride) for size, stride in zip((bins, frames), conv.stride, strict=True))
         total += 2.0 * conv.weight.numel() * bins * frames
     total += sum(2.0 * p.numel() * frames for p in model.parameters() if p.dim() == 2)
     return 3 * total

@@ -36,8 +36,9 @@ from ds2.config.schema import ModelConfig
 from ds2.data.loader import Batch, rank_part
 from ds2.distributed.communicator import Communicator
 from ds2.model import recurrent
-from ds2.model.norm import Ragged, make_norm
+from ds2.model.norm import make_norm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
+from ds2.model.ragged import Ragged
 from ds2.training.trainer import Trainer
 
 COLUMNS = {

@@ -9,7 +9,8 @@ from ds2_ops.batch_norm import op
 from ds2_ops.batch_norm.rows import Rows
 from torch import Tensor
 
-from ds2.model.norm import Count, RmsNorm, SequenceBatchNorm
+from ds2.model.norm import RmsNorm, SequenceBatchNorm
+from ds2.model.ragged import Count
 
 LENGTHS = [7, 4, 1]
 
@@ -22,8 +23,12 @@ def padded(frames: int = 9, hidden: int = 5, dtype: torch.dtype = torch.float64)
     return x * valid[:, :, None], valid
 
 
-def count(times: int = 1) -> int:
-    return sum(LENGTHS) * times
+def count() -> Count:
+    return Count(torch.tensor(LENGTHS), 9 * len(LENGTHS))
+
+
+def all_of(positions: int) -> Count:
+    return Count(torch.tensor(positions), positions)
 
 
 def test_training_equals_torch_on_valid_frames() -> None:
@@ -67,7 +72,7 @@ def test_rms_norm_of_bf16_sums_in_float32() -> None:
 def test_convolution_layout_shares_statistics_over_frequency() -> None:
     x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
     norm, twin = SequenceBatchNorm(3, axis=1).double(), torch.nn.BatchNorm2d(3).double()
-    y, expected = norm(x, 48), twin(x)
+    y, expected = norm(x, all_of(48)), twin(x)
     torch.testing.assert_close(y, expected)
     grad_y = torch.randn_like(x)
     (grad,) = torch.autograd.grad(y, x, grad_y)
@@ -91,10 +96,10 @@ def test_gradcheck_through_padding() -> None:
 def test_running_averages_take_the_first_batch_fully() -> None:
     norm = SequenceBatchNorm(2, momentum=0.1)
     first, second = torch.tensor([[1.0, 2.0], [3.0, 2.0]]), torch.tensor([[5.0, 0.0]] * 6)
-    norm(first, 2)
+    norm(first, all_of(2))
     torch.testing.assert_close(norm.running_mean, torch.tensor([2.0, 2.0]))
     torch.testing.assert_close(norm.running_var, torch.tensor([1.0, 0.0]))
-    norm(second, 6)  # the second of two weighs 1 / 2, not yet the momentum
+    norm(second, all_of(6))  # the second of two weighs 1 / 2, not yet the momentum
     torch.testing.assert_close(norm.running_mean, torch.tensor([3.5, 1.0]))
     torch.testing.assert_close(norm.running_var, torch.tensor([0.5, 0.0]))
 
@@ -102,19 +107,19 @@ def test_running_averages_take_the_first_batch_fully() -> None:
 def test_the_state_dict_carries_the_number_of_batches() -> None:
     norm, resumed = SequenceBatchNorm(2), SequenceBatchNorm(2)
     for seed in (1, 2, 3):
-        norm(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)), 4)
+        norm(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)), all_of(4))
     resumed.load_state_dict(norm.state_dict())
     x = torch.randn(4, 2)
     assert resumed.batches == 3
-    norm(x, 4), resumed(x, 4)
+    norm(x, all_of(4)), resumed(x, all_of(4))
     assert torch.equal(norm.running_var, resumed.running_var)
 
 
 def test_averages_that_a_broken_batch_got_into_start_anew() -> None:
     norm = SequenceBatchNorm(2)
-    norm(torch.tensor([[1.0, torch.inf], [2.0, 3.0]]), 2)
+    norm(torch.tensor([[1.0, torch.inf], [2.0, 3.0]]), all_of(2))
     norm.forget_broken_averages()
-    norm(torch.tensor([[1.0, 1.0], [3.0, 5.0]]), 2)
+    norm(torch.tensor([[1.0, 1.0], [3.0, 5.0]]), all_of(2))
     torch.testing.assert_close(norm.running_mean, torch.tensor([2.0, 3.0]))
 
 
@@ -129,7 +134,7 @@ def test_evaluation_uses_the_running_averages_only() -> None:
 
 def test_a_large_mean_does_not_swamp_the_variance() -> None:
     x = torch.randn(4000, 1, 3) + 30.0
-    y = SequenceBatchNorm(3)(x, 4000)
+    y = SequenceBatchNorm(3)(x, all_of(4000))
     expected = torch.nn.BatchNorm1d(3)(x[:, 0].double().float())
     torch.testing.assert_close(y[:, 0], expected, atol=2e-3, rtol=0)
 
@@ -159,13 +164,13 @@ def test_reduce_makes_two_ranks_equal_one_batch() -> None:
         norm = SequenceBatchNorm(4).double()
         norm.reduce = reduce
         part = x.detach().chunk(2)[index].requires_grad_()
-        y = norm(part, 12)
+        y = norm(part, all_of(12))
         (grad_x,) = torch.autograd.grad(y, part, grad_y.chunk(2)[index])
         return y, grad_x
 
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(rank, (0, 1)))
-    whole = SequenceBatchNorm(4).double()(x, 24)
+    whole = SequenceBatchNorm(4).double()(x, all_of(24))
     (whole_grad_x,) = torch.autograd.grad(whole, x, grad_y)
     torch.testing.assert_close(torch.cat([y for y, _ in ranks]), whole)
     torch.testing.assert_close(torch.cat([grad_x for _, grad_x in ranks]), whole_grad_x)
@@ -205,13 +210,13 @@ def test_ranks_ask_for_the_same_sums_whatever_kernels_they_run(fused: bool, monk
     x, _ = padded(hidden=8, dtype=torch.float32)
     x.requires_grad_()
     flat, grad_y = x.detach().flatten(0, 1), torch.randn(27, 8)
-    mean = flat.sum(0) / count()
-    norm, of_ranks = SequenceBatchNorm(8), Count(torch.tensor(LENGTHS), 27)
+    mean = flat.sum(0) / sum(LENGTHS)
+    norm, of_ranks = SequenceBatchNorm(8), count()
     norm.reduce = reduce
     norm(x, of_ranks).backward(grad_y.view_as(x))
     norm(x, of_ranks)  # another layer of the batch asks no more how many positions there are
     positions, sums, of_gradients, again = asked
-    assert positions.tolist() == [count()]
+    assert positions.tolist() == [sum(LENGTHS)]
     torch.testing.assert_close(sums, torch.stack([flat, flat.square()]).sum(1).double(), rtol=1e-5, atol=1e-3)
     wanted = torch.stack([grad_y, grad_y * (flat - mean)]).sum(1).double()
     torch.testing.assert_close(of_gradients, wanted, rtol=1e-4, atol=1e-3)

@@ -52,10 +52,10 @@ def both_passes(model: AcousticModel, gradients: GradientReducer | None = None) 
     for parameter in model.parameters():
         parameter.grad = None if gradients is None else parameter.grad
     if gradients is None:
-        [logits] = model.every_logits(features, LENGTHS, keys)
+        [logits] = model.all_logits(features, LENGTHS, keys)
     else:
         gradients.start_step()
-        [logits] = model.every_logits(features, LENGTHS, keys, context=gradients.start_pass(last=True))
+        [logits] = model.all_logits(features, LENGTHS, keys, context=gradients.start_pass(last=True))
     (logits * torch.randn(logits.shape, generator=draw, dtype=torch.float64)).sum().backward()  # type: ignore[no-untyped-call]
     if gradients is not None:
         gradients.end_pass()

@@ -180,7 +180,7 @@ def test_an_intermediate_classifier_trains_what_lies_before_it_and_recognition_d
     reached = {name for name, gradient in gradients.items() if gradient is not None and bool(gradient.any())}
     assert {"heads.1.classifier.weight", "recurrent_modules.0.recurrent.0.weight_hh"} <= reached
     assert not any(name.startswith(("recurrent_modules.1.", "classifier.")) for name in reached)
-    assert len(trainer.model.eval().every_logits(torch.zeros(1, 161, 20), torch.tensor([20]))) == 1
+    assert len(trainer.model.eval().all_logits(torch.zeros(1, 161, 20), torch.tensor([20]))) == 1
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_layers_side_by_side_give_the_gradients_of_the_whole_batch() -> None:
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        [logits] = model.every_logits(features, lengths, keys)
+        [logits] = model.all_logits(features, lengths, keys)
         logits.square().sum().backward()  # type: ignore[no-untyped-call]
         return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
 
