@@ -165,8 +165,8 @@ class Wavefront:
 
     def estimated_us(self, frames: int, batch: int, pieces: int) -> float:
         """The time of both passes of all layers in so many pieces."""
-        beside_others, alone = self.step_us(batch)
-        steps_us, products_us = (beside_others, _PARALLEL_US) if pieces > 1 else (alone, _SERIAL_US)
+        narrow, wide = self.step_us(batch)
+        steps_us, products_us = (narrow, _PARALLEL_US) if pieces > 1 else (wide, _SERIAL_US)
         millions = 1e-6 * self.weights * batch * frames / pieces  # of multiplications of a piece of a layer
         return sum(
             (self.layers + pieces - 1) * (frames / pieces * step_us + overhead_us + millions * product_us)
