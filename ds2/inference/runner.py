@@ -6,6 +6,7 @@ take the host milliseconds, for one stream as for sixty.
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,9 +115,9 @@ class BlockRunner:
     def input_buffer(self, slot: Slot, number: int) -> NDArray[np.float32]:
         """Return the buffer for the samples (N,) of a stream's block: samples that are written there are not copied."""
         row = 2 * slot.index + number % 2
-        if number - slot.blocks >= 2 or row >= len(self.slots.inputs.rows):  # the row waits for a step, or is not there
+        if number - slot.blocks >= 2 or row >= len(self.slots.inputs.rows):  # the row is in use, or not there yet
             return np.empty(self.samples, np.float32)
-        if slot.step > self._steps_done and self._last_step is not None:
+        if slot.step > self._steps_done and self._last_step is not None:  # a step on the GPU may still read the row
             steps = self._steps
             self._last_step.synchronize()
             self._steps_done = steps
@@ -128,7 +129,7 @@ class BlockRunner:
         self._grow(streams + 1)
         if self.device.type != "cuda":
             return
-        sizes = [size for at, size in enumerate(self.batch_sizes) if at == 0 or self.batch_sizes[at - 1] < streams]
+        sizes = self.batch_sizes[: bisect.bisect_left(self.batch_sizes, streams) + 1]  # up to the first that suffices
         for size in reversed(sizes):  # the largest first: the others fit into its memory
             for edges in (True, False):
                 self._record(self._batch(size), edges)

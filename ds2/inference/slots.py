@@ -36,27 +36,23 @@ class StreamState:
         """The tables (., N, H) of the recurrent modules."""
         return self.hidden, self.cells, self.rows
 
+    def by_slot(self) -> list[Tensor]:
+        """Everything as views (N, ...)."""
+        return [*self.conv_tails, *(table.transpose(0, 1) for table in self.tables())]
+
     def read(self, slots: Tensor) -> list[Tensor]:
         """Copy what the streams of these slots (B,) carry, for `write`."""
-        return [
-            *(t.index_select(0, slots) for t in self.conv_tails),
-            *(t.index_select(1, slots) for t in self.tables()),
-        ]
+        return [state.index_select(0, slots) for state in self.by_slot()]
 
-    def write(self, slots: Tensor, states: Sequence[Tensor]) -> None:
+    def write(self, slots: Tensor, saved: Sequence[Tensor]) -> None:
         """Put back what `read` returned for the same slots."""
-        tails, tables = states[: len(self.conv_tails)], states[len(self.conv_tails) :]
-        for tail, saved in zip(self.conv_tails, tails, strict=True):
-            tail.index_copy_(0, slots, saved)
-        for table, saved in zip(self.tables(), tables, strict=True):
-            table.index_copy_(1, slots, saved)
+        for state, old in zip(self.by_slot(), saved, strict=True):
+            state.index_copy_(0, slots, old)
 
     def copy_from(self, smaller: StreamState) -> None:
-        """Take over the first slots."""
-        for tail, old in zip(self.conv_tails, smaller.conv_tails, strict=True):
-            tail[: len(old)] = old
-        for table, old in zip(self.tables(), smaller.tables(), strict=True):
-            table[:, : old.shape[1]] = old
+        """Take over the states of the first slots."""
+        for state, old in zip(self.by_slot(), smaller.by_slot(), strict=True):
+            state[: len(old)] = old
 
 
 class MappedMemory:

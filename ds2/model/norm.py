@@ -64,6 +64,11 @@ class SequenceBatchNorm(nn.Module):
         """Count a batch that enters the running averages."""
         self.batches += 1
 
+    def _next_share(self) -> float:
+        """Count a batch; return its weight in the running averages."""
+        self.advance()
+        return max(self.momentum, 1.0 / self.batches)
+
     def forward(self, x: Tensor, count: Count | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Normalise.
 
@@ -86,10 +91,8 @@ class SequenceBatchNorm(nn.Module):
         y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
             flat, weight, bias, count, self.eps, self.reduce
         )
-        self.advance()
         with torch.no_grad():
-            share = max(self.momentum, 1.0 / self.batches)
-            torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], share)
+            torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], self._next_share())
         return y.view_as(x)
 
     def fused(self, x: Tensor) -> bool:
@@ -113,8 +116,7 @@ class SequenceBatchNorm(nn.Module):
 
     def _launched(self, rows: Tensor, count: Count, context: PassContext, **options: Any) -> Tensor:
         """Run the kernels of `ds2_ops` on rows (..., C)."""
-        self.advance()
-        running = RunningStatistics(self.running_mean, self.running_var, max(self.momentum, 1.0 / self.batches))
+        running = RunningStatistics(self.running_mean, self.running_var, self._next_share())
         return batch_norm(
             rows,
             context.weight(self.weight),

@@ -10,7 +10,7 @@ spectrum         normalised log power spectra of samples
 optimizer        the norm of all gradients, clipping and update
 peers            sums over the GPUs of a host
 primitives       convolution, batch norm and CTC on arrays of any framework, without torch
-lengths, checks  lengths of utterances; errors about arguments, choice of a backend
+checks           errors about arguments, choice of a backend, lengths of utterances
 install          the command that installs an extra from where this copy came
 jit              from a translation unit to a launch
 csrc             the kernels

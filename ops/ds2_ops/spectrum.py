@@ -85,7 +85,7 @@ def log_power_launch(size: int, step: int, blocks: int) -> Launch:
         f"    ds2::log_power<{size}, {_FRAMES}>({{{names(_LOG_POWER)}}}, shared);\n",
         ahead=f"using Shape = ds2::LogPowerShape<{size}, {_FRAMES}>;\n"
         f"static_assert(Shape::THREADS == {2 * half} && Shape::SMEM_BYTES == {smem_bytes},"
-        ' "op.py and log_power.cuh disagree");\n',
+        ' "spectrum.py and log_power.cuh disagree");\n',
         launch_bounds=str(2 * half),
         alignment=16,
     )

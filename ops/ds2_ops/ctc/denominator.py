@@ -135,9 +135,13 @@ class _SlicedArcs:
         device: torch.device,
         warps: int = 0,
     ) -> _SlicedArcs:
-        """Place arcs in slices: `rows` (E,), each below `count`, `index` (E,) what they read, `weights` (E,).
+        """Place arcs in slices. Lanes without an arc read `nothing`, a place that holds 0.
 
-        Lanes without an arc read `nothing`, which is 0.
+        Args:
+            rows: (E,), each below `count`.
+            index: (E,) places that the arcs read.
+            weights: (E,).
+            warps: of a block. Lanes share the arcs of the first row of each warp where these are many; 0: never.
         """
         order = np.lexsort((index, rows))
         rows, index, weights = rows[order], index[order], weights[order]
@@ -456,8 +460,11 @@ def _run(launch: Launch, arguments: Sequence[Any], log_probs: Tensor, rows: int)
 
 @dataclass(frozen=True)
 class _Matrices:
-    """A graph as sparse matrices. A vector of nodes is (N,); one of sources (2 N + 2 M,): weight, and weight after a
-    blank, of all nodes, then both of the M parents with what their children give them."""
+    """A graph as sparse matrices.
+
+    A vector of nodes is (N,). A vector of sources (2 N + 2 M,) has the sum of each node, then that of its paths that
+    end in a blank; then both again for the M parents, with what their children give them.
+    """
 
     labels: Tensor  # (N,) int64
     ends: Tensor  # (N, 1)

@@ -122,7 +122,7 @@ def _gradients(
         backward_data: from gradients of y, h_n and c_n, then y, saved, weight_hh and lengths.
         name: of the cell.
         tensors: y, saved, weight_hh, h0 and lengths.
-        needed: which of the gradients are.
+        needed: which of these gradients are needed, x to c0.
         grads: of y, h_n and c_n.
         sinks: of weight_hh and bias_hn.
     """

@@ -49,7 +49,7 @@ class GradientSink(Protocol):
 
 
 class Prefetch(Protocol):
-    """An input of a recurrence's backward pass that can be computed early."""
+    """An input of a recurrence's backward pass that can be computed before that begins."""
 
     def allocate(self) -> Work:
         """Allocate its memory on the current stream; return a function that launches its computation."""
@@ -61,7 +61,7 @@ class Prefetch(Protocol):
 
 
 class Deferred(Protocol):
-    """What a recurrence asks for in its recorded passes: `DeferredGradients`, or another for layers side by side."""
+    """Runs other work during a recurrence, in passes that are recorded; `DeferredGradients` is the usual one."""
 
     def recording(self) -> bool:
         """Return whether a CUDA graph is being recorded."""

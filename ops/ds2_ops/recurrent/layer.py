@@ -24,7 +24,7 @@ MAX_ROWS = 4096  # for more, a library's product is several times as fast
 _MIN_LIBRARY_ROWS = 32  # of x on a CPU: for fewer, oneDNN's preparations take longer than they save
 _MIN_SHARE_ROWS = 64  # of a block
 _WIDE_ROWS = 256  # of x; with as many or more, a block has two tiles of W
-# Pairs of matrix instructions along a warp's share of K, by the registers of a multiprocessor:
+# The most pairs of matrix instructions along a warp's share of K for which a multiprocessor has registers:
 _WIDE_PAIRS = 6  # for one block with two tiles
 _NARROW_PAIRS = 3  # for two blocks with two tiles
 _MAX_PAIRS = 10  # for one tile: two rows of x share the registers with the weights

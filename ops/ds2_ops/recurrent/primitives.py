@@ -213,7 +213,7 @@ class _Op:
                 self.workspace_bytes += aligned(ELEMENT_BYTES[dtype] * product(self._shapes[name]))
 
     def _arrays(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all arrays that a pass may be arrays."""
+        """Shapes of all arrays that a pass may take, by their names."""
         batch, hidden, gates = self.problem.batch, self.problem.hidden, self.cell.gates
         state, sequence = (batch, hidden), (self.frames, batch, hidden)
         wide = (self.frames, batch, gates * hidden)

@@ -1,7 +1,7 @@
 """The row convolution r_t = sum_j w_j h_(t+j): the operator, shifted multiply-adds on any device, the equation, chains.
 
-A chain is several row convolutions on a block of streams in one launch, for inference. `kernels` has one pass over
-memory on a GPU, in Triton.
+A chain is several row convolutions on a block of streams in one launch, for inference. `kernels` has the Triton kernels
+of the operator, which read each input once.
 
 Shape letters: T frames, B batch, H hidden, K = tau + 1 taps; of a chain N convolutions, R rows of a stream's state, P
 slots.
@@ -229,6 +229,7 @@ def _blocks(x: Tensor) -> list[tuple[int, int]]:
 
 
 def _accumulated(x: Tensor) -> Tensor:
+    """Convert x to the dtype in which products are summed."""
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 

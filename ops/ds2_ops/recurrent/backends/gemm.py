@@ -1,7 +1,7 @@
 """The recurrence as one or two matrix products a time step: the CPU path, the path for any GPU, and the baseline.
 
-No autograd, no host synchronisation: CUDA-graph capturable. Everything but the
-products is float32 where tensors are 16-bit. Shape letters: T frames, B batch, H hidden, G gates, S saved values.
+It has no autograd and does not synchronise with the host, so a CUDA graph can record it. Where tensors are 16-bit,
+everything but the products is float32. Shape letters: T frames, B batch, H hidden, G gates, S saved values.
 """
 
 from typing import Any
