@@ -156,18 +156,18 @@ class BlockNetwork:
         """
         pieces = torch.split(x, self.piece)
         parallel = self._streams_for(x.shape[1]) if len(pieces) > 1 else []
-        begins = lengths = None
+        module_edges: Sequence[tuple[Tensor, Tensor] | None] = [None] * len(self.modules)
         if edges:  # a layer's state stays 0 until the stream begins, and frames past the end do not change it
             first = blocks * self.frames + self._first  # (M, P, B)
             begins = (-first).clamp_min(0).int()
             lengths = torch.minimum((ends - first).clamp_min(0), self._lengths).int()
+            module_edges = list(zip(begins, lengths, strict=True))
         hidden, cells = (iter(table.index_select(1, slots)) for table in (state.hidden, state.cells))
         rows = iter(torch.split(state.rows, [module.cached for module in self.modules]))
         stages, runs = list[Stage](), list[ModuleRun]()
-        for number, module in enumerate(self.modules):
-            edge = None if begins is None or lengths is None else (begins[number], lengths[number])
+        for module, own_edges in zip(self.modules, module_edges, strict=True):
             carries = [(next(hidden), *itertools.islice(cells, layer.cell == "lstm")) for layer in module.layers]
-            runs.append(ModuleRun(module, carries, next(rows), slots, edge))
+            runs.append(ModuleRun(module, carries, next(rows), slots, own_edges))
             stages += [functools.partial(runs[-1].layer, layer) for layer in range(len(module.layers))]
         outputs = run_stages(stages, pieces, parallel)
         carries = [carry for run in runs for carry in run.carries]

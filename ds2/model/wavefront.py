@@ -296,8 +296,7 @@ class ModulePieces:
         if number == 0:
             self._inputs[piece] = x
         part = replace(self.ragged, lengths=lengths, first=self.starts[piece])  # what these layers read of it
-        side = contextlib.nullcontext() if projection_stream is None else torch.cuda.stream(projection_stream)
-        with side:
+        with torch.cuda.stream(projection_stream):  # None: the current one
             z = layer.project(x, part, self.context)
         if projection_stream is not None:
             torch.cuda.current_stream(z.device).wait_stream(projection_stream)
@@ -314,18 +313,18 @@ class ModulePieces:
         return self.module.join(y, x, self.context)
 
     def _row_conv(self, index: int, piece: int, y: Tensor) -> Tensor:
-        """Run a row convolution on the next frames (T, B, H); gives those whose context is there."""
-        conv, last = cast(RowConvolution, self.module.row_convs[index]), piece + 1 == len(self.starts)
-        lookahead, tail = conv.weight.shape[1] - 1, self._tails[index]
+        """Run a row convolution on the next frames (T, B, H); return those whose future frames are there."""
+        conv, tail = cast(RowConvolution, self.module.row_convs[index]), self._tails[index]
+        waiting = 0 if piece + 1 == len(self.starts) else conv.weight.shape[1] - 1  # frames at the end of y
         parts = [] if tail is None else [tail]
-        if last or lookahead == 0:
-            parts.append(y)
-        else:
-            parts += torch.split(y, [len(y) - lookahead, lookahead])
+        if waiting:
+            parts += torch.split(y, [len(y) - waiting, waiting])
             self._tails[index] = parts[-1]
+        else:
+            parts.append(y)
         part = replace(self.ragged, lengths=self.lengths[1 + index][piece])
         out: Tensor = conv(torch.cat(parts), part, self.context)
-        return out if last or lookahead == 0 else out[:-lookahead]
+        return out[:-waiting] if waiting else out
 
 
 class PieceContext:
