@@ -94,6 +94,13 @@ def test_in_evaluation_nothing_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     model(torch.randn(1, BINS, FRAMES).double(), torch.tensor([FRAMES]))
 
 
+def test_a_batch_too_short_for_pieces_runs_whole() -> None:
+    model, features, lengths = make(), torch.randn(1, BINS, 10).double(), torch.tensor([10])
+    [whole] = model.all_logits(features, lengths)
+    model.wavefront = pieces(3)
+    assert torch.equal(model.all_logits(features, lengths)[0], whole)
+
+
 def test_pieces_have_frames_of_their_own_behind_the_lookahead() -> None:
     for frames in (1, 9, 10, 11, 30, 200):
         count = pieces(50).pieces(frames, 4)
