@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
 from ds2.inference.slots import UNBOUNDED, StreamState
-from ds2.model.acoustic import AcousticModel, NetworkWeights
+from ds2.model.acoustic import AcousticModel
 from ds2.model.convolution import ConvWeights
 from ds2.model.norm import rms_norm
 from ds2.model.recurrent import Carry, ModuleWeights, RecurrentWeights
-from ds2.model.structure import operator_cell, output_size
+from ds2.model.structure import TimeWindow, operator_cell, output_size
 from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
@@ -71,7 +71,8 @@ class BlockNetwork:
         self.hidden, self.delay = model.config.hidden, weights.delay
         self.parallel_layers = parallel_layers(model, dtype)
         self._layer_streams = list[LayerStreams]()
-        self.convs, self._channels = _conv_levels(weights, block_frames, dtype)
+        self.convs = _conv_levels(weights.convs, block_frames, dtype)
+        self._channels = len(weights.convs[-1].weight) if weights.convs else 1  # of `convs`, without added zeros
         self.modules = [BlockModule(module, dtype, backend) for module in weights.modules]
         starts = torch.arange(0, self.frames, self.piece, device=self.device)
         delays = torch.tensor([module.delay_in for module in weights.modules], device=self.device)
@@ -95,7 +96,7 @@ class BlockNetwork:
     def output_frames(self, frames: int) -> int:
         """Output frames of a stream of so many feature frames."""
         for level in self.convs:
-            frames = output_size(frames, level.stride)
+            frames = output_size(frames, level.window.stride)
         return frames
 
     def valid_span(self, block: int, ends: int) -> tuple[int, int]:
@@ -129,8 +130,8 @@ class BlockNetwork:
         for level, tail in zip(self.convs, state.conv_tails, strict=True):
             y = level.conv.step(x, tail, slots, level.needed)
             if edges:
-                ends = output_size(ends, level.stride)
-                span = blocks, ends, level.delay
+                ends = output_size(ends, level.window.stride)
+                span = blocks, ends, level.window.delay
             x = ConvInput(y, self.dtype, *level.conv.pending, *span)
         if edges:
             for table in state.tables():
@@ -218,17 +219,15 @@ class ConvLevel:
     """A convolution as blocks run it."""
 
     conv: LibraryConv | KernelConv
-    stride: int
-    delay: int  # of the output
+    window: TimeWindow
     tail_shape: tuple[int, int, int]  # (F, R, C) that a stream carries
     needed: int  # input frames, the cached and the new ones together
 
 
-def _conv_levels(weights: NetworkWeights, block_frames: int, dtype: torch.dtype) -> tuple[list[ConvLevel], int]:
-    """The convolutions, and how many channels of the last one's output are its own."""
+def _conv_levels(layers: Sequence[ConvWeights], block_frames: int, dtype: torch.dtype) -> list[ConvLevel]:
     levels, frames = list[ConvLevel](), block_frames
-    channels = own = 1  # of a layer's output, with zeros and without
-    for layer in weights.convs:
+    channels = 1  # of a layer's output, with the zeros that a kernel adds
+    for layer in layers:
         conv: LibraryConv | KernelConv
         if KernelConv.why_not(layer, channels, dtype) is None:
             conv = KernelConv(layer, channels, dtype)
@@ -238,12 +237,12 @@ def _conv_levels(weights: NetworkWeights, block_frames: int, dtype: torch.dtype)
             dense_frames = 0 if not layer.weight.is_cuda else 1 << 30 if channels == 1 else 80
             conv = LibraryConv(layer, dtype, dense_frames)
             channels = len(layer.weight)
-        own, window = len(layer.weight), layer.window
+        window = layer.window
         frames //= window.stride
         tail_shape = (layer.bins, window.cached, conv.channels)
         needed = (frames - 1) * window.stride + window.length
-        levels.append(ConvLevel(conv, window.stride, window.delay, tail_shape, needed))
-    return levels, own
+        levels.append(ConvLevel(conv, window, tail_shape, needed))
+    return levels
 
 
 Pending = tuple[Tensor | None, float]  # bias and clip that are still to be applied to a convolution's output

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -127,7 +127,6 @@ class Slots:
     numbers: list[int]
     root: int  # of the trie, where words start
     empty: bool = True  # nothing is written into the tables yet
-    __weakref__: object = field(init=False, repr=False)
 
 
 @dataclass
