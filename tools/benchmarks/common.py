@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 import torch
-from torch import Tensor, nn
 
 from ds2.commands.compose import resolve_options
 from ds2.commands.transcribe import audio_files
@@ -22,7 +21,6 @@ from ds2.config.device import resolve_device
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.system.cuda_graph import GraphRecorder
 from ds2.system.files import write_text
 
 RATE_HZ = 16000
@@ -76,27 +74,6 @@ def measure_host(call: Callable[[], object], device: torch.device) -> Timing:
         times.append(time.perf_counter() - started)
     wait(device)
     return _timing(times)
-
-
-def graphed(call: Callable[[], object]) -> Callable[[], object]:
-    """Capture ``call`` in a CUDA graph and return its replay, which keeps the graph's memory alive."""
-    return GraphRecorder().record(call)
-
-
-def module_call(module: nn.Module, x: Tensor, grad_y: Tensor | None = None) -> Callable[[], Any]:
-    """A recurrent module's forward pass as a callable; with `grad_y` both passes, to its input and parameters."""
-
-    def call() -> Any:
-        with torch.set_grad_enabled(grad_y is not None):
-            y = module(x)[0]
-        return y if grad_y is None else torch.autograd.grad(y, [x, *module.parameters()], grad_y)
-
-    return call
-
-
-def relative_error(value: Tensor, truth: Tensor) -> float:
-    """The norm of the error over that of the truth, which is float64."""
-    return float((value.double() - truth).norm() / truth.norm())
 
 
 def _timing(times_s: list[float]) -> Timing:

@@ -9,13 +9,12 @@
 
 Forward + backward includes the weight gradient. nn.RNN always computes the input projection; our times are without it,
 and the columns "+projection" are with it and its gradients, as the ratio to nn.RNN needs. TFLOP/s count the work that
-is in the time. Prints one table, then one line of JSON; exits with 1 if an op is wrong. Shape letters: T frames, B
+is in the time. Prints a table, then one line of JSON; exits with 1 if an op is wrong. Shape letters: T frames, B
 batch, H hidden.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -23,22 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import (
-    Table,
-    Timing,
-    facts,
-    graphed,
-    measure,
-    measure_host,
-    module_call,
-    relative_error,
-    write_json,
-)
+from benchmarks.common import Table, facts, measure, measure_host, write_json
 from dispatch import new_parser, parse
 from ds2_ops import recurrence
 from ds2_ops.recurrent.backends.reference import recurrence_reference
 from ds2_ops.recurrent.cells import CELLS, GATED
 from torch import Tensor, nn
+
+from ds2.system.cuda_graph import GraphRecorder
 
 STANDARD = [(1152, 4), (1152, 16), (1152, 32), (1152, 64), (512, 4), (512, 32), (1760, 4), (2560, 4), (2560, 64)]
 STANDARD_GATED = [(256, 4), (512, 4), (512, 8), (512, 16), (512, 32), (512, 64), (1024, 16), (1024, 64)]
@@ -51,16 +42,16 @@ Result = dict[str, Any]
 PEERS = {"lstm": "nn.LSTM", "gru_after": "nn.GRU", "gru_before": "nn.GRU"}  # of the last, only its time compares
 
 
-def peer_of(cell: str) -> str:
-    """Name torch's module for a cell."""
-    return PEERS.get(cell, "nn.RNN")
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """The norm of the error over that of the truth, which is float64."""
+    return float((value.double() - truth).norm() / truth.norm())
 
 
 class LayerProblem:
     """Random tensors of one size, whose states neither vanish nor explode, and the ops that run on them."""
 
     def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, cell: str) -> None:
-        self.hidden, self.batch, self.frames = hidden, batch, frames = size
+        self.size = self.hidden, self.batch, self.frames = hidden, batch, frames = size
         self.dtype, self.device, self.cell, self.gates = dtype, device, cell, CELLS[cell].gates
         torch.manual_seed(hidden + batch)
 
@@ -75,7 +66,7 @@ class LayerProblem:
         self.weight_ih, self.bias = draw(rows, hidden, scale=hidden**-0.5), draw(rows, scale=0.1)
         self.bias_hn = draw(hidden, scale=0.1) if cell in GATED and cell != "lstm" else None
         options = {} if cell in GATED else {"nonlinearity": "tanh" if cell == "tanh" else "relu"}
-        make = getattr(nn, peer_of(cell).removeprefix("nn."))
+        make = getattr(nn, PEERS.get(cell, "nn.RNN").removeprefix("nn."))
         self.peer = make(hidden, hidden, dtype=dtype, device=device, **options)
         with torch.no_grad():
             for mine, theirs in ((self.weight_ih, "weight_ih_l0"), (self.weight_hh, "weight_hh_l0")):
@@ -90,17 +81,20 @@ class LayerProblem:
         def call() -> object:
             with torch.set_grad_enabled(backward):
                 x = nn.functional.linear(self.inputs, self.weight_ih, self.bias) if projection else self.x
-                y = self._run([x, *own[1:]], None, None, None, backend)[0]
+                y = recurrence(x, self.weight_hh, cell=self.cell, bias_hn=self.bias_hn, backend=backend)[0]
             return torch.autograd.grad(y, leaves, self.grad_y) if backward else y
 
         return call
 
-    def _run(
-        self, inputs: Sequence[Tensor], h0: Tensor | None, c0: Tensor | None, lengths: Tensor | None, backend: str
-    ) -> Sequence[Tensor]:
-        x, weight_hh, *bias = inputs
-        own = {"bias_hn": bias[0] if bias else None, "c0": c0}
-        return recurrence(x, weight_hh, h0, lengths, cell=self.cell, backend=backend, **own)
+    def peer_op(self, backward: bool) -> Callable[[], object]:
+        """The same of torch's module, projection included. Its ReLU has no clip, which takes hardly any time."""
+
+        def call() -> object:
+            with torch.set_grad_enabled(backward):
+                y = self.peer(self.inputs)[0]
+            return torch.autograd.grad(y, [self.inputs, *self.peer.parameters()], self.grad_y) if backward else y
+
+        return call
 
     def errors(self, backend: str) -> dict[str, tuple[float, float]]:
         """Relative RMS error against float64 of (ours, the stock loop in the same precision), ragged and with h0."""
@@ -108,25 +102,19 @@ class LayerProblem:
         h0 = torch.randn(self.batch, self.hidden, dtype=self.dtype, device=self.device)
         own = [self.x, self.weight_hh, *([] if self.bias_hn is None else [self.bias_hn]), h0]
 
-        def ours(x: Tensor, weight_hh: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-            return self._run([x, weight_hh, *rest[:-1]], rest[-1], None, lengths, backend)[:2]
-
-        def reference(x: Tensor, weight_hh: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-            bias = rest[0] if len(rest) > 1 else None
-            return recurrence_reference(x, weight_hh, rest[-1], lengths, cell=self.cell, bias_hn=bias)[:2]
-
-        def run(op: Callable[..., Sequence[Tensor]], dtype: torch.dtype) -> Iterable[Tensor]:
+        def run(op: Callable[..., Sequence[Tensor]], dtype: torch.dtype, **options: str) -> Iterable[Tensor]:
             leaves = [t.detach().to(dtype).requires_grad_() for t in own]
-            y, h_n = op(*leaves)
+            x, weight_hh, *bias, first = leaves
+            y, h_n = op(x, weight_hh, first, lengths, cell=self.cell, bias_hn=bias[0] if bias else None, **options)[:2]
             gradients = torch.autograd.grad((y, h_n), leaves, (self.grad_y.to(dtype), h0.to(dtype)))
             return y.detach(), h_n.detach(), *gradients
 
-        truth = run(reference, torch.float64)
+        truth = run(recurrence_reference, torch.float64)
         torch.backends.cuda.matmul.allow_tf32 = backend == "persistent"  # as its kernels multiply float32
-        stock = run(reference, self.dtype)
+        stock = run(recurrence_reference, self.dtype)
         torch.backends.cuda.matmul.allow_tf32 = False
         names = ("y", "h_n", "grad_x", "grad_weight_hh", *(["grad_bias"] if len(own) > 3 else []), "grad_h0")
-        triples = zip(names, run(ours, self.dtype), stock, truth, strict=True)
+        triples = zip(names, run(recurrence, self.dtype, backend=backend), stock, truth, strict=True)
         return {n: (relative_error(o, t), relative_error(s, t)) for n, o, s, t in triples}
 
 
@@ -139,62 +127,50 @@ def bench(problem: LayerProblem, contenders: list[str]) -> list[Result]:
         row["contender"] = contender
         rows.append(row)
         backend, _, graph = contender.partition(" ")  # of torch's modules, a dtype
-        wrap = graphed if graph else lambda call: call
         try:
             if contender.startswith("nn."):
-                other = problem
-                if graph:
-                    other = LayerProblem(size(row), getattr(torch, graph), problem.device, problem.cell)
-                # Its ReLU has no clip, which takes hardly any time.
-                both = module_call(other.peer, other.inputs, other.grad_y)
-                calls = {"projected_forward": module_call(other.peer, other.inputs), "projected_both": both}
+                dtype = getattr(torch, graph) if graph else problem.dtype
+                peer = LayerProblem(problem.size, dtype, problem.device, problem.cell) if graph else problem
+                calls = {"projected_forward": peer.peer_op(False), "projected_both": peer.peer_op(True)}
             else:
                 row["errors"] = errors = problem.errors(backend)
-                wrong = [
-                    n for n, (ours, stock) in errors.items() if not ours <= 2 * stock + torch.finfo(problem.dtype).eps
-                ]
-                if wrong:
-                    row["wrong"] = f"WRONG {', '.join(wrong)}: (ours, stock) errors {[errors[n] for n in wrong]}"
+                most = torch.finfo(problem.dtype).eps
+                if wrong := {n: pair for n, pair in errors.items() if not pair[0] <= 2 * pair[1] + most}:
+                    row["wrong"] = f"WRONG, errors (ours, stock): {wrong}"
                     continue
-                calls = {
-                    "forward": wrap(problem.op(backend, False, False)),
-                    "both": wrap(problem.op(backend, False, True)),
-                }
-                calls["projected_forward"] = wrap(problem.op(backend, True, False))
-                calls["projected_both"] = wrap(problem.op(backend, True, True))
+                calls = {"forward": problem.op(backend, False, False), "both": problem.op(backend, False, True)}
+                calls["projected_forward"] = problem.op(backend, True, False)
+                calls["projected_both"] = problem.op(backend, True, True)
+                if graph:  # a replay keeps the graph's memory alive
+                    calls = {name: GraphRecorder().record(call) for name, call in calls.items()}
         except RuntimeError as error:  # a size that does not fit, or a capture that failed
             row["skipped"] = str(error)
             continue
         for name, call in calls.items():
-            timing: Timing = measure(call, problem.device)
-            row[f"{name}_us"] = [round(t * 1e6 / problem.frames, 4) for t in timing]
+            row[f"{name}_us"] = [round(t * 1e6 / problem.frames, 4) for t in measure(call, problem.device)]
             if problem.device.type == "cuda":
                 row[f"{name}_host_us"] = [round(t * 1e6, 1) for t in measure_host(call, problem.device)]
-        products = 2 if contender.startswith("nn.") else 1  # its time holds the input projection, so its work does too
-        for name, factor in (("forward", 1), ("both", 3)):  # the backward pass is two more products of this size
-            time_us = (row.get(f"{name}_us") or row[f"projected_{name}_us"])[0]
-            row[f"{name}_tflops"] = float(f"{products * factor * useful / (time_us * problem.frames) * 1e-6:.4g}")
+        for name, products in (("forward", 1), ("both", 3)):  # the backward pass is two more products of this size
+            own_us = row.get(f"{name}_us")
+            time_us = (own_us or row[f"projected_{name}_us"])[0]  # that of nn.RNN has the input projection, so work too
+            work = useful * products * (1 if own_us else 2)
+            row[f"{name}_tflops"] = float(f"{work / (time_us * problem.frames) * 1e-6:.4g}")
     return rows
 
 
 def add_ratios(rows: list[Result]) -> None:
-    """How many times faster each row is than its size's nn.RNN (both with projection) and GEMM graph (both without)."""
+    """How many times faster each row of a size is than its nn.RNN (both with projection) and GEMM graph (without)."""
     for row in rows:
         for peer, prefix, key in (("nn.", "projected_", "vs_rnn"), ("gemm graph", "", "vs_gemm_graph")):
-            twin = next((r for r in rows if r["contender"].startswith(peer) and size(r) == size(row)), {})
+            twin = next((r for r in rows if r["contender"].startswith(peer)), {})
             for name in ("forward", "both"):
                 mine, theirs = row.get(f"{prefix}{name}_us"), twin.get(f"{prefix}{name}_us")
                 if mine and theirs and twin is not row:
                     row[f"{name}_{key}"] = round(theirs[0] / mine[0], 2)
 
 
-def size(row: Result) -> tuple[int, int, int]:
-    """Return the size of a row: rows of one size are comparable."""
-    return row["hidden"], row["batch"], row["frames"]
-
-
-def print_table(rows: list[Result]) -> None:
-    """Print a row a contender; times are microseconds a step, median and 10th to 90th percentile."""
+def make_table() -> Table:
+    """Begin a table of contenders; times are microseconds a step, median and 10th to 90th percentile."""
     columns = {"H": "{hidden}", "B": "{batch}", "T": "{frames}", "op": "{contender}"}
     for name, title in (("forward", "forward"), ("both", "forward + backward")):
         columns[f"{title}, us a step"] = f"{{{name}_us[0]:.2f}} ({{{name}_us[1]:.2f}}-{{{name}_us[2]:.2f}})"
@@ -203,13 +179,11 @@ def print_table(rows: list[Result]) -> None:
         columns[f"x GEMM graph, {title}"] = f"{{{name}_vs_gemm_graph:.2f}}"
         columns[f"+projection, {title}"] = f"{{projected_{name}_us[0]:.2f}}"
         columns[f"host us, {title}"] = f"{{{name}_host_us[0]:.0f}}"
-    table = Table(columns | {"not measured": "{note}"})
-    for row in rows:
-        table.print_row({"note": row.get("wrong") or row.get("skipped") or "", **row})
+    return Table(columns | {"not measured": "{note}"})
 
 
-def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 1 if an op was wrong."""
     parser = new_parser(__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
@@ -227,44 +201,34 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--figure has batches of its own: pass --hidden alone, or neither")
     if (options.hidden is None) != (options.batch is None) and not options.figure:
         parser.error("--hidden and --batch go together: pass both or neither")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; 1 if an op was wrong, 130 if Ctrl-C ended it."""
-    options = parse_options(arguments)
-    device, gpu = torch.device(options.device), options.device == "cuda"
+    device, gpu, gated = torch.device(options.device), options.device == "cuda", options.cell in GATED
     frames = options.frames or (512 if gpu else 200)
     dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
-    peer, standard = peer_of(options.cell), STANDARD if gpu else STANDARD_CPU
-    if options.cell in GATED:
-        standard = STANDARD_GATED
-    others = [peer, f"{peer} float16"] if options.cell in GATED else ["gemm graph", peer]
-    contenders = options.contenders or (["persistent", *others] if gpu else ["cpu", peer])
+    peer = PEERS.get(options.cell, "nn.RNN")
+    others = ["persistent", peer, f"{peer} float16"] if gated else ["persistent", "gemm graph", peer]
+    contenders = options.contenders or (others if gpu else ["cpu", peer])
     if options.figure:
-        widths = options.hidden or [FIGURES[options.figure][0][0]]
-        sizes = [(hidden, batch, steps) for hidden in widths for _, batch, steps in FIGURES[options.figure]]
-    elif options.hidden:
-        sizes = [(hidden, batch, frames) for hidden in options.hidden for batch in options.batch]
+        of_figure = FIGURES[options.figure]
+        widths = options.hidden or [of_figure[0][0]]
+        sizes = [(hidden, batch, steps) for hidden in widths for _, batch, steps in of_figure]
     else:
-        sizes = [(hidden, batch, frames) for hidden, batch in standard]
+        standard = STANDARD_GATED if gated else STANDARD if gpu else STANDARD_CPU
+        pairs = itertools.product(options.hidden, options.batch) if options.hidden else standard
+        sizes = [(hidden, batch, frames) for hidden, batch in pairs]
     # PyTorch packs the weights of a bfloat16 nn.RNN in every call, and warns; that is part of its time.
     warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-    head = facts(options, device, f"{options.cell} {dtype}")
     rows: list[Result] = []
-    data = {"benchmark": "rnn", **head, "dtype": str(dtype), "figure": options.figure, "rows": rows}
+    data = {"benchmark": "rnn", **facts(options, device, f"{options.cell} {dtype}")}
+    data |= {"dtype": str(dtype), "figure": options.figure, "rows": rows}
     path = options.out / f"rnn_{options.figure or 'table'}.json" if options.out else None
-    stopped = False
-    try:
-        for size_of_problem in sizes:
-            rows += bench(LayerProblem(size_of_problem, dtype, device, options.cell), contenders)
-            if path:
-                write_json(path, data)  # a run that is interrupted has what it measured
-    except KeyboardInterrupt:  # print what was measured
-        stopped = True
-    add_ratios(rows)
-    print_table(rows)
-    if path:
-        write_json(path, data)
+    table = make_table()
+    for one in sizes:
+        of_size = bench(LayerProblem(one, dtype, device, options.cell), contenders)
+        add_ratios(of_size)
+        for row in of_size:
+            table.print_row({"note": row.get("wrong") or row.get("skipped") or "", **row})
+        rows += of_size
+        if path:
+            write_json(path, data)  # a run that is interrupted has what it measured
     write_json(None, data)
-    return 130 if stopped else int(any("wrong" in row for row in rows))
+    return int(any("wrong" in row for row in rows))

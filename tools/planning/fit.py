@@ -2,7 +2,6 @@
 
     python tools/plans.py fit RECORD...            print how far from the fastest tile the model's choices are
     python tools/plans.py fit RECORD... --write    fit first, and write the constants that the planner uses
-    python tools/plans.py fit RECORD --calibrated  what the few tiles that are timed on an unknown GPU change
 
 Least squares of relative errors, every constant at least 0. The halves are the two colours of a chessboard of hidden
 and batch sizes. GRNN (2019), section 8.3, reports for its model: 1.03 times the fastest on average and 1.14 at worst
@@ -13,17 +12,15 @@ import argparse
 import importlib.resources
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dispatch import read_result
-from ds2_ops.recurrent.calibrate import few_kernels, listed
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.devices import DEVICES
-from ds2_ops.recurrent.plan.model import Constants, Processor, Timed, fit_factors, kind, step_us
+from ds2_ops.recurrent.plan.model import Constants, Processor, Timed, step_us
 from ds2_ops.recurrent.plan.model import fit as fit_constants
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 
@@ -96,22 +93,6 @@ def fit(problems: Iterable[Measured]) -> Constants:
     )
 
 
-def calibrate(record: Record) -> tuple[Processor, int, list[Measured]]:
-    """Fit factors as on the first use of the record's GPU, if no sweep of it was recorded, to what the record holds.
-
-    Returns:
-        The GPU with these factors; how many tiles they are from; the problems of which none was timed for it.
-    """
-    few = {(problem, choice.name) for tiles in few_kernels(record.facts).values() for problem, choice in tiles}
-    timed, others = list[Timed](), list[Measured]()
-    for measured in record.problems:
-        own = [Timed(c.work, us, us) for c, us in measured.times if (measured.problem, c.name) in few]
-        timed += own
-        others += [] if own else [measured]
-    clock = record.facts.processor.clock
-    return Processor(clock, 1 / clock, fit_factors(timed, clock)), len(timed), others
-
-
 def judge(
     problems: list[Measured], constants: Constants | None = None, processor: Processor | None = None
 ) -> dict[str, float]:
@@ -123,17 +104,6 @@ def judge(
         ]
         result |= {f"top-{most} mean": round(statistics.mean(regrets), 4), f"top-{most} worst": round(max(regrets), 4)}
     return result
-
-
-def errors(problems: list[Measured], constants: Constants | None = None) -> None:
-    """Print how well times are estimated, by kind."""
-    kinds: dict[str, list[float]] = defaultdict(list)
-    for measured in problems:
-        for choice, us in measured.times:
-            kinds[kind(choice.work)].append(step_us(choice.work, constants) / us - 1)
-    for name, relative in sorted(kinds.items()):
-        rms, low, high = statistics.pstdev(relative, 0), min(relative), max(relative)
-        print(f"  {name:26} {len(relative):5} tiles, error rms {rms:.3f}, {low:+.2f} to {high:+.2f}")
 
 
 def worst(problems: list[Measured], constants: Constants | None, count: int) -> None:
@@ -159,17 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--worst", type=int, default=8)
-    parser.add_argument("--calibrated", action="store_true", help="of records of GPUs whose times are not fitted to")
+    parser.add_argument("--worst", type=int, default=8, help="print this many problems whose choice is furthest off")
     options = parser.parse_args(arguments)
     whole = [read(path) for path in options.records]
-    if options.calibrated:
-        for record in whole:
-            processor, tiles, others = calibrate(record)
-            print(f"{record.facts.name}: factors of {tiles} tiles: {listed(processor.factors)}")
-            print("by the constants and the clock", judge(others, processor=record.facts.processor))
-            print("by these factors", judge(others, processor=processor))
-        return 0
     records = [halves(record.problems) for record in whole]
     fitted_by, judged_by = (
         [problem for halves_of_record in records for problem in halves_of_record[side]] for side in (0, 1)
@@ -177,7 +139,6 @@ def main(arguments: list[str] | None = None) -> int:
     constants = fit(fitted_by) if options.write else None
     for name, problems in (("fitted by", fitted_by), ("judged by", judged_by)):
         print(name, judge(problems, constants))
-    errors(judged_by, constants)
     worst(judged_by, constants, options.worst)
     if constants is not None:
         path = Path(str(importlib.resources.files("ds2_ops.recurrent.plan").joinpath("constants.json")))

@@ -31,7 +31,6 @@ from ds2_ops.recurrent.backends import gemm
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import CELLS, Options
 from ds2_ops.recurrent.plan.choose import rank
-from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem, array_bytes, pass_arguments
 from torch import Tensor
 
@@ -42,6 +41,7 @@ HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
 HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
 BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
 ROUNDS = 2
+STALL_S = 25.0  # without progress, after which a tile has hung
 Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
 
 
@@ -130,7 +130,7 @@ class Bench:
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """Return the problems to measure, shuffled so that a record that is cut short, or a part, covers all sizes."""
+    """Return the problems to measure, shuffled so that a record that is cut short covers all sizes."""
     result = [
         Problem(batch, hidden, options.dtype, cell, backward)
         for cell in options.cells
@@ -139,8 +139,7 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         for batch in options.batch
     ]
     random.Random(0).shuffle(result)
-    part, parts = options.part
-    return result[part - 1 :: parts]
+    return result
 
 
 def key_of(problem: Problem) -> Key:
@@ -177,16 +176,6 @@ def _build_one(text: str, arch: str) -> str:
 def finished_problems(entries: list[dict[str, Any]]) -> set[Key]:
     """Return the problems of a journal that need no more measuring."""
     return {tuple(entry["key"]) for entry in entries if "times" in entry or entry.get("hung") == "timing"}
-
-
-def estimate(options: argparse.Namespace) -> str:
-    """Return how much a sweep on a GPU of `DEVICES` has to do, its launches' time by the model; needs no GPU."""
-    facts, finished = DEVICES[options.estimate], finished_problems(read_log(options.out.with_suffix(".journal")))
-    sets = [choices for p in problems(options) if key_of(p) not in finished and (choices := tiles(p, facts, options))]
-    every = [choice for choices in sets for choice in choices]
-    kernels = len({choice.launch.source.text for choice in every})
-    launches_s = (1 + LAUNCHES * ROUNDS) * FRAMES * sum(choice.step_us for choice in every) / 1e6
-    return f"{len(sets)} problems, {len(every)} tiles, {kernels} kernels to compile, {launches_s:.0f} s of launches"
 
 
 def measure_all(options: argparse.Namespace, journal: Path) -> None:
@@ -231,7 +220,6 @@ def measure_all(options: argparse.Namespace, journal: Path) -> None:
 
 def record(options: argparse.Namespace, arguments: list[str]) -> int:
     """Compile, then measure in a process that may hang."""
-    deadline = time.monotonic() + options.budget_s
     facts, arch = _facts_of_gpu()
     journal = options.out.with_suffix(".journal")
     wanted, finished = set(), finished_problems(read_log(journal))
@@ -244,31 +232,29 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     tool = str(Path(__file__).parents[1] / "plans.py")
     command = [sys.executable, "-u", tool, "sweep", *arguments, "--measure"]
-    while time.monotonic() < deadline:
-        child = subprocess.Popen(command)
-        size, changed = -1, time.monotonic()
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.5)
-            now = journal.stat().st_size if journal.exists() else 0
-            if now != size:
-                size, changed = now, time.monotonic()
-            if time.monotonic() - changed > options.stall_s:
-                break
-        if child.poll() == 0:
-            break
-        child.kill()
-        child.wait()
-        if time.monotonic() < deadline:
-            last = (read_log(journal) or [{}])[-1]
-            if "key" not in last:
-                print("the measuring process fails at its start", flush=True)
-                return 1
-            stuck = last.get("trying") or last.get("failed")
-            print(f"HUNG or FAILED: {last['key']} {stuck}", flush=True)
-            with journal.open("a") as file:
-                file.write(json.dumps({"key": last["key"], "hung": stuck}) + "\n")
+    while (child := subprocess.Popen(command)) and not _finishes(child, journal):
+        last = (read_log(journal) or [{}])[-1]
+        if "key" not in last:
+            print("the measuring process fails at its start", flush=True)
+            return 1
+        stuck = last.get("trying") or last.get("failed")
+        print(f"HUNG or FAILED: {last['key']} {stuck}", flush=True)
+        with journal.open("a") as file:
+            file.write(json.dumps({"key": last["key"], "hung": stuck}) + "\n")
     write(journal, options.out, facts, options)
     return 0
+
+
+def _finishes(child: subprocess.Popen[bytes], journal: Path) -> bool:
+    """Wait for the measuring process; kill it where its journal does not grow."""
+    size, changed = -1, time.monotonic()
+    while child.poll() is None and time.monotonic() - changed < STALL_S:
+        time.sleep(0.5)
+        now = journal.stat().st_size if journal.exists() else 0
+        if now != size:
+            size, changed = now, time.monotonic()
+    child.kill()
+    return child.wait() == 0
 
 
 def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> None:
@@ -328,18 +314,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--designs", nargs="+", default=["units", "cluster", "narrow", "wide", "portable"])
     parser.add_argument("--most", type=int, help="only this many tiles of each design, the model's best")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--budget_s", type=float, default=1e9, help="after which the record is written as it is")
-    parser.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
-    parser.add_argument("--part", type=int, nargs=2, default=(1, 1), metavar=("K", "N"), help="the K-th of N parts")
-    parser.add_argument("--estimate", choices=DEVICES, metavar="GPU", help="print what is to do there, and end")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parse(parser, arguments)
-    part, parts = options.part
-    if not 1 <= part <= parts:
-        parser.error(f"--part {part} {parts}: there are parts 1 to {parts}")
-    if options.estimate:
-        print(estimate(options))
-        return 0
     if not options.measure:
         return record(options, arguments)
     measure_all(options, options.out.with_suffix(".journal"))
