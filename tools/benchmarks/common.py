@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: timing, a corpus of noise, the machine and commit of a result, tables and JSON."""
+"""Common parts of the benchmarks: timing, the machine and commit of a result, tables and JSON."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import soundfile
 import torch
 
 from ds2.commands.compose import resolve_options
 from ds2.commands.transcribe import audio_files
 from ds2.config.device import resolve_device
-from ds2.data.manifest import Utterance, write_manifest
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.files import write_text
 
 RATE_HZ = 16000
 _HOST_REPEATS = 50
-_CHARACTERS_PER_S = 14.0  # of transcripts
 
 
 class Timing(NamedTuple):
@@ -146,20 +142,6 @@ def _cell(column: str, row: Mapping[str, Any]) -> str:
         return column.format(**row)
     except (KeyError, TypeError):
         return "-"
-
-
-def write_noise(folder: Path, utterances: int, duration_s: float) -> None:
-    """Write noise.jsonl, a manifest of noise with random transcripts, without doubled letters."""
-    rng = np.random.default_rng(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    records = []
-    for index in range(utterances):
-        path = folder / f"{index}.wav"
-        soundfile.write(path, 0.1 * rng.standard_normal(int(duration_s * RATE_HZ)), RATE_HZ)
-        steps = rng.integers(1, 26, size=int(duration_s * _CHARACTERS_PER_S))
-        text = "".join(chr(ord("a") + c) for c in np.cumsum(steps) % 26)
-        records.append(Utterance(path, duration_s, text))
-    write_manifest(folder / "noise.jsonl", records)
 
 
 def wait(device: torch.device) -> None:

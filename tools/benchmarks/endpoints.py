@@ -1,20 +1,15 @@
 """How long after the last word final text comes, and how often a pause inside an utterance ends a segment.
 
-    python tools/bench.py endpoints MODEL AUDIO... --after-speech-s 0.4 0.8 1.2             # in process
-    ds2 serve MODEL &
-    python tools/bench.py endpoints MODEL AUDIO... --url ws://127.0.0.1:2700/               # a client of that server
+    python tools/bench.py endpoints MODEL AUDIO... --after-speech-s 0.4 0.8 1.2
 
 Each file is an utterance, and its own background noise follows it. Speech ends with the last 20 ms that are at most
 30 dB below the loud parts. The delay is from there to the final text, as a speaker feels it: the pause of the rule, the
-lookahead, blocks, chunks and computation. Audio arrives in chunks: through a server in real time, in process as fast as
-it is decoded, and a chunk's computation counts as if all before it had been on time. "cut" are utterances in more than
-one segment; "changed" are words of all segments that differ from the text of the whole file, in process.
+lookahead, blocks, chunks and computation. A chunk's computation counts as if all before it had been on time. "cut" are
+utterances in more than one segment; "changed" are words of all segments that differ from the text of the whole file.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +18,6 @@ import numpy as np
 from benchmarks.common import RATE_HZ, Table, add_recogniser_options, facts, files_and_recogniser
 from dispatch import new_parser, parse
 from numpy.typing import NDArray
-from websockets.asyncio.client import ClientConnection, connect
 
 from ds2.audio.read import read_audio
 from ds2.recognition.recogniser import Recogniser
@@ -32,18 +26,8 @@ from ds2.scoring.wer import CORRECT, align
 
 FRAME_S = 0.02
 SPEECH_DB = -30.0  # of the last speech, to the 95th percentile of the file
-CHUNK_S = 0.1  # audio that a client sends at once
-CLIENTS = 4  # of a server, at once
+CHUNK_S = 0.1  # audio that comes at once
 BACKGROUND_S = 0.3  # of the file's quietest part, which is repeated after it
-
-
-@dataclass(frozen=True)
-class NoisyRecording:
-    """A file with noise after it."""
-
-    samples: NDArray[np.float32]
-    speech_end_s: float
-    duration_s: float  # without the noise after it
 
 
 @dataclass
@@ -66,14 +50,14 @@ class RuleCounts:
     words: int = 0
     changed: int = 0
 
-    def add(self, segments: Segments, utterance: NoisyRecording, whole: str) -> None:
-        """Count an utterance, its segments, and the text of the whole file."""
+    def add(self, segments: Segments, end_s: float, whole: str) -> None:
+        """Count an utterance: its segments, when its speech ended, and the text of the whole file."""
         texts, wanted = segments.texts, whole.split()
         self.utterances, self.words = self.utterances + 1, self.words + len(wanted)
         self.cut, self.cuts = self.cut + (len(texts) > 1), self.cuts + max(0, len(texts) - 1)
         self.changed += sum(edit != CORRECT for edit in align(wanted, " ".join([*texts, *segments.rest]).split()))
         if texts:
-            self.delays_s.append(segments.last_s - utterance.speech_end_s)
+            self.delays_s.append(segments.last_s - end_s)
 
 
 def levels(samples: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -102,15 +86,15 @@ def with_background(samples: NDArray[np.float32], seconds: float) -> NDArray[np.
     return np.concatenate([samples, noise])
 
 
-def in_process(recogniser: Recogniser, utterance: NoisyRecording, rules: Sequence[Endpoints]) -> list[Segments]:
+def in_process(recogniser: Recogniser, samples: NDArray[np.float32], rules: Sequence[Endpoints]) -> list[Segments]:
     """The segments of each rule; all rules share batches."""
     lives = [recogniser.live(sample_rate_hz=RATE_HZ, endpoints=rule) for rule in rules]
     results = [Segments([]) for _ in rules]
     size = round(CHUNK_S * RATE_HZ)
-    for start in range(0, len(utterance.samples), size):
+    for start in range(0, len(samples), size):
         started_s = time.perf_counter()
         for live in lives:
-            live.accept_waveform(utterance.samples[start : start + size])
+            live.accept_waveform(samples[start : start + size])
         while any(live.is_ready() for live in lives):
             decode_sessions(lives)
         now_s = (start + size) / RATE_HZ + time.perf_counter() - started_s
@@ -125,67 +109,30 @@ def in_process(recogniser: Recogniser, utterance: NoisyRecording, rules: Sequenc
     return results
 
 
-async def _vosk(socket: ClientConnection, pcm: bytes, size: int, start_s: float, rule: float) -> Segments:
-    await socket.send(json.dumps({"config": {"sample_rate": RATE_HZ, "endpoints": {"after_speech_s": rule}}}))
-    result = Segments([])
-    for number, start in enumerate(range(0, len(pcm), 2 * size), start=1):
-        await asyncio.sleep(max(0.0, start_s + number * size / RATE_HZ - time.perf_counter()))
-        await socket.send(pcm[start : start + 2 * size])
-        answer = json.loads(await socket.recv())
-        if answer.get("text"):
-            result.texts.append(answer["text"])
-            result.last_s = time.perf_counter() - start_s
-    return result
-
-
-async def over_sockets(url: str, utterances: Sequence[NoisyRecording], rule: float) -> list[Segments]:
-    """As `in_process`, for one rule and all utterances, a few at a time."""
-    free = asyncio.Semaphore(CLIENTS)
-
-    async def speak(utterance: NoisyRecording) -> Segments:
-        pcm = (np.clip(utterance.samples, -1, 1) * 32767).astype("<i2").tobytes()
-        async with free, connect(url, max_size=None, open_timeout=120) as socket:
-            return await _vosk(socket, pcm, round(CHUNK_S * RATE_HZ), time.perf_counter(), rule)
-
-    return await asyncio.gather(*map(speak, utterances))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure each rule."""
     parser = new_parser(__doc__)
     add_recogniser_options(parser)
     parser.add_argument("--after-speech-s", type=float, nargs="+", default=[Endpoints().after_speech_s])
-    parser.add_argument("--url", help="of a server, with decode.KEY=VALUE as it has them")
     options = parse(parser, arguments)
     files, recogniser = files_and_recogniser(options)
     rules = [Endpoints(after_speech_s=value) for value in options.after_speech_s]
     noise_s = max(options.after_speech_s) + recogniser.model.lookahead_ms / 1000 + 1.0
-    utterances: list[NoisyRecording] = []
-    for name in files:
-        samples = read_audio(name, RATE_HZ)
-        noisy = with_background(samples, noise_s)
-        utterances.append(NoisyRecording(noisy, speech_end_s(samples), len(samples) / RATE_HZ))
-    wholes = [recogniser.transcribe(utterance.samples, RATE_HZ).text for utterance in utterances]
-    if options.url:
-        by_rule = [asyncio.run(over_sockets(options.url, utterances, value)) for value in options.after_speech_s]
-    else:
-        by_rule = list(zip(*(in_process(recogniser, utterance, rules) for utterance in utterances), strict=True))
-    minutes = sum(utterance.duration_s for utterance in utterances) / 60
-    lookahead = f"lookahead {recogniser.model.lookahead_ms:g} ms, chunks of {CHUNK_S:g} s"
-    way = options.url or "in process"
-    facts(
-        options,
-        recogniser.device,
-        f"{len(files)} utterances, {minutes:.1f} minutes, {options.model}, {lookahead}, {way}",
-    )
+    recordings = [read_audio(name, RATE_HZ) for name in files]
+    wholes = [recogniser.transcribe(with_background(samples, noise_s), RATE_HZ).text for samples in recordings]
+    noisy = (with_background(samples, noise_s) for samples in recordings)
+    by_rule = zip(*(in_process(recogniser, samples, rules) for samples in noisy), strict=True)
+    minutes = sum(map(len, recordings)) / RATE_HZ / 60
+    title = f"{len(files)} utterances, {minutes:.1f} minutes, {options.model}, chunks of {CHUNK_S:g} s"
+    facts(options, recogniser.device, f"{title}, lookahead {recogniser.model.lookahead_ms:g} ms")
     columns = {"after_speech_s": "{rule:g}", "delay p50 s": "{p50:.2f}", "p95 s": "{p95:.2f}", "cut %": "{cut:.1f}"}
     table = Table(columns | {"cuts a minute": "{rate:.2f}", "words changed in 100": "{changed:.2f}"})
     for value, results in zip(options.after_speech_s, by_rule, strict=True):
         measured = RuleCounts()
-        for segments, utterance, whole in zip(results, utterances, wholes, strict=True):
-            measured.add(segments, utterance, whole)
+        for segments, samples, whole in zip(results, recordings, wholes, strict=True):
+            measured.add(segments, speech_end_s(samples), whole)
         p50, p95 = np.percentile(measured.delays_s, [50, 95]) if measured.delays_s else (None, None)
         shares = {"cut": 100 * measured.cut / measured.utterances, "rate": measured.cuts / minutes}
-        changed = None if options.url else 100 * measured.changed / max(1, measured.words)
+        changed = 100 * measured.changed / max(1, measured.words)
         table.print_row({"rule": value, "p50": p50, "p95": p95, "changed": changed} | shares)
     return 0

@@ -91,9 +91,9 @@ def step_s(machine: MeasuredHost, ranks: int, batch: float, *, overlap: bool, sh
     return forward + backward + exposed_s + optimizer + machine.meeting_s, exposed_s
 
 
-def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], options: argparse.Namespace) -> MeasuredHost:
-    """Take the one-rank rows and the fitted link."""
-    alone = sorted({r["batch"]: r for r in scaling["rows"] if r["ranks"] == 1}.values(), key=lambda r: r["batch"])
+def measured_host(rows: list[dict[str, Any]], collectives: dict[str, Any], options: argparse.Namespace) -> MeasuredHost:
+    """Take the rows of one rank and the fitted link."""
+    alone = sorted({r["batch"]: r for r in rows if r["ranks"] == 1}.values(), key=lambda r: r["batch"])
     if not alone:
         raise SystemExit("the scaling file has no row of one rank: run `bench.py scaling` with --ranks 1 ...")
     if options.way not in collectives["fits"]:
@@ -107,7 +107,7 @@ def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], options: arg
     return MeasuredHost(
         [r["batch"] for r in alone], [r["forward_ms"] / 1000 for r in alone], [r["backward_ms"] / 1000 for r in alone],
         [max(0.0, ms) / 1000 for ms in rest], alone[0]["gradient_mib"] * 2**20, host, network,
-        options.ranks_per_host,
+        options.ranks_per_host, options.contention, options.meeting_us * 1e-6, options.full_batch,
     )  # fmt: skip
 
 
@@ -127,17 +127,10 @@ def fitted(machine: MeasuredHost, rows: list[dict[str, Any]]) -> MeasuredHost:
     return min(tried, key=lambda candidate: max(map(abs, errors(candidate, rows))))
 
 
-def calibrated(
-    scaling: dict[str, Any], collectives: dict[str, Any], backend: str, options: argparse.Namespace
-) -> tuple[MeasuredHost, list[dict[str, Any]]]:
-    """Return the machine with one backend's layers and the rows of it; print the model's error on each."""
-    rows = [row for row in scaling["rows"] if row.get("backend", "auto") == backend]
-    machine = calibrate({**scaling, "rows": rows}, collectives, options)
-    machine = replace(
-        machine, contention=options.contention, meeting_s=options.meeting_us * 1e-6, full_batch=options.full_batch
-    )
+def compare(machine: MeasuredHost, rows: list[dict[str, Any]], backend: str, *, fit: bool) -> MeasuredHost:
+    """Print the model's error on each row of a backend's layers; return the machine, fitted to them if asked to."""
     many = [row for row in rows if row["ranks"] > 1]
-    if options.fit and many:
+    if fit and many:
         machine = fitted(machine, many)
         print(f"{backend}, fitted: contention {machine.contention:.2f}, meeting {1e6 * machine.meeting_s:.0f} us")
     print(f"\n{backend}, measured\n")
@@ -145,7 +138,7 @@ def calibrated(
     table = Table(columns | {"step ms": "{step_ms:.1f}", "model ms": "{model_ms:.1f}", "error": "{error:+.1%}"})
     for row, error in zip(rows, errors(machine, rows), strict=True):
         table.print_row({**row, "model_ms": row["step_ms"] * (1 + error), "error": error})
-    return machine, rows
+    return machine
 
 
 def predict(machine: MeasuredHost, rows: list[dict[str, Any]], duration_s: float, options: argparse.Namespace) -> None:
@@ -195,8 +188,8 @@ def main(arguments: list[str] | None = None) -> int:
         *files, collectives = (read_result(path) for path in (*options.scaling, options.collectives))
     except ValueError as error:
         parser.error(str(error))
-    scaling = {**files[0], "rows": [row for file in files for row in file["rows"]]}
     for backend in options.backend:
-        machine, rows = calibrated(scaling, collectives, backend, options)
-        predict(machine, rows, scaling["duration_s"], options)
+        rows = [row for file in files for row in file["rows"] if row.get("backend", "auto") == backend]
+        machine = compare(measured_host(rows, collectives, options), rows, backend, fit=options.fit)
+        predict(machine, rows, files[0]["duration_s"], options)
     return 0

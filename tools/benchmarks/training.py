@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import soundfile
 import torch
-from benchmarks.common import Table, facts, write_json, write_noise
+from benchmarks.common import RATE_HZ, Table, facts, write_json
 from dispatch import new_parser, parse
 from torch import Tensor, nn
 
@@ -34,6 +36,7 @@ from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
 from ds2.config.schema import ModelConfig
 from ds2.data.loader import Batch, rank_part
+from ds2.data.manifest import Utterance, write_manifest
 from ds2.distributed.communicator import Communicator
 from ds2.model import recurrent
 from ds2.model.norm import make_norm
@@ -47,6 +50,9 @@ COLUMNS = {
     "optimizer": "{optimizer_ms:.1f}", "host": "{host_ms:.1f}", "GPU": "{gpu_busy_ms:.1f}", "launches": "{launches:d}",
     "audio s/s": "{audio_s_per_s:.0f}", "GiB": "{peak_gib:.2f}",
 }  # fmt: skip
+
+
+CHARACTERS_PER_S = 14.0  # of transcripts of noise
 
 
 class TorchLayer(nn.Module):
@@ -89,8 +95,8 @@ def time_waits(trainer: Trainer) -> list[float]:
     return waits_s
 
 
-def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict[str, tuple[int, float]]]:
-    """Return the ms a step in which any kernel or copy runs, the launches a step, and (launches, ms) by kernel."""
+def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int]:
+    """Return the ms a step in which any kernel or copy runs, and the launches a step."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(steps):
@@ -101,13 +107,21 @@ def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict[
     for start, end in sorted((e.time_range.start, e.time_range.end) for e in on_device):
         busy_us += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    kernels: dict[str, tuple[int, float]] = {}
-    for event in on_device:
-        count, total_us = kernels.get(event.name, (0, 0.0))
-        kernels[event.name] = count + 1, total_us + event.time_range.elapsed_us()
-    longest = sorted(kernels.items(), key=lambda item: -item[1][1])
-    per_step = {name: (count // steps, total_us / 1000 / steps) for name, (count, total_us) in longest}
-    return busy_us / 1000 / steps, len(on_device) // steps, per_step
+    return busy_us / 1000 / steps, len(on_device) // steps
+
+
+def write_noise(folder: Path, utterances: int, duration_s: float) -> None:
+    """Write noise.jsonl, a manifest of noise with random transcripts, without doubled letters."""
+    rng = np.random.default_rng(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    for index in range(utterances):
+        path = folder / f"{index}.wav"
+        soundfile.write(path, 0.1 * rng.standard_normal(int(duration_s * RATE_HZ)), RATE_HZ)
+        steps = rng.integers(1, 26, size=int(duration_s * CHARACTERS_PER_S))
+        text = "".join(chr(ord("a") + c) for c in np.cumsum(steps) % 26)
+        records.append(Utterance(path, duration_s, text))
+    write_manifest(folder / "noise.jsonl", records)
 
 
 def noise_overrides(folder: Path, batch: int, options: argparse.Namespace) -> list[str]:
@@ -163,7 +177,7 @@ def bench(
             times_ms.append(1000 * (time.perf_counter() - began))
             host_ms.append(times_ms[-1] - 1000 * sum(waits_s))
     split = trainer.timer.means(options.steps)
-    busy_ms, launches, kernels = trace(take_step) if on_gpu else (None, None, {})
+    busy_ms, launches = trace(take_step) if on_gpu else (None, None)
     deciles = statistics.quantiles(times_ms, n=10)
     median_ms = statistics.median(times_ms)
     return {
@@ -175,7 +189,7 @@ def bench(
         "optimizer_ms": 1000 * split["optimizer"],
         "audio_s_per_s": 1000 * batch * options.duration / median_ms,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "skipped": trainer.progress.skipped, "kernels": dict(itertools.islice(kernels.items(), options.kernels)),
+        "skipped": trainer.progress.skipped,
     }  # fmt: skip
 
 
@@ -197,7 +211,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warmup", type=int, default=14)
     parser.add_argument("--steps", type=int, default=20)
     add_noise_options(parser)
-    parser.add_argument("--kernels", type=int, default=0, help="list the kernels that take longest: this many")
     parser.add_argument(
         "--layers", nargs="+", choices=("ours", "torch"), default=["ours"],
         help="torch: torch.nn's RNN, LSTM or GRU in place of our layers, always without CUDA graphs",
@@ -212,7 +225,5 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(bench(model, layers, batch, graphs, options, Path(folder)))
         table.print_row(rows[-1])
-        for name, (count, total_ms) in rows[-1]["kernels"].items():
-            print(f"{total_ms:>12.3f} ms {count:>5} x {name[:150]}", flush=True)
     write_json(None, {**head, "duration_s": options.duration, "rows": rows})
     return 0
