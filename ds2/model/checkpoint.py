@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,15 @@ from ds2.model.acoustic import AcousticModel
 from ds2.model.shipped import WEIGHTS, folder_of, names
 from ds2.system import UserError
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, read_metadata, save, with_prefix, without_prefix
+from ds2.system.tensor_file import (
+    WAY_OUT,
+    CheckpointError,
+    load,
+    prepare_save,
+    read_metadata,
+    with_prefix,
+    without_prefix,
+)
 from ds2.text.alphabet import Alphabet
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # types that weights may be stored in
@@ -58,16 +66,16 @@ class LoadedModel:
         return str(self.metadata["metrics"].get("precision", self.config.train.precision))
 
 
-def save_model(
+def prepare_model(
     path: Path,
     model: AcousticModel,
     features: Features,
     alphabet: Alphabet,
     config: Config,
     metrics: Mapping[str, Any],
-    **options: Any,
-) -> None:
-    """Write a model file, atomically; `options` are those of `ds2.system.tensor_file.save`."""
+    check: Callable[[], None] = lambda: None,
+) -> Callable[[], None]:
+    """Copy a model, and return the function that writes its file; see `ds2.system.tensor_file.prepare_save`."""
     tensors = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
     metadata = {
         "kind": "model",
@@ -75,7 +83,7 @@ def save_model(
         "alphabet": alphabet.to_dict(),
         "metrics": dict(metrics),
     }
-    save(path, tensors, metadata, **options)
+    return prepare_save(path, tensors, metadata, check)
 
 
 def find_model(path: Path) -> Path:

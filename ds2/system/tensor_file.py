@@ -44,30 +44,33 @@ class CheckpointError(UserError):
     """A file cannot be written or is not a ds2 checkpoint; the message names the file and what to do."""
 
 
-def _call(write: Callable[[], None]) -> None:
-    write()
-
-
 def save(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, Any],
-    run: Callable[[Callable[[], None]], None] = _call,
-    copies: dict[str, Tensor] | None = None,
-    check: Callable[[], None] = lambda: None,
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], check: Callable[[], None] = lambda: None
 ) -> None:
     """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, atomically.
 
     Args:
         metadata: the entry `shards` has files by name, whose tensors belong to this one, and their digests.
-        run: receives the function that writes, once the tensors are copied; it may call it later, in any thread.
-        copies: the tensors that an earlier call copied into, whose memory is used again: it is several times as fast as
-            new memory. Changed in place. No function of an earlier call may still run.
         check: called when the temporary file is there; if it raises, the file at `path` stays as it is.
 
     Raises:
-        CheckpointError: where the file is written: the folder is not writable or the disk is full; an older file at
-            `path` is unchanged.
+        CheckpointError: the folder is not writable or the disk is full; an older file at `path` is unchanged.
+    """
+    prepare_save(path, tensors, metadata, check)()
+
+
+def prepare_save(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    check: Callable[[], None] = lambda: None,
+    copies: dict[str, Tensor] | None = None,
+) -> Callable[[], None]:
+    """Copy tensors as they are now, and return the function that writes the copies, in any thread; see `save`.
+
+    Args:
+        copies: the tensors that an earlier call copied into, whose memory is used again: it is several times as fast as
+            new memory. Changed in place. No function of an earlier call may still run.
     """
     fetch = _copy({} if copies is None else copies, tensors)
 
@@ -76,8 +79,8 @@ def save(
         try:
             with atomic_file(path) as partial:
                 check()
-                form = _SHARDED_FORMAT if "shards" in metadata else FORMAT_VERSION
-                write_tensors(copies, partial, make_header({"format": form, **metadata}, copies))
+                version = _SHARDED_FORMAT if "shards" in metadata else FORMAT_VERSION
+                write_tensors(copies, partial, make_header({"format": version, **metadata}, copies))
         except OSError as error:
             size_mib = sum(copy.nbytes for copy in copies.values()) / 2**20
             way_out = describe_full_disk(error) or "; when its folder can be written, start the same command again"
@@ -86,7 +89,7 @@ def save(
                 f"{way_out}, it resumes"
             ) from error
 
-    run(write)
+    return write
 
 
 def _copy(copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:

@@ -258,7 +258,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                 )
                 window = LogWindow(progress)
             if unsaved or _save_is_due(config, progress, now - saved_at):
-                trainer.files.save_in_turn()
+                trainer.files.save_in_epoch()
                 saved_at = time.monotonic()
             trainer.files.check()
             if trainer.comm.elastic and any(flags):

@@ -23,12 +23,12 @@ from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.process_group import LostRankError
-from ds2.model.checkpoint import save_model
+from ds2.model.checkpoint import prepare_model
 from ds2.system.files import host_id, remove_stale, sync
 from ds2.system.machine import git_commit
 from ds2.system.tensor_file import CheckpointError
 from ds2.text.alphabet import Alphabet
-from ds2.training.state import Shard, TrainState, save_state
+from ds2.training.state import Shard, TrainState, prepare_state
 
 log = logging.getLogger(__name__)
 _FREE_BYTES_AT_START = 256 * 2**20
@@ -231,21 +231,20 @@ class RunFiles:
         Raises:
             LostRankError: see `Communicator.broadcast`; not with `alone`.
         """
-        self._save(self._write_state, alone=alone)
+        self._prepare_state(alone=alone)
+        self.write_held()
 
-    def _write_state(self, write: Callable[[], None]) -> None:
-        self._state_written = self._writer.run(write)
-
-    def _save(self, run: Callable[[Callable[[], None]], None], *, alone: bool = False) -> None:
+    def _prepare_state(self, *, alone: bool = False) -> None:
+        """Copy what this rank writes of the state, if anything, for `write_held`."""
         self._held = None
         sharded = self.config.checkpoint.sharded and self.comm.world > 1 and not alone
         if self.comm.rank == 0 or sharded:
             with self.comm.status.slow("saving"):
                 wait([self._state_written] if self._state_written is not None else [])
                 self._writer.busy()
-                options: dict[str, Any] = {"run": run, "copies": self._copies, "check": self._prepare}
-                options["shard"] = self._next_shard() if sharded else None
-                save_state(self.run_dir, self.state, self.config, **options)
+                shard = self._next_shard() if sharded else None
+                options: dict[str, Any] = {"shard": shard, "check": self._flush_log, "copies": self._copies}
+                self._held = prepare_state(self.run_dir, self.state, self.config, **options)
         self.unsaved = False
 
     def _next_shard(self) -> Shard:
@@ -260,15 +259,16 @@ class RunFiles:
 
         return Shard(name, self.comm.rank, self.comm.world, self.config.comm.timeout_s, is_broken)
 
-    def give_up(self) -> None:
+    def give_up_shards(self) -> None:
         """Give up a sharded save that is not complete, because its ranks are no longer together."""
         self.unsaved, self._save_name = self._save_name != "", ""
 
-    def save_in_turn(self) -> None:
+    def save_in_epoch(self) -> None:
         """As `save`, in mid-epoch; warns where the previous save is not complete, so that the run waits for it.
 
-        Where ranks come and go, the state is copied now and written by `confirm`: until all ranks have ended the step,
-        they would repeat it with fewer ranks if this one was lost, and a run that resumed from the file would differ.
+        Where ranks come and go, the state is copied now and held back until `write_held`, when all ranks have ended the
+        step: they would repeat it with fewer ranks if this one was lost, and a run that resumed from the file would
+        differ.
         """
         late = self._state_written is not None and not self._state_written.done()
         if late and self.comm.rank == 0 and not self._warned:
@@ -278,22 +278,25 @@ class RunFiles:
                 "checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk",
                 self.run_dir,
             )
-        self._save(self._hold if self.comm.elastic and self.comm.world > 1 else self._write_state)
+        self._prepare_state()
+        if not (self.comm.elastic and self.comm.world > 1):
+            self.write_held()
 
-    def _hold(self, write: Callable[[], None]) -> None:
-        self._held = write
+    def write_held(self) -> None:
+        """Write the state that `save_in_epoch` holds back, if any, now that all ranks have ended its step."""
+        if self._held is not None:
+            self._state_written = self._writer.run(self._held)
+        self._held = None
 
-    def confirm(self, *, counts: bool = True) -> None:
-        """Write the state that `save_in_turn` holds back, now that all ranks have ended its step; or drop it."""
-        held, self._held = self._held, None
-        if held is not None and counts:
-            self._write_state(held)
+    def drop_held(self) -> None:
+        """Forget the state that `save_in_epoch` holds back."""
+        self._held = None
 
     def check(self) -> None:
         """Raise the error of a write that failed."""
         self._writer.busy()
 
-    def take_over(self) -> None:
+    def remove_partial_files(self) -> None:
         """Remove half-written files of lost ranks; a rank that wakes up can then not complete them."""
         own = f".{host_id()}.{os.getpid()}."
         others = [folder for folder in self.run_dir.glob(".*.partial") if own not in folder.name]
@@ -307,7 +310,7 @@ class RunFiles:
     def __exit__(self, *error: object) -> None:
         """Wait until everything is written, also after an error, but then not for other ranks."""
         if error[0] is not None:
-            self.give_up()
+            self.give_up_shards()
         self.wait()
 
     def wait(self) -> None:
@@ -330,10 +333,10 @@ class RunFiles:
         if self.dev is not None and metrics:
             facts["dev"] = asdict(self.dev)
         path = self.run_dir / f"{name}.safetensors"
-        options = {"run": self._writer.run, "check": self._prepare}
-        save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts, **options)
+        parts = (state.evaluated, state.features, self.alphabet, self.config)
+        self._writer.run(prepare_model(path, *parts, facts, self._flush_log))
 
-    def _prepare(self) -> None:
+    def _flush_log(self) -> None:
         """Flush the log, for a run that resumes from a file counts on its lines up to there.
 
         Raises:

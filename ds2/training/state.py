@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from ds2.system.tensor_file import (
     ModuleTensors,
     load,
     optimizer_tensors,
+    prepare_save,
     read_digest,
     restore_optimizer,
     save,
@@ -209,52 +209,45 @@ class Shard:
         return {file.name: read_digest(file) for file in files}
 
 
-def save_state(
+def prepare_state(
     run_dir: Path,
     state: TrainState,
     config: Config,
     *,
     shard: Shard | None = None,
-    run: Callable[[Callable[[], None]], None] = lambda write: write(),
     check: Callable[[], None] = lambda: None,
     copies: dict[str, Tensor] | None = None,
-) -> None:
-    """Write what `read_state` reads: one file, or with `shard` the part of this rank.
+) -> Callable[[], None]:
+    """Copy the state, and return the function that writes what `read_state` reads: one file, or a shard of it.
 
-    Rank 0 writes a file without tensors that names the shards once all of them are on the disk; until then the state
-    before it holds. Shards that the state does not name are removed afterwards.
+    Of shards, rank 0 writes a file without tensors that names them once all of them are on the disk; until then the
+    state before it holds. Shards that the state does not name are removed afterwards.
 
     Args:
         run_dir: the folder.
         state: what is written.
         config: of the run.
         shard: the part of this rank.
-        run, check, copies: as in `ds2.system.tensor_file.save`.
-
-    Raises:
-        CheckpointError: a file cannot be written; the old state is untouched.
+        check, copies: as in `ds2.system.tensor_file.prepare_save`, also for errors of the function.
     """
     path, tensors = state_file(run_dir), _named(state.tensors())
     metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
-
-    def write_whole(write: Callable[[], None]) -> None:
-        with _replace_shards(run_dir, ()):
-            write()
-
-    def write_shard(write: Callable[[], None]) -> None:
-        assert shard is not None
-        if shard.is_broken():
-            return
-        write()
-        if shard.rank == 0 and (shards := shard.wait(run_dir)) is not None:
-            with _replace_shards(run_dir, shards):
-                save(path, {}, {**metadata, "shards": shards}, check=check)
-
     if shard is None:
-        save(path, tensors, metadata, lambda write: run(partial(write_whole, write)), copies, check)
+        write = prepare_save(path, tensors, metadata, check, copies)
     else:
-        own, file = shard.of(tensors), shard.file(run_dir, shard.rank)
-        save(file, own, {"kind": "shard"}, lambda write: run(partial(write_shard, write)), copies, check)
+        write = prepare_save(shard.file(run_dir, shard.rank), shard.of(tensors), {"kind": "shard"}, check, copies)
+
+    def write_state() -> None:
+        if shard is None:
+            with _replace_shards(run_dir, ()):
+                write()
+        elif not shard.is_broken():
+            write()
+            if shard.rank == 0 and (shards := shard.wait(run_dir)) is not None:
+                with _replace_shards(run_dir, shards):
+                    save(path, {}, {**metadata, "shards": shards}, check)
+
+    return write_state
 
 
 @contextmanager

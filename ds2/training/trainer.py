@@ -261,7 +261,7 @@ class Trainer:
 
     def commit(self) -> None:
         """Record the end of a step or evaluation: if a rank is lost in the next, the others return to this."""
-        self.files.confirm()  # it needed all ranks, so all have ended the one before
+        self.files.write_held()  # the step needed all ranks, so all have ended the one before
         self._record()
 
     def _record(self) -> None:
@@ -281,7 +281,7 @@ class Trainer:
         comm = self.comm
         assert isinstance(comm, ElasticCommunicator)
         self.statistics.release()  # a copy of the model must not hold connections
-        self.files.give_up()
+        self.files.give_up_shards()
         while True:
             try:
                 view = comm.regroup(self._commits, hurry=lambda: interrupts.received)
@@ -295,13 +295,15 @@ class Trainer:
                 break
             except LeftBehindError as error:
                 log.warning("%s; it joins them again", error)
-                self.files.confirm(counts=False)  # what is not yet written is of steps that may not count
+                self.files.drop_held()  # it is of a step that may not count
                 self.files.wait()
                 self._commits, self.logged = JOINER, None
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)
-        self.files.take_over()  # all ranks have ended their writing
-        self.files.confirm(counts=comm.rank == 0 and not view.fresh)  # all ranks have the state of rank 0
+        self.files.remove_partial_files()  # all ranks have ended their writing
+        if comm.rank == 0 and not view.fresh:  # all ranks have its state
+            self.files.write_held()
+        self.files.drop_held()
         self._prepare_steps()
         if self.device.type == "cuda":
             gc.collect()  # the error of a broken step holds tensors
@@ -315,7 +317,7 @@ class Trainer:
         state.progress = self._committed.restore() or state.progress
         parts, progress = state.tensors(), state.progress
         if view.fresh:
-            self.files.take_over()  # before the state is read: a lost rank that wakes up would replace it
+            self.files.remove_partial_files()  # before the state is read: a lost rank that wakes up would replace it
             if self.comm.rank == 0 and state_file(self.run_dir).is_file():
                 parts, progress = read_state(self.run_dir, config, state)
         of_ranks = self.comm.allgather((self._commits, self.logged))

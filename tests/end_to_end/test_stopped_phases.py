@@ -80,8 +80,8 @@ def test_an_importer_ends_at_once(tiny_config: MakeConfig, tmp_path: Path, monke
     ("owner", "name", "steps"),
     [
         (Recogniser, "recognise", 3),
-        (run_folder, "save_state", 3),
-        (run_folder, "save_model", 3),
+        (run_folder, "prepare_state", 3),
+        (run_folder, "prepare_model", 3),
         (RunFiles, "keep_last", 3),
     ],
     ids=["evaluation", "saving", "best-model", "last-model"],

@@ -18,7 +18,7 @@ from ds2.cli import main
 from ds2.training import run_folder
 from ds2.training.trainer import Trainer
 
-PHASES: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "save": (run_folder, "save_state")}
+PHASES: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "save": (run_folder, "prepare_state")}
 
 
 def strike_in(phase: str, number: int, fraction: float) -> None:

@@ -119,7 +119,7 @@ HEALTHY_STEP, HEALTHY_CHOICE = Trainer.step, trainer.choose_wavefront
 PHASES = {
     "statistics": (Features, "estimate"),
     "evaluation": (Recogniser, "recognise"),
-    "saving": (run_folder, "save_state"),
+    "saving": (run_folder, "prepare_state"),
 }
 
 if __name__ == "__main__":

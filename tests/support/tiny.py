@@ -9,7 +9,7 @@ import torch
 from ds2.audio.features import Features
 from ds2.config.schema import Config
 from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import save_model
+from ds2.model.checkpoint import prepare_model
 from ds2.text.alphabet import Alphabet
 
 RATE_HZ = 16000
@@ -49,5 +49,5 @@ def write_untrained(config: Config, path: Path) -> Path:
     model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
     with torch.no_grad():
         model.classifier.weight.mul_(20)
-    save_model(path, model, features, alphabet, config, {})
+    prepare_model(path, model, features, alphabet, config, {})()
     return path

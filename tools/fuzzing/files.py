@@ -35,13 +35,13 @@ from ds2.lm.kneser_ney import estimate
 from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import StateFile, TrainingPosition
 from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import load_model, save_model
+from ds2.model.checkpoint import load_model, prepare_model
 from ds2.recognition.settings import decode_settings, save_settings, tuned_file
 from ds2.system.tensor_file import optimizer_tensors
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces
 from ds2.training.optim import make_optimizer
-from ds2.training.state import TrainState, read_state, save_state
+from ds2.training.state import TrainState, prepare_state, read_state
 
 RATE_HZ = 16000
 _SECRET_LEVEL = 0.9  # constant: no sound of the containers has such a median
@@ -170,7 +170,7 @@ def _parts_of_model() -> tuple[AcousticModel, Features, Alphabet]:
 
 
 def make_model(folder: Path) -> None:
-    save_model(folder / "best.safetensors", *_parts_of_model(), TINY, {"wer": 0.5, "epoch": 1})
+    prepare_model(folder / "best.safetensors", *_parts_of_model(), TINY, {"wer": 0.5, "epoch": 1})()
 
 
 def _read_model(folder: Path) -> Any:
@@ -365,7 +365,7 @@ TARGETS = {
         Target("import deepspeech_pytorch", _make_deepspeech, _imported("deepspeech_pytorch", "m.json"), TEXT,
                "m.json"),
         Target("model file", make_model, _read_model, TENSORS, checked=True),
-        Target("trainer state", lambda f: save_state(f, _train_state(), TINY), _read_state, TENSORS, checked=True),
+        Target("trainer state", lambda f: prepare_state(f, _train_state(), TINY)(), _read_state, TENSORS, checked=True),
         Target("audio cache", _make_cache, _read_cache, BYTES, "audio_cache/*", checked=True),
         Target("LM binary", lambda f: save_ngram(_language_model(), f / "lm"), _read_lm("lm"), TENSORS),
         Target("LM ARPA", lambda f: write_arpa(_language_model(), f / "lm.arpa"), _read_lm("lm.arpa"), TEXT),

@@ -640,9 +640,11 @@ def decode_batch(decoder: Any, logits: Tensor, lengths: Tensor) -> list[Hypothes
     return [Hypothesis("a" if value % 2 else "b", 0.0, (), ()) for value in logits[0, :, 0].tolist()]
 
 
-def save_model(path: Any, model: Any, features: Any, alphabet: Any, config: Any, facts: Any, **options: Any) -> None:
+def prepare_model(
+    path: Any, model: Any, features: Any, alphabet: Any, config: Any, facts: Any, check: Callable[[], None]
+) -> Callable[[], None]:
     """Stands for that of `ds2.model.checkpoint`."""
-    tensor_file.save(path, model.state_dict(), facts, **options)
+    return tensor_file.prepare_save(path, model.state_dict(), facts, check)
 
 
 class World:
@@ -967,7 +969,7 @@ def simulated(world: World) -> Iterator[None]:
         (tensorboard, "SummaryWriter", lambda *_, **__: board),
         (run_folder, "ThreadPoolExecutor", lambda *_: Writer(world)),
         (run_folder, "wait", partial(_wait, world)),
-        (run_folder, "save_model", save_model),
+        (run_folder, "prepare_model", prepare_model),
         (run_folder, "git_commit", lambda: ""),
         (loaders, "DataLoader", partial(Loader, world)),
         (audio_cache, "Path", DiskPath),
@@ -1053,14 +1055,15 @@ FAULTS = planted(
     ("a line that is lost with its writer is not logged again", training, "_log_again", _nothing),
     ("a woken rank 0 replaces the log", RunLog, "_replace_by_copy", "if self._superseded()", "if False"),
     ("a woken rank 0 writes into the log", RunLog, "_replace_by_copy", lambda _: True),
-    ("a woken rank 0 removes the files of the next one", RunFiles, "take_over", " and not self.comm.superseded()", ""),
-    ("a woken rank 0 replaces the state that the next one has read", RunFiles, "take_over", _nothing),
-    ("a state names shards that are not complete", run_folder, "save_state", "shard.wait(run_dir)",
+    ("a woken rank 0 removes the files of the next one", RunFiles, "remove_partial_files",
+     " and not self.comm.superseded()", ""),
+    ("a woken rank 0 replaces the state that the next one has read", RunFiles, "remove_partial_files", _nothing),
+    ("a state names shards that are not complete", run_folder, "prepare_state", "shard.wait(run_dir)",
      '{shard.file(run_dir, rank).name: "" for rank in range(shard.world)}'),
     ("the shards of a state are removed before the next one is complete", states, "_replace_shards",
      "yield", "[path.unlink() for path in others]; yield"),
     ("shards of two saves have one name", RunFiles, "_next_shard", "Shard(name", "Shard('a'"),
-    ("a save of ranks that are gone is not given up", RunFiles, "give_up", _nothing),
+    ("a save of ranks that are gone is not given up", RunFiles, "give_up_shards", _nothing),
     ("a run that resumes begins its epoch again", training, "resolve_position", "known = ",
      "progress.batch = 0; known = "),
     ("a process that was left behind counts its commits", Trainer, "regroup",

@@ -10,7 +10,7 @@ import pytest
 from ds2 import __version__
 from ds2.cli import main
 from ds2.data.manifest import read_manifest, write_manifest
-from ds2.model.checkpoint import load_model, save_model
+from ds2.model.checkpoint import load_model, prepare_model
 from ds2.system.tensor_file import CheckpointError
 
 
@@ -55,7 +55,8 @@ def test_files_of_versions_that_did_not_say_load(
 def test_damaged_facts_are_named(make_model: Callable[..., Path]) -> None:
     model = make_model()
     loaded = load_model(model)
-    save_model(model, loaded.model, loaded.features, loaded.alphabet, loaded.config, {"dev": {"utterances": "many"}})
+    parts = (loaded.model, loaded.features, loaded.alphabet, loaded.config)
+    prepare_model(model, *parts, {"dev": {"utterances": "many"}})()
     with pytest.raises(CheckpointError, match=r"metadata\.metrics\.dev"):
         load_model(model)
 

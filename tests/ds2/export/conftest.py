@@ -14,7 +14,7 @@ from ds2.audio.features import Features
 from ds2.commands.compose import compose_config
 from ds2.config.schema import AlphabetConfig, Config, ConvConfig, FeaturesConfig, ModelConfig
 from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import LoadedModel, save_model
+from ds2.model.checkpoint import LoadedModel, prepare_model
 from ds2.text.alphabet import Alphabet
 from ds2.training.loop import train
 
@@ -56,7 +56,7 @@ def random_file(random_model: Callable[..., LoadedModel], tmp_path: Path) -> Cal
 
     def make(*kind: str, **settings: Any) -> Path:
         made = random_model(*kind, **settings)
-        save_model(tmp_path / "model.safetensors", made.model, made.features, made.alphabet, made.config, {})
+        prepare_model(tmp_path / "model.safetensors", made.model, made.features, made.alphabet, made.config, {})()
         return tmp_path / "model.safetensors"
 
     return make

@@ -20,7 +20,7 @@ from ds2.audio.features import Features
 from ds2.commands.compose import resolve_options
 from ds2.config.schema import Config, ConfigError, FeaturesConfig
 from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import load_model, save_model
+from ds2.model.checkpoint import load_model, prepare_model
 from ds2.system.tensor_file import CheckpointError, make_header, read_header
 from ds2.text import pieces
 from ds2.text.alphabet import Alphabet
@@ -34,7 +34,7 @@ def model_file(tiny_config: MakeConfig, tmp_path: Path) -> Path:
     features = Features(config.features, config.data.sample_rate_hz)
     alphabet = Alphabet.from_config(config.alphabet)
     model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
-    save_model(tmp_path / "best.safetensors", model, features, alphabet, config, {"wer": 0.5})
+    prepare_model(tmp_path / "best.safetensors", model, features, alphabet, config, {"wer": 0.5})()
     return tmp_path / "best.safetensors"
 
 

@@ -22,7 +22,7 @@ from ds2.config.schema import CODECS, Config, DataConfig, DecodeConfig
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import LoadedModel, load_model, save_model
+from ds2.model.checkpoint import LoadedModel, load_model, prepare_model
 from ds2.recognition.evaluate import (
     Evaluation,
     conditions,
@@ -49,7 +49,7 @@ def model_file(tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path
     with torch.no_grad():
         model.classifier.weight.mul_(20)
     path = tmp_path / "run" / "best.safetensors"
-    save_model(path, model, features, alphabet, config, {})
+    prepare_model(path, model, features, alphabet, config, {})()
     return path
 
 

@@ -3,7 +3,7 @@
 import errno
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +23,7 @@ from ds2.system.tensor_file import (
     CheckpointError,
     ModuleTensors,
     load,
+    prepare_save,
     read_digest,
     read_header,
     read_metadata,
@@ -260,11 +261,10 @@ def tensors_of_a_run(device: str) -> dict[str, torch.Tensor]:
 def saved_late(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Save tensors that change before another thread writes them; the file has them as they were."""
     expected = {name: value.detach().cpu().clone() for name, value in tensors.items()}
-    later: list[Callable[[], None]] = []
-    save(path, tensors, {}, run=later.append)
+    write = prepare_save(path, tensors, {})
     for value in tensors.values():
         value.zero_()
-    thread = threading.Thread(target=later[0])
+    thread = threading.Thread(target=write)
     thread.start()
     thread.join()
     loaded, _ = load(path)
@@ -316,9 +316,8 @@ def test_a_file_has_a_gpu_s_tensors_as_they_were(tmp_path: Path, monkeypatch: py
 @pytest.mark.gpu
 def test_a_file_is_written_while_graphs_are_recorded(tmp_path: Path) -> None:
     """More often than torch has streams: one of those that it hands out is the recorder's."""
-    tensors, writes = tensors_of_a_run("cuda"), list[Callable[[], None]]()
-    for number in range(40):
-        save(tmp_path / f"{number}.safetensors", tensors, {}, run=writes.append)
+    tensors = tensors_of_a_run("cuda")
+    writes = [prepare_save(tmp_path / f"{number}.safetensors", tensors, {}) for number in range(40)]
     recorder, x = GraphRecorder(), torch.ones(8, device="cuda")
     with ThreadPoolExecutor(1) as thread, recorder.recording() as graph:
         y = x + 1

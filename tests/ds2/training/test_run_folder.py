@@ -22,12 +22,11 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.process_group import LostRankError
 from ds2.system import tensor_file
 from ds2.system.files import atomic_file
-from ds2.system.tensor_file import CheckpointError, load
-from ds2.system.tensor_file import save as write_tensors
+from ds2.system.tensor_file import CheckpointError, load, prepare_save, save
 from ds2.training import loop, run_folder
 from ds2.training.loop import train
 from ds2.training.run_folder import BackgroundWriter, RunFiles, make_folder, sole_use
-from ds2.training.state import Shard, save_state, state_file
+from ds2.training.state import Shard, prepare_state, state_file
 from ds2.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -115,15 +114,13 @@ def test_a_writer_keeps_the_order_and_after_an_error_writes_nothing_more() -> No
 
 
 def test_a_file_that_is_written_later_holds_the_tensors_of_the_call(tmp_path: Path) -> None:
-    later: list[Callable[[], None]] = []
     copies: dict[str, torch.Tensor] = {}
     value = torch.arange(6.0).view(2, 3)
-    write_tensors(tmp_path / "first", {"a": value.t(), "b": torch.ones(1)}, {}, run=later.append, copies=copies)
+    write = prepare_save(tmp_path / "first", {"a": value.t(), "b": torch.ones(1)}, {}, copies=copies)
     value.zero_()
-    later.pop()()
+    write()
     assert torch.equal(load(tmp_path / "first")[0]["a"], torch.arange(6.0).view(2, 3).t())
-    write_tensors(tmp_path / "second", {"a": torch.ones(2, dtype=torch.int64)}, {}, run=later.append, copies=copies)
-    later.pop()()
+    prepare_save(tmp_path / "second", {"a": torch.ones(2, dtype=torch.int64)}, {}, copies=copies)()
     assert load(tmp_path / "second")[0].keys() == {"a"}
     assert torch.equal(load(tmp_path / "second")[0]["a"], torch.ones(2, dtype=torch.int64))
 
@@ -150,10 +147,11 @@ def test_a_save_waits_for_the_state_before_it_and_not_for_models(
 ) -> None:
     models, states = threading.Event(), threading.Event()
 
-    def save_model(*_: object, run: Callable[[Callable[[], None]], object], **__: object) -> None:
-        run(lambda: None if models.wait(60) else pytest.fail("the save waited for a model"))
+    def write() -> None:
+        if not models.wait(60):
+            pytest.fail("the save waited for a model")
 
-    monkeypatch.setattr(run_folder, "save_model", save_model)
+    monkeypatch.setattr(run_folder, "prepare_model", lambda *_: write)
     files.keep_last({})
     files.save()
     assert not state_file(files.run_dir).exists()
@@ -192,18 +190,18 @@ def test_a_state_whose_step_another_rank_may_not_have_ended_is_not_in_the_folder
     """If this rank was lost, the others would take step 54 with fewer ranks; who resumed would have another."""
     state = files.state
     state.progress.step = 54
-    files.save_in_turn()
+    files.save_in_epoch()
     assert saved_step(files) is None
     state.progress = dataclasses.replace(state.progress, step=55)
-    files.confirm()  # step 55 needed both
+    files.write_held()  # step 55 needed both
     assert saved_step(files) == 54
     state.progress.step = 56
-    files.save_in_turn()
-    files.confirm(counts=False)  # the others went on from step 55
-    files.confirm()
+    files.save_in_epoch()
+    files.drop_held()  # the others went on from step 55
+    files.write_held()
     assert saved_step(files) == 54
     files.comm.world = 1
-    files.save_in_turn()
+    files.save_in_epoch()
     assert saved_step(files) == 56
 
 
@@ -263,7 +261,7 @@ def test_a_rank_0_that_wakes_up_removes_no_file_of_the_next_one(files: RunFiles,
         return superseded
 
     files.comm.superseded = stopped_here  # type: ignore[method-assign]
-    files.take_over()
+    files.remove_partial_files()
     assert newer.is_dir() and older.is_dir() != removed
 
 
@@ -303,7 +301,7 @@ def _make_ranks(tiny_config: Callable[..., Config], tmp_path: Path) -> Iterator[
 
     yield make
     for files in made:
-        files.give_up()
+        files.give_up_shards()
 
 
 def shards(files: RunFiles) -> int:
@@ -345,7 +343,7 @@ def test_a_save_whose_rank_is_gone_leaves_the_state_before_it_and_is_made_up_for
     if how == "lost":
         cast(SharedRanks, first.comm).broken = True
     elif how == "regroup":
-        first.give_up()
+        first.give_up_shards()
         assert first.unsaved
     else:
         first.__exit__(KeyError, KeyError(), None)
@@ -360,9 +358,9 @@ def test_a_save_whose_rank_is_gone_leaves_the_state_before_it_and_is_made_up_for
 def test_shards_of_a_step_that_former_ranks_held_back_are_not_written(make_ranks: MakeRanks) -> None:
     files = make_ranks(2)[1]
     cast(SharedRanks, files.comm).sent.append("save")
-    files.save_in_turn()
-    files.give_up()
-    files.confirm()
+    files.save_in_epoch()
+    files.give_up_shards()
+    files.write_held()
     files.wait()
     assert shards(files) == 0
 
@@ -402,7 +400,7 @@ def test_a_state_that_is_replaced_while_its_shards_are_read_is_read_again(
     [
         (lambda shard: shard.unlink(), "has a shard that is missing or damaged: there is no checkpoint"),
         (lambda shard: shard.write_bytes(shard.read_bytes()[:-9]), "missing or damaged: .* not a whole safetensors"),
-        (lambda shard: write_tensors(shard, {"model.x": torch.ones(1)}, {}), "is another file than was written there"),
+        (lambda shard: save(shard, {"model.x": torch.ones(1)}, {}), "is another file than was written there"),
     ],
 )
 def test_a_state_without_one_of_its_shards_is_refused(
@@ -449,15 +447,13 @@ def test_steps_go_on_while_a_state_is_written_and_a_slow_disk_is_named(
             if "the run waits for its saves" in record.getMessage():
                 warned.set()
 
-    def save_slowly(*arguments: Any, run: Callable[[Callable[[], None]], None], **options: Any) -> None:
-        def write_after_the_warning(write: Callable[[], None]) -> None:
-            run(lambda: write() if warned.wait(60) else None)  # it comes with the save after the next step
-
-        save_state(*arguments, run=write_after_the_warning, **options)
+    def prepare_slowly(*arguments: Any, **options: Any) -> Callable[[], None]:
+        write = prepare_state(*arguments, **options)
+        return lambda: write() if warned.wait(60) else None  # it comes with the save after the next step
 
     listener = Listener()
     logging.getLogger("ds2").addHandler(listener)
-    monkeypatch.setattr(run_folder, "save_state", save_slowly)
+    monkeypatch.setattr(run_folder, "prepare_state", prepare_slowly)
     settings = ("data.dev=[]", "train.epochs=2", "checkpoint.every_steps=1")
     assert train(tiny_config(*settings), tmp_path / "slow") == 0
     logging.getLogger("ds2").removeHandler(listener)

@@ -28,9 +28,9 @@ from ds2.training.state import (
     TrainState,
     initial_state,
     plan_fingerprint,
+    prepare_state,
     read_state,
     resolve_position,
-    save_state,
 )
 from ds2.training.trainer import Trainer
 
@@ -52,7 +52,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str
     steps(model, optimizer, 3)
     features = Features(FeaturesConfig(), 16000)
     state = TrainState(cast(AcousticModel, model), features, optimizer, Progress(step=3))
-    save_state(tmp_path, state, Config(optim=config, run_dir="x"))
+    prepare_state(tmp_path, state, Config(optim=config, run_dir="x"))()
     resumed = nn.Linear(3, 2)
     resumed_optimizer = make_optimizer(resumed, config)
     again = TrainState(cast(AcousticModel, resumed), features, resumed_optimizer)
@@ -112,7 +112,7 @@ def test_a_state_with_damaged_metadata_does_not_resume(tiny_config: MakeConfig, 
 
 def test_dropout_may_change_as_a_run_goes_on_and_widths_may_not(tiny_config: MakeConfig, tmp_path: Path) -> None:
     trainer = Trainer(tiny_config("model.dropout=0.1"), tmp_path)
-    save_state(tmp_path, trainer.state, trainer.config)
+    prepare_state(tmp_path, trainer.state, trainer.config)()
     other = tiny_config("model.dropout=0.4", "model.stochastic_depth=0.1")
     goes_on = Trainer(other, tmp_path)
     parts, _ = read_state(tmp_path, other, goes_on.state)
@@ -125,7 +125,7 @@ def test_dropout_may_change_as_a_run_goes_on_and_widths_may_not(tiny_config: Mak
 def test_a_run_does_not_go_on_with_audio_of_another_rate(tiny_config: MakeConfig, tmp_path: Path) -> None:
     mel = ("features=log_mel", "features.mels=20")  # as many bands at each rate, so that all tensors fit
     trainer = Trainer(tiny_config(*mel), tmp_path)
-    save_state(tmp_path, trainer.state, trainer.config)
+    prepare_state(tmp_path, trainer.state, trainer.config)()
     with pytest.raises(ConfigError, match=r"trained with data\.sample_rate_hz=16000, not 8000: resume"):
         Trainer(tiny_config(*mel, "data.sample_rate_hz=8000"), tmp_path)
 
@@ -134,7 +134,7 @@ def test_a_model_to_start_from_that_a_run_does_not_start_from_is_named(
     tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer(tiny_config(), tmp_path)
-    save_state(tmp_path, trainer.state, trainer.config)
+    prepare_state(tmp_path, trainer.state, trainer.config)()
     read_state(tmp_path, trainer.config, trainer.state)
     assert "has no effect" not in caplog.text
     checkpoint = replace(trainer.config.checkpoint, init_from="other")
