@@ -68,7 +68,7 @@ class DevMonitor:
                 probabilities = logits[: int(lengths[row]), row].float().softmax(1)
                 self._alignments[index] = probabilities[:, self._labels[index]].t().cpu()
 
-    def log(self, board: RunLog, step: int, texts: Sequence[str], comm: Communicator) -> float:
+    def log(self, run_log: RunLog, step: int, texts: Sequence[str], comm: Communicator) -> float:
         """Log the shown utterances, end the evaluation, and return the mean loss of an utterance in nats.
 
         Args:
@@ -84,7 +84,7 @@ class DevMonitor:
                 shown.waveform = torch.from_numpy(self.loader.audio[index])
                 length = torch.tensor([len(shown.waveform)])
                 shown.features = self.features(shown.waveform[None].to(self.features.mean.device), length)[0][0]
-            board.utterance(step, f"utterance_{number + 1}", shown, self.features.sample_rate_hz)
+            run_log.utterance(step, f"utterance_{number + 1}", shown, self.features.sample_rate_hz)
         self._shown_audio = True
         return sum(loss for loss, _, _ in gathered) / max(1, sum(feasible for _, feasible, _ in gathered))
 
@@ -113,7 +113,7 @@ class DevEvaluator:
         self.loader = SpeechLoader(self.utterances, data, device)
         self.monitor = DevMonitor(self.loader, alphabet, features)
 
-    def evaluate(self, model: AcousticModel, board: RunLog, step: int, comm: Communicator) -> dict[str, float]:
+    def evaluate(self, model: AcousticModel, run_log: RunLog, step: int, comm: Communicator) -> dict[str, float]:
         """Error rates of a model, greedy; they and the loss are logged.
 
         Args:
@@ -139,6 +139,6 @@ class DevEvaluator:
             )  # fmt: skip
         if (words_only := score_words(report, self.alphabet)) is not None:
             scores["wer_without_case_and_punctuation"] = words_only.wer
-        loss = self.monitor.log(board, step, [h.text for h in hypotheses], comm)
-        board.scalars("dev", step, {"loss": loss, **scores})
+        loss = self.monitor.log(run_log, step, [h.text for h in hypotheses], comm)
+        run_log.scalars("dev", step, {"loss": loss, **scores})
         return scores

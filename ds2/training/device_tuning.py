@@ -50,7 +50,7 @@ Measure = Callable[[list[int]], float | None]
 """Returns the bytes that both passes over utterances (indices) need at their peak; None where they do not fit."""
 
 
-def check_device(batching: BatchingConfig, comm: Communicator) -> None:
+def check_batching(batching: BatchingConfig, comm: Communicator) -> None:
     """Raise ConfigError where `batching.auto` has no GPU memory to measure, or no number of ranks to share batches."""
     device = comm.device
     if batching.auto and comm.elastic:
@@ -88,6 +88,7 @@ def largest_budget(
         measure: see `Measure`.
         available_bytes: bytes that passes may need.
         max_s: an upper bound of the budget, also where more fits.
+
     Raises:
         ConfigError: the longest utterance alone does not fit.
     """
@@ -191,6 +192,7 @@ def choose_batching(
         comm: the ranks; the one with the least memory decides.
         durations_s: (U,) as long as the utterances can get.
         make_probe: makes a `MemoryProbe`; called only if a budget has to be found.
+
     Raises:
         ConfigError: nothing fits.
     """
@@ -222,7 +224,7 @@ def _warn_of_few_batches(durations_s: NDArray[np.float64], budget_s: float) -> N
         )
 
 
-def out_of_memory(
+def out_of_memory_message(
     where: str, lengths_s: Tensor, configured: BatchingConfig, batching: BatchingConfig, *, graphs: bool
 ) -> str:
     """The message for a batch (lengths (B,) in seconds) that did not fit: what to lower, by the settings in use."""

@@ -6,6 +6,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ds2.config.convert import not_default, save_config
@@ -66,11 +67,10 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             with interrupts.at_once():
                 load_tensorboard()  # before the ranks wait for this one, which may be rank 0 some day
                 view = trainer.regroup(interrupts)
-            _check_number(trainer, view)
+            _end_if_too_few(trainer, view)
             if comm.rank == 0 and not state_file(run_dir).is_file():
                 # A process that is left behind and then alone goes on from a file: its own steps may not count.
-                trainer.files.save(alone=True)
-                trainer.files.wait()
+                trainer.files.save_and_wait(alone=True)
         if comm.rank == 0:
             try:
                 save_config(config, run_dir / "config.yaml")
@@ -78,30 +78,30 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             except OSError:  # the others go on without this process, which was stopped, and have removed its file
                 if not comm.superseded():
                     raise
-        board = _board(trainer)
-        _log_again(trainer, board)
-        _log_start(trainer, board)
+        run_log = _open_log(trainer)
+        _log_again(trainer, run_log)
+        _log_start(trainer, run_log)
         while True:
             try:
                 with short_collections():
-                    return _run(trainer, board, interrupts)
+                    return _run(trainer, run_log, interrupts)
             except LostRankError as error:
                 if not comm.elastic:
                     raise
                 log.info("step %d: %s", trainer.progress.step, error)
-            board = _regroup(trainer, board, interrupts)
+            run_log = _regroup(trainer, run_log, interrupts)
 
 
-def _board(trainer: Trainer) -> RunLog:
+def _open_log(trainer: Trainer) -> RunLog:
     comm, step = trainer.comm, trainer.progress.step
     writes, superseded = comm.rank == 0, comm.superseded
     return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=comm.elastic)
 
 
-def _log_again(trainer: Trainer, board: RunLog) -> None:
+def _log_again(trainer: Trainer, run_log: RunLog) -> None:
     """Log the last step once more, which a rank 0 that was lost may not have done."""
     if trainer.logged is not None and trainer.logged[1] == trainer.progress.step:
-        board.scalars(*trainer.logged)
+        run_log.scalars(*trainer.logged)
 
 
 def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunLog:
@@ -114,29 +114,27 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
     view, comm = trainer.regroup(interrupts), trainer.comm
     step = trainer.progress.step
     previous.close()
-    board = _board(trainer)
+    run_log = _open_log(trainer)
     if trainer.logged != logged:  # a rank that was further, and lost while the ranks met, may have passed it on
-        _log_again(trainer, board)
-    board.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
+        _log_again(trainer, run_log)
+    run_log.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
     log.info(
         "step %d: %d ranks go on after %.1f s, this is rank %d; %d joined%s",
         *(step, comm.world, time.monotonic() - began_s, comm.rank, view.joined),
         "".join(f"; {text}" for text in view.left),
     )
     if interrupts.agreed:
-        trainer.files.save(alone=True)
-        trainer.files.wait()
-    _check_number(trainer, view)
-    return board
+        trainer.files.save_and_wait(alone=True)
+    _end_if_too_few(trainer, view)
+    return run_log
 
 
-def _check_number(trainer: Trainer, view: View) -> None:
+def _end_if_too_few(trainer: Trainer, view: View) -> None:
     """Save and raise TrainingError where a view has fewer ranks than `comm.min_ranks`."""
     if view.enough:
         return
     comm, limits = trainer.comm, trainer.config.comm
-    trainer.files.save(alone=True)
-    trainer.files.wait()
+    trainer.files.save_and_wait(alone=True)
     with suppress(LostRankError):
         comm.allgather(None)  # rank 0 has saved
     raise TrainingError(
@@ -145,11 +143,11 @@ def _check_number(trainer: Trainer, view: View) -> None:
     )
 
 
-def _log_start(trainer: Trainer, board: RunLog) -> None:
+def _log_start(trainer: Trainer, run_log: RunLog) -> None:
     """Log the start of the run, and warn of settings that will have no effect."""
     config, run_dir, comm, progress = trainer.config, trainer.run_dir, trainer.comm, trainer.progress
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
-    board.event("resume" if progress.step else "start", progress.step, facts)
+    run_log.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
     _warn_of_short_warm_up(config, len(trainer.plan()))
     _warn_of_early_delay_penalty(config)
@@ -163,22 +161,21 @@ def _log_start(trainer: Trainer, board: RunLog) -> None:
         )
 
 
-def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
+def _run(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
     """Train until training ends or is stopped; returns the exit status."""
-    config, run_dir, comm, progress = trainer.config, trainer.run_dir, trainer.comm, trainer.progress
-    while not (reason := interrupts.name or finished(config, progress)):
-        complete = run_epoch(trainer, board, interrupts)
+    config, comm, progress = trainer.config, trainer.comm, trainer.progress
+    while not (reason := interrupts.name or why_finished(config, progress)):
+        complete = run_epoch(trainer, run_log, interrupts)
         due = evaluation_due(trainer, complete)
         # An evaluation may be long: a process that is killed in it loses no step.
         if interrupts.agree(comm) or not complete or due:
-            trainer.files.save()
-            trainer.files.wait()
+            trainer.files.save_and_wait()
         if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
             continue
         metrics: dict[str, float] = {}
         if due:
             with comm.status.slow("evaluation"), interrupts.at_once():
-                metrics = trainer.evaluate(board)
+                metrics = trainer.evaluate(run_log)
         keep = due or is_last(trainer, complete) or progress.epoch % config.checkpoint.every_epochs == 0
         if keep:
             trainer.files.keep_last(metrics)
@@ -189,70 +186,70 @@ def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
         if comm.elastic:
             trainer.files.wait()  # if rank 0 is lost, the others repeat the steps that it has not written
         if interrupts.agree(comm) and complete and not keep:
-            trainer.files.save()
-            trainer.files.wait()
+            trainer.files.save_and_wait()
             interrupts.agree(comm)
         trainer.commit()
     if comm.superseded():  # while this process was stopped: it has not written its last files
         raise LostRankError("the others went on without this process")
     log.info("stopped after step %d: %s", progress.step, reason)
-    last = progress.epoch - (progress.batch == 0)  # epoch that took a step
-    if last > 0 and not interrupts.agreed:
-        _warn_of_unfinished_schedules(config, progress, last)
+    return _end(trainer, run_log, interrupts)
+
+
+def _end(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
+    """Log the best scores and what the training did not reach; returns the exit status.
+
+    Raises:
+        TrainingError: it took no step.
+    """
+    config, progress = trainer.config, trainer.progress
+    epochs = progress.epoch - (progress.batch == 0)  # that took a step
+    if epochs > 0 and not interrupts.agreed:
+        _warn_of_unfinished_schedules(config, progress, epochs)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
-    board.settings(not_default(config), scores)
-    board.close()
+    run_log.settings(not_default(config), scores)
+    run_log.close()
     if not progress.step and not interrupts.agreed:
         raise TrainingError(
-            f"{run_dir}: nothing was learned: {progress.skipped} steps were tried, none was finite. "
+            f"{trainer.run_dir}: nothing was learned: {progress.skipped} steps were tried, none was finite. "
             "The warnings above name the utterances; lower optim.learning_rate or the augmentation, or run `ds2 data "
             "check`"
         )
     return 128 + interrupts.agreed if interrupts.agreed else 0
 
 
-def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
+def run_epoch(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> bool:
     """Take the remaining steps of the running epoch; return whether it was completed (not stopped)."""
-    config, progress, rank = trainer.config, trainer.progress, trainer.comm.rank
+    config, progress, comm = trainer.config, trainer.progress, trainer.comm
     plan = trainer.plan()
     resolve_position(progress, plan, trainer.utterances)
     batches = trainer.epoch(plan)
     trainer.model.train()
     epoch, window = LogWindow(progress), LogWindow(progress)
-    clock = saved_at = reported_at = time.monotonic()
-    with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch, shown=rank == 0) as bar:
-        while progress.batch < len(plan) and not interrupts.agreed and not finished(config, progress):
+    counted_at = saved_at = reported_at = time.monotonic()
+    with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch, shown=comm.rank == 0) as bar:
+        while progress.batch < len(plan) and not interrupts.agreed and not why_finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]
-            done = planned_part(config, progress, len(plan))
+            done = completed_part(config, progress, len(plan))
             warmed_up = warm_up_part(config, progress, done)
             rate = learning_rate(config.optim, progress.step, progress.epoch, done, warmed_up)
             set_learning_rate(trainer.optimizer, rate)
-            clock, began = time.monotonic(), clock
-            of_rank_0 = clock - began if rank == 0 else 0.0
-            loss = trainer.step(
-                batches,
-                group,
-                lambda: [
-                    of_rank_0,  # noqa: B023  called in it
-                    float(trainer.comm.joiners_wait()),
-                    float(trainer.files.unsaved),
-                    *interrupts.send(),
-                ],
-            )
+            now = time.monotonic()
+            passed_s, counted_at = now - counted_at, now
+            loss = trainer.step(batches, group, partial(_own_counts, trainer, interrupts, passed_s))
             epoch.add(loss)
             window.add(loss)
-            passed_s, joiners, unsaved, *flags = trainer.extra_sums
+            passed_s, joiners, unsaved, *flags = trainer.extra_sums  # those of `_own_counts` over all ranks
             progress.elapsed_s += passed_s
-            interrupts.receive(flags, trainer.comm)
+            interrupts.receive(flags, comm)
             trainer.commit()
             now = time.monotonic()
             bar.update(len(group))
             left_min = progress.elapsed_s / 60 * (1 - done) / max(done, 1e-9)
-            if bar.disable and rank == 0 and now - reported_at >= PROGRESS_EVERY_S:
+            if bar.disable and comm.rank == 0 and now - reported_at >= PROGRESS_EVERY_S:
                 reported_at = now
                 log.info("%s, %.0f min left", _progress_line(trainer, epoch, len(plan)), left_min)
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
-                values = _log_window(trainer, board, window, rate)
+                values = _log_window(trainer, run_log, window, rate)
                 bar.set_postfix_str(
                     f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_min:.0f} min left"
                 )
@@ -261,14 +258,21 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                 trainer.files.save_in_epoch()
                 saved_at = time.monotonic()
             trainer.files.check()
-            if trainer.comm.elastic and any(flags):
+            if comm.elastic and any(flags):
                 interrupts.leave()
             if joiners:
                 raise LostRankError("a process joins")
-    progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
+    progress.elapsed_s += comm.broadcast(time.monotonic() - counted_at)
     if epoch.steps:  # none where a run resumes at the end of an epoch
         log.info("%s", _progress_line(trainer, epoch, len(plan)))
     return progress.batch == len(plan)
+
+
+def _own_counts(trainer: Trainer, interrupts: Interrupts, passed_s: float) -> list[float]:
+    """What this rank adds to the numbers that are summed over ranks: time counts once, as rank 0 has it."""
+    comm = trainer.comm
+    time_s = passed_s if comm.rank == 0 else 0.0
+    return [time_s, float(comm.joiners_wait()), float(trainer.files.unsaved), *interrupts.send()]
 
 
 def _progress_line(trainer: Trainer, epoch: LogWindow, batches: int) -> str:
@@ -281,12 +285,12 @@ def _progress_line(trainer: Trainer, epoch: LogWindow, batches: int) -> str:
     )
 
 
-def _log_window(trainer: Trainer, board: RunLog, window: LogWindow, rate: float) -> dict[str, float]:
+def _log_window(trainer: Trainer, run_log: RunLog, window: LogWindow, rate: float) -> dict[str, float]:
     """Log the scalars of the steps of a window, whose learning rate is that of the last; returns them."""
     values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm, trainer.comm.world)
     if trainer.noise is not None:
         values["noise_scale"] = trainer.noise.end_window()
-    trainer.logged = board.scalars("train", trainer.progress.step, values)
+    trainer.logged = run_log.scalars("train", trainer.progress.step, values)
     return values
 
 
@@ -305,10 +309,11 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
 
 def is_last(trainer: Trainer, complete: bool) -> bool:
     """Whether training ends with the running epoch: stopped within it, or with all that was planned done."""
-    return not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=trainer.progress.epoch + 1)))
+    after = replace(trainer.progress, epoch=trainer.progress.epoch + 1)
+    return not complete or bool(why_finished(trainer.config, after))
 
 
-def planned_part(config: Config, progress: Progress, batches: int) -> float:
+def completed_part(config: Config, progress: Progress, batches: int) -> float:
     """Return the completed part of the planned training: of the epochs, which have `batches` batches each.
 
     With optim.schedule=timed_cosine it is the part of the minutes, if that is larger.
@@ -330,7 +335,7 @@ def warm_up_part(config: Config, progress: Progress, done: float) -> float:
     return done * (10 if config.checkpoint.init_from else 3)
 
 
-def finished(config: Config, progress: Progress) -> str:
+def why_finished(config: Config, progress: Progress) -> str:
     """Return why training is complete, or ''; it depends on the state only, so a resumed run agrees."""
     limits, epochs_done = config.train, progress.epoch - 1
     if epochs_done >= limits.epochs:

@@ -22,7 +22,6 @@ from ds2.system.files import atomic_file, name_errors
 from ds2.training.state import Progress
 
 _ALIGNMENT_ROW_PIXELS = 6
-_EMPTY: tuple[Any, ...] = ("", [], {})
 Logged = tuple[str, int, Mapping[str, float]]  # a group of numbers, their step, and the numbers by name
 _DECAY = 0.9  # of the weight of a window in the running averages, from window to window
 
@@ -56,14 +55,12 @@ class StepTimer:
             yield
             self._host.setdefault(name, []).append(time.perf_counter() - began)
 
-    def add(self, name: str, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> None:
+    def add(self, name: str, began: Any, ended: Any) -> None:
         """Add the time between two moments, both in seconds of `time.perf_counter` or both CUDA events."""
-        if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
-            self._events.setdefault(name, []).append((began, ended))
-        elif isinstance(began, float) and isinstance(ended, float):
+        if isinstance(began, float):
             self._host.setdefault(name, []).append(ended - began)
         else:
-            raise TypeError(f"{name} began at a {type(began).__name__} and ended at a {type(ended).__name__}")
+            self._events.setdefault(name, []).append((began, ended))
 
     def means(self, steps: int) -> dict[str, float]:
         """Mean seconds a step by phase over the last `steps` steps; forgets them."""
@@ -138,9 +135,10 @@ class RunLog:
         self._board.add_custom_scalars({"loss": {"train and dev": ["Multiline", ["loss/train", "loss/dev"]]}})
 
     def _replace_by_copy(self) -> bool:
-        """Replace the file by a copy; returns whether it did, rather than another process that writes by now.
+        """Replace the file by a copy of it, unless another process writes by now; returns whether it did.
 
-        A process that is stopped in it would replace the lines of the others, whose next writer removes its copy.
+        A process that was stopped after it copied cannot replace the others' lines: their next writer has removed the
+        copy.
         """
         try:
             with atomic_file(self._path) as copy:
@@ -204,7 +202,7 @@ class RunLog:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        non_empty = {k: v for k, v in values.items() if v not in _EMPTY}
+        non_empty = {k: v for k, v in values.items() if v not in ("", [], {})}
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in non_empty.items()}
         finite = {f"score/best_{name}": value for name, value in scores.items() if math.isfinite(value)}
         writer = self._board._get_file_writer()  # type: ignore[no-untyped-call]  # add_hparams makes a run of its own
@@ -231,7 +229,7 @@ def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bo
 
 @dataclass
 class LogWindow:
-    """Sums over the steps since the last log line."""
+    """Means over the steps of this process since it was made: those of a log line, or of an epoch."""
 
     progress: Progress
     losses: list[float] = field(default_factory=list)

@@ -31,9 +31,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     Raises:
         ConfigError: a key that no weight's name starts or ends with.
     """
-    unused = [key for key in config.layer_rates if not any(selects(key, name) for name, _ in model.named_parameters())]
-    if unused:
-        raise ConfigError(f"optim.layer_rates has {unused}: {no_such_weights(model)}")
+    check_keys("optim.layer_rates", config.layer_rates, model)
     groups: list[dict[str, Any]] = []
     for key in (None, *config.layer_rates):
         part = [
@@ -57,13 +55,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True, capturable=on_gpu)
 
 
-def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float, warmed_up: float = 0.0) -> float:
+def learning_rate(config: OptimConfig, step: int, epoch: int, done: float, warmed_up: float = 0.0) -> float:
     """The rate of one step.
 
     Args:
         step: optimizer steps already taken.
         epoch: 1-based.
-        progress: completed fraction of the planned training, 0..1.
+        done: completed fraction of the planned training, 0..1.
         warmed_up: completed fraction of the longest warm-up that the planned training has time for.
 
     Returns:
@@ -74,7 +72,7 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float, w
     if config.schedule == "anneal":
         rate /= config.anneal ** (epoch - 1)
     elif config.schedule in ("cosine", "timed_cosine"):
-        rate *= 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+        rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
     if step < config.warmup_steps:
         rate *= min(1.0, max((step + 1) / config.warmup_steps, warmed_up))
     return rate
@@ -99,11 +97,17 @@ def longest_key(name: str, keys: Iterable[str]) -> str | None:
     return max((key for key in keys if selects(key, name)), key=len, default=None)
 
 
-def no_such_weights(model: nn.Module) -> str:
-    """Return the error for a key that selects no weight, with the first parts of all weights' names."""
+def check_keys(setting: str, keys: Iterable[str], model: nn.Module) -> None:
+    """Raise ConfigError where a key of a setting selects no weight; it has the first parts of all weights' names."""
+    unused = [key for key in keys if not any(selects(key, name) for name, _ in model.named_parameters())]
+    if not unused:
+        return
     parts = {name: len(list(child.children())) for name, child in model.named_children() if list(child.parameters())}
     named = [f"{name}.0 to {name}.{count - 1}" if count > 1 else name for name, count in parts.items()]
-    return f"no weight's name starts or ends so; this model has {', '.join(dict.fromkeys([*parts, *named]))}"
+    raise ConfigError(
+        f"{setting} has {unused}: no weight's name starts or ends so; this model has "
+        f"{', '.join(dict.fromkeys([*parts, *named]))}"
+    )
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
@@ -171,7 +175,10 @@ class OptimizerStep:
         gradients: of all its parameters.
         clip_norm: the largest norm of all gradients together; 0 for no bound.
         graphed: whether to record the step.
-        library: why all ranks leave the kernels alone; '' if they do not. torch's round differently.
+        why_no_kernels: why all ranks use torch's kernels; '' if they use those of ds2_ops, which round differently.
+
+    Attributes:
+        norm: returns the norm of all gradients, a scalar on their device.
     """
 
     def __init__(
@@ -181,18 +188,18 @@ class OptimizerStep:
         clip_norm: float,
         *,
         graphed: bool,
-        library: str = "",
+        why_no_kernels: str = "",
     ) -> None:
         self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
         self._graphed = graphed
         self._replay: Callable[[], None] | None = None
         self._norm = torch.empty(0)
         self._fused: FusedUpdate | None = None
-        reason = library or why_not(optimizer)
+        reason = why_no_kernels or why_not(optimizer)
         self._fuses = not reason
-        self._norm_of: Callable[[], Tensor] = lambda: gradient_norm(gradients.buckets)
+        self.norm: Callable[[], Tensor] = lambda: gradient_norm(gradients.buckets)
         if self._fuses:
-            self._norm_of = FusedNorm(gradients.buckets)
+            self.norm = FusedNorm(gradients.buckets)
         elif gradients.comm.device.type == "cuda":
             log.info("the optimizer's step runs on torch's kernels: %s", reason)
 
@@ -200,10 +207,6 @@ class OptimizerStep:
     def ignores_nonfinite(self) -> bool:
         """Whether a step with a non-finite norm changes nothing, so that the host need not read the norm first."""
         return self._fuses and bool(self._optimizer.state)
-
-    def norm(self) -> Tensor:
-        """The norm of all gradients, a scalar on their device."""
-        return self._norm_of()
 
     def __call__(self, norm: Tensor) -> None:
         """Take a step with gradients of this norm, a scalar on their device; finite unless `ignores_nonfinite`."""

@@ -133,8 +133,8 @@ def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *,
     )
 
 
-def why_not_recorded(config: Config, comm: Communicator) -> str:
-    """Say why sums over ranks cannot be parts of recorded passes; '' if they can. All ranks make this call together."""
+def why_sums_are_launched(config: Config, comm: Communicator) -> str:
+    """Why sums over ranks cannot be parts of recorded passes; '' if they can. All ranks make this call together."""
     asked_for = config.train.graphs == "on"
     if comm.world == 1 and not (comm.elastic and asked_for):
         return ""
@@ -147,12 +147,12 @@ def why_not_recorded(config: Config, comm: Communicator) -> str:
 
 
 def use_graphs(
-    config: Config, comm: Communicator, launched_sums: str, why_no_loss: str | None, why_torch: str | None = None
+    config: Config, comm: Communicator, why_launched: str, why_no_loss: str | None, why_torch: str | None = None
 ) -> bool:
     """Whether steps run as CUDA graphs (`train.graphs`).
 
     Args:
-        launched_sums: what `why_not_recorded` returned.
+        why_launched: what `why_sums_are_launched` returned.
         why_no_loss: why the CTC loss cannot be recorded there; None if it can.
         why_torch: why recurrent layers run on torch's kernels; None if they do not.
 
@@ -164,7 +164,7 @@ def use_graphs(
     way_out = "comm.batch_norm=local" + " comm.overlap=false" * (config.train.graphs == "on")
     reasons = (
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
-        (bool(launched_sums) and within, f"{launched_sums}; with {way_out} passes are recorded around the sums"),
+        (bool(why_launched) and within, f"{why_launched}; with {way_out} passes are recorded around the sums"),
         (
             why_torch is not None,
             f"torch's kernels of model.cell={config.model.cell} use streams of their own: {why_torch}",

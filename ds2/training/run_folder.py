@@ -234,6 +234,11 @@ class RunFiles:
         self._prepare_state(alone=alone)
         self.write_held()
 
+    def save_and_wait(self, *, alone: bool = False) -> None:
+        """As `save`, and wait until everything is written."""
+        self.save(alone=alone)
+        self.wait()
+
     def _prepare_state(self, *, alone: bool = False) -> None:
         """Copy what this rank writes of the state, if anything, for `write_held`."""
         self._held = None

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ from ds2.system.tensor_file import (
     without_prefix,
 )
 from ds2.text.alphabet import Alphabet
-from ds2.training.optim import WeightAverage, longest_key, no_such_weights, selects
+from ds2.training.optim import WeightAverage, check_keys, longest_key
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
@@ -285,10 +284,10 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
     progress, then = stored.progress, stored.config
     if min(progress.epoch - 1, progress.batch, progress.step, progress.skipped, progress.elapsed_s) < 0:
         raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
-    changed = changed_keys(config_to_dict(then), config_to_dict(config))  # keys newer than the file have their defaults
+    old, new = flat(config_to_dict(then)), flat(config_to_dict(config))  # keys newer than the file have their defaults
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     fixed = [key for key in changed if key.startswith(_FIXED) and key not in _FREE]
     if fixed:
-        old, new = flat(config_to_dict(then)), flat(config_to_dict(config))
         values = ", ".join(f"{key}={short_repr(old.get(key))}, not {short_repr(new.get(key))}" for key in fixed)
         raise ConfigError(
             f"{path} was trained with {values}: resume with the same values, give another run_dir, or start from its "
@@ -330,18 +329,6 @@ def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
 
 def _named(parts: Parts) -> dict[str, Tensor]:
     return {name: value for key, values in parts.items() for name, value in with_prefix(key, values).items()}
-
-
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two nested configurations."""
-    changed: list[str] = []
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changed += changed_keys(a, b, f"{prefix}{key}.")
-        elif a != b:
-            changed.append(prefix + key)
-    return changed
 
 
 def forget_other_dev_set(progress: Progress, dev_set: str) -> None:
@@ -486,9 +473,7 @@ def freeze(model: AcousticModel, keys: Sequence[str]) -> None:
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(longest_key(name, keys) is None)
-    unused = [key for key in keys if not any(selects(key, name) for name, _ in model.named_parameters())]
-    if unused:
-        raise ConfigError(f"train.freeze={unused}: {no_such_weights(model)}")
+    check_keys("train.freeze", keys, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"train.freeze={list(keys)} leaves nothing to train: freeze fewer parts")
     if keys:

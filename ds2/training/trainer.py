@@ -41,16 +41,16 @@ from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import (
     MemoryProbe,
     adopt_measurements,
-    check_device,
+    check_batching,
     choose_batching,
     choose_factors,
     choose_tiles,
-    out_of_memory,
+    out_of_memory_message,
 )
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
 from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
-from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs, why_not_recorded
+from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs, why_sums_are_launched
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
 from ds2.training.state import (
@@ -68,16 +68,18 @@ from ds2.training.stopping import Interrupts
 log = logging.getLogger(__name__)
 
 
-class Committed:
-    """The progress and the buffers of a model at the last commit: a step changes them before it ends.
+class LastCommit:
+    """What a run goes back to where a rank is lost: the progress and a model's buffers, which a step changes too early.
 
-    Made without state dicts, which take milliseconds of every step of a deep model.
+    The buffers are copied without state dicts, which take milliseconds of every step of a deep model.
 
     Attributes:
+        number: counts commits; `JOINER` in a process that has not the state of the run.
         progress: None before the first commit.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.number = JOINER
         self.progress: Progress | None = None
         self._model, self._buffers = model, dict(model.named_buffers())
         self._copies = {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
@@ -85,7 +87,8 @@ class Committed:
         self._counts: dict[str, Tensor] = {}
 
     def record(self, progress: Progress) -> None:
-        """Copy both as they are now."""
+        """Copy progress and buffers as they are now."""
+        self.number += 1
         self.progress = replace(progress)
         if self._copies:
             torch._foreach_copy_(list(self._copies.values()), list(self._buffers.values()))
@@ -100,24 +103,22 @@ class Committed:
 
 
 def ranks_with_state(commits: Sequence[int]) -> list[int]:
-    """Return the ranks whose state has the bits of rank 0's, rank 0 among them.
+    """Return the ranks whose state has the bits of rank 0's, rank 0 among them: those whose last commit has its number.
 
-    They are those whose last commit has its number, for that is the same commit of the same view:
+    Equal numbers are one commit of one view:
 
-    - All ranks that have a commit come from one view, of which each was a rank: a process that was left behind has none
-      (`JOINER`), and neither has one that joins.
-    - The first commit of a view is one above the highest that any of its ranks brought, since that is rank 0's. So a
-      commit of that view has another number than any of an earlier view that one of its ranks may still have.
+    - The ranks that have a commit were ranks of the same view. A process that joins, or was left behind, has none.
+    - A view's first commit is one above that of its rank 0, the highest that any of its ranks has. So no commit of an
+      earlier view that a rank may still have has the number of one of this view.
 
-    And a commit of a view is one state. The first one is what rank 0 sent, or what ranks with the same commit had. From
-    there each step computes the same on all ranks: weights, momenta, their counts and the average of weights are
-    functions of those before and of sums over ranks, which have one order. What differs between ranks is no state:
-    batches, masks and dropout are functions of seed, epoch, utterance and rank, and no generator is drawn from.
+    At a commit all ranks of a view have one state. At its first one they have what rank 0 sent, or had the same commit.
+    After that each step computes the same on all: weights, momenta, their counts and the average of weights follow from
+    those before and from sums over ranks, which have one order. What differs between ranks is no state: batches, masks
+    and dropout are functions of seed, epoch, utterance and rank.
 
-    A step or an evaluation that broke has left nothing. Buffers (running statistics) and counts of batch norm are
-    restored from the commit, and so is the progress with its best scores, which rank 0 sends to all besides. Weights,
-    momenta and the average change after the last sum of a step, and no call between that and the commit can break,
-    but for a step that is not finite, which changes none of them.
+    A step or an evaluation that broke has left nothing. Buffers, counts of batch norm and the progress go back to the
+    commit. Weights, momenta and the average change after the last sum of a step, and no call between that and the
+    commit can fail, but for a step that is not finite, which changes none of them.
 
     Args:
         commits: the number of the last commit of each rank; where rank 0 has none, it has read a file.
@@ -145,13 +146,15 @@ class Trainer:
     logged: Logged | None = None
     grad_norm = 0.0
     extra_sums: Sequence[float] = ()
-    _step_s = _read_s = 0.0  # the time of the last step, and when its report was read
 
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
         """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
         self.config, self.run_dir = config, run_dir
         self.comm = comm or Communicator(resolve_device(config.device))
-        self.precision = check_run(config, self.comm)
+        check_run(config, self.comm)
+        torch.backends.cudnn.deterministic = True  # a resumed run repeats the losses of an unbroken one, bit for bit
+        torch.backends.cudnn.benchmark = False
+        self.precision = resolve_precision(config.train.precision, self.device)
         autocast = self.precision == "bf16"
         self.alphabet = Alphabet.from_config(config.alphabet)
         features = Features(config.features, config.data.sample_rate_hz)
@@ -172,7 +175,7 @@ class Trainer:
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
         self.timer = StepTimer(self.device, self.comm.status.enter)
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
-        self._library = why_library(self.comm)
+        self._why_no_kernels = why_no_kernels(self.comm)
         self._prepare_steps()
         self.memory_probe = partial(
             MemoryProbe,
@@ -188,7 +191,7 @@ class Trainer:
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
         choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
-        self._commits, self._committed = JOINER, Committed(self.model)
+        self._last_commit = LastCommit(self.model)
 
     def _prepare_steps(self) -> None:
         """Make what the launches and sums of a step depend on: the ranks, and the memory of the state.
@@ -197,16 +200,16 @@ class Trainer:
         number of ranks begins with.
         """
         config, comm, autocast = self.config, self.comm, self.precision == "bf16"
-        shared, kernels = config.comm.batch_norm == "shared", not self._library
-        self.statistics = NormStatistics(self.model, comm, shared=shared, kernels=kernels)
+        shared = config.comm.batch_norm == "shared"
+        self.statistics = NormStatistics(self.model, comm, shared=shared, kernels=not self._why_no_kernels)
         self.gradients.overlap, self.gradients.copied = config.comm.overlap, False
         self.gradients.set_copies_current(False)
         self.overlap = OverlapChoice(self.gradients)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
-        launched_sums = why_not_recorded(config, comm)
-        graphed = self._graphs_possible(launched_sums)
+        why_launched = why_sums_are_launched(config, comm)
+        graphed = self._graphs_possible(why_launched)
         self.model.wavefront = choose_wavefront(config, self.precision, self.device, graphed=graphed)
-        passes = partial(GraphedPasses, records_sums=not launched_sums) if graphed else Passes
+        passes = partial(GraphedPasses, records_sums=not why_launched) if graphed else Passes
         self.passes: Passes = passes(
             self.model, self.features, self.gradients, config.train, autocast=autocast, crf=self.crf
         )
@@ -215,11 +218,16 @@ class Trainer:
             self.features, self.model, config, self.device, padded=graphed, label_log_probs=log_probs
         )
         self.update = OptimizerStep(
-            self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed, library=self._library
+            self.optimizer,
+            self.gradients,
+            config.optim.clip_norm,
+            graphed=graphed,
+            why_no_kernels=self._why_no_kernels,
         )
-        self._step_s = self._read_s = 0.0
+        self._step_s = 0.0  # the time of the last step
+        self._read_at_s = 0.0  # when its report was read
 
-    def _graphs_possible(self, launched_sums: str) -> bool:
+    def _graphs_possible(self, why_launched: str) -> bool:
         """Whether steps run as CUDA graphs: see `use_graphs`."""
         config, crf = self.config, self.crf
         longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
@@ -228,7 +236,7 @@ class Trainer:
         no_loss = why_no_loss(max_frames, len(self.alphabet), self.device)
         if crf is not None:
             no_loss = no_loss or crf.denominator.why_not(self.device)
-        return use_graphs(config, self.comm, launched_sums, no_loss, self.model.why_torch(self.precision))
+        return use_graphs(config, self.comm, why_launched, no_loss, self.model.why_torch(self.precision))
 
     def _build_crf(self) -> Crf | None:
         """Make what CTC-CRF needs, equal on all ranks."""
@@ -266,8 +274,7 @@ class Trainer:
 
     def _record(self) -> None:
         if self.comm.elastic:
-            self._committed.record(self.progress)
-            self._commits += 1
+            self._last_commit.record(self.progress)
 
     def regroup(self, interrupts: Interrupts) -> View:
         """Continue from the last commit with the processes that are present as the ranks.
@@ -284,20 +291,20 @@ class Trainer:
         self.files.give_up_shards()
         while True:
             try:
-                view = comm.regroup(self._commits, hurry=lambda: interrupts.received)
+                view = comm.regroup(self._last_commit.number, hurry=lambda: interrupts.received)
                 self._take_state(view)
                 if comm.rank != 0:
                     self.files.wait()  # if this process was rank 0, its files are older than those of the next rank 0
                 interrupts.agreed = 0  # by the ranks of the previous view
                 interrupts.agree(comm)
                 share_cores(comm)
-                self._library = why_library(comm)
+                self._why_no_kernels = why_no_kernels(comm)
                 break
             except LeftBehindError as error:
                 log.warning("%s; it joins them again", error)
                 self.files.drop_held()  # it is of a step that may not count
                 self.files.wait()
-                self._commits, self.logged = JOINER, None
+                self._last_commit.number, self.logged = JOINER, None
             except LostRankError as error:
                 log.info("a rank was lost while the ranks met: %s", error)
         self.files.remove_partial_files()  # all ranks have ended their writing
@@ -314,13 +321,13 @@ class Trainer:
     def _take_state(self, view: View) -> None:
         """Load on all ranks the state of rank 0: of its last commit, or, where no rank has one, of the run folder."""
         state, config = self.state, self.config
-        state.progress = self._committed.restore() or state.progress
+        state.progress = self._last_commit.restore() or state.progress
         parts, progress = state.tensors(), state.progress
         if view.fresh:
             self.files.remove_partial_files()  # before the state is read: a lost rank that wakes up would replace it
             if self.comm.rank == 0 and state_file(self.run_dir).is_file():
                 parts, progress = read_state(self.run_dir, config, state)
-        of_ranks = self.comm.allgather((self._commits, self.logged))
+        of_ranks = self.comm.allgather((self._last_commit.number, self.logged))
         holders = ranks_with_state([commits for commits, _ in of_ranks])
         if self.comm.rank == 0 and len(holders) < len(of_ranks):
             log.info("the state is sent to %d of %d ranks, which lack it", len(of_ranks) - len(holders), len(of_ranks))
@@ -328,7 +335,7 @@ class Trainer:
         self._compare_dev_set()
         # From here to the record there is no call that a lost rank could end: weights and progress belong together.
         adopt_measurements(self.progress)
-        self._commits, self.logged = of_ranks[0]
+        self._last_commit.number, self.logged = of_ranks[0]
         self._record()
 
     def _compare_dev_set(self) -> None:
@@ -404,7 +411,7 @@ class Trainer:
         """Add a step's numbers of all ranks to the progress; returns the mean loss."""
         infeasible, audio_s, atypical, previous_s, *self.extra_sums = numbers.counts
         now_s = time.perf_counter()
-        self._step_s, self._read_s = now_s - self._read_s, now_s
+        self._step_s, self._read_at_s = now_s - self._read_at_s, now_s
         self.overlap.end_step(audio_s, typical=not atypical, previous_s=previous_s / self.comm.world)
         progress = self.progress
         progress.batch += batches
@@ -443,7 +450,7 @@ class Trainer:
                 lengths_s = batch.sample_lengths / config.data.sample_rate_hz
                 where = f"{self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}"
                 raise TrainingError(
-                    out_of_memory(where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded)
+                    out_of_memory_message(where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded)
                 ) from error
             atypical += not self.passes.typical
             if not idle:
@@ -481,10 +488,10 @@ class Trainer:
                 "Lower optim.learning_rate or optim.clip_norm, or run `ds2 data check` on the manifest"
             )
 
-    def evaluate(self, board: RunLog) -> dict[str, float]:
+    def evaluate(self, run_log: RunLog) -> dict[str, float]:
         """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
         progress = self.progress
-        scores = self.dev.evaluate(self.state.evaluated, board, progress.step, self.comm)
+        scores = self.dev.evaluate(self.state.evaluated, run_log, progress.step, self.comm)
         self.model.train()
         better = self.files.keep_best(scores)
         metric = self.config.train.metric
@@ -496,15 +503,15 @@ class Trainer:
         return scores
 
 
-def check_run(config: Config, comm: Communicator) -> str:
-    """Check what can fail before any data is read, and let torch compute the same on each run; returns the precision.
+def check_run(config: Config, comm: Communicator) -> None:
+    """Check what can fail before any data is read.
 
     Raises:
         ConfigError: a setting that this device cannot do.
         DisagreementError: ranks have other settings.
     """
     check_backend(config.model, comm.device)
-    check_device(config.batching, comm)
+    check_batching(config.batching, comm)
     if comm.elastic and config.train.wavefront == "on" and config.train.graphs != "on":
         raise ConfigError(
             "train.wavefront=on needs steps that are recorded with any number of ranks (comm.max_ranks): set "
@@ -512,15 +519,13 @@ def check_run(config: Config, comm: Communicator) -> str:
         )
     comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
     comm.agree({"kind of device": comm.device.type}, "train on GPUs alone or on CPUs alone (device=cpu)")
-    torch.backends.cudnn.deterministic = True  # a resumed run repeats the losses of one that never stopped, bit for bit
-    torch.backends.cudnn.benchmark = False
-    return resolve_precision(config.train.precision, comm.device)
 
 
-def why_library(comm: Communicator) -> str:
-    """Why no rank takes the kernels of ds2_ops for what ranks have in common: the weights, and batch norm's averages.
+def why_no_kernels(comm: Communicator) -> str:
+    """Why all ranks use torch's kernels, not those of ds2_ops, to update weights and the averages of batch norm.
 
-    Those of torch round differently, so one rank that cannot run them decides for all, which call this together.
+    These are the same on all ranks, and torch's kernels round differently. So one rank that cannot run those of ds2_ops
+    decides for all, which call this together.
 
     Returns:
         The first such rank and its reason; '' if there is none.

@@ -39,7 +39,6 @@ from ds2.training.passes import Passes
 from ds2.training.state import Progress
 from ds2.training.stopping import Interrupts
 
-NEVER = trainer.Committed(torch.nn.Identity())
 RUNS, SEED = os.environ.get("DS2_RANK_RUNS", "2"), os.environ.get("DS2_FUZZ_SEED", "1")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
 
@@ -125,6 +124,13 @@ def test_what_rank_0_needs_is_imported_before_the_ranks_meet(tiny_overrides: lis
     assert subprocess.run([sys.executable, "-c", code, *settings], env=environment, check=False).returncode == 11
 
 
+def last_commit(number: int) -> trainer.LastCommit:
+    """A last commit with this number and no progress."""
+    commit = trainer.LastCommit(torch.nn.Identity())
+    commit.number = number
+    return commit
+
+
 def test_a_process_that_was_left_behind_forgets_the_step_that_it_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is alone then, it reads the others' state of a step that it took too, and must not log its own loss."""
     comm = Mock(spec=ElasticCommunicator, rank=0, world=1, elastic=True, device=torch.device("cpu"))
@@ -134,7 +140,7 @@ def test_a_process_that_was_left_behind_forgets_the_step_that_it_logged(monkeypa
         monkeypatch.setattr(trainer, name, Mock())
     rank = Mock(comm=comm, noise=None, logged=("train", 55, {"loss": 2.0}))
     trainer.Trainer.regroup(rank, Interrupts())
-    assert rank.logged is None and rank._commits == JOINER
+    assert rank.logged is None and rank._last_commit.number == JOINER
     calls = [call[0] for call in rank.files.method_calls]
     assert calls.index("drop_held") < calls.index("write_held")  # nor write its state of that step later
 
@@ -145,7 +151,7 @@ def test_a_state_is_read_once_no_rank_that_was_lost_can_replace_it(
     """A rank is stopped while it writes the state, the others read the one before, and it wakes up."""
     (tmp_path / "trainer.safetensors").touch()
     comm = Mock(rank=0, allgather=lambda value: [value])
-    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=JOINER, _committed=NEVER)
+    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _last_commit=last_commit(JOINER))
     for name in ("broadcast_state", "adopt_measurements"):
         monkeypatch.setattr(trainer, name, Mock())
     read = Mock(side_effect=lambda *_: rank.files.remove_partial_files.assert_called_once() or ({}, Progress()))
@@ -161,7 +167,7 @@ def test_a_state_that_has_arrived_is_recorded_before_another_rank_can_be_lost(
 ) -> None:
     """Else the next meeting goes back to the progress of its own step with the weights of the step that arrived."""
     comm = Mock(rank=1, allgather=lambda value: [value, value])
-    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=1, _committed=NEVER)
+    rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _last_commit=last_commit(1))
     lost = Mock(side_effect=LostRankError("rank 0 ended"))
     monkeypatch.setattr(trainer, "adopt_measurements", Mock())
     monkeypatch.setattr(trainer, "broadcast_state", lambda *_: comm.configure_mock(broadcast=lost, allgather=lost))
@@ -174,12 +180,12 @@ def test_the_state_is_sent_to_the_ranks_without_the_commit_of_rank_0(
 ) -> None:
     """Rank 1 has ended the same step, rank 2 lacks its last sum, rank 3 is new."""
     monkeypatch.setattr(trainer, "adopt_measurements", Mock())
-    for commits, rank_0, fresh, holders in (
-        ((7, 7, 6, JOINER), 7, False, [0, 1]),
-        ((JOINER, JOINER), JOINER, True, [0]),  # what each has read or drawn at its start need not be that of rank 0
+    for commits, fresh, holders in (
+        ((7, 7, 6, JOINER), False, [0, 1]),
+        ((JOINER, JOINER), True, [0]),  # what each has read or drawn at its start need not be that of rank 0
     ):
         comm = Mock(rank=0, allgather=lambda value, of=commits: [(number, value[1]) for number in of])
-        rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _commits=rank_0, _committed=NEVER)
+        rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _last_commit=last_commit(commits[0]))
         monkeypatch.setattr(trainer, "broadcast_state", Mock())
         trainer.Trainer._take_state(rank, View(1, [], fresh=fresh))
         assert trainer.broadcast_state.call_args.args[-1] == holders
@@ -196,7 +202,7 @@ def test_steps_are_prepared_anew_for_another_number_of_ranks(
     tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: recorded passes, whose inputs are padded, while a rank is alone; new weights are rounded."""
-    monkeypatch.setattr(trainer.Trainer, "_graphs_possible", lambda self, launched_sums: self.comm.world == 1)
+    monkeypatch.setattr(trainer.Trainer, "_graphs_possible", lambda self, why_launched: self.comm.world == 1)
     monkeypatch.setattr(trainer, "GraphedPasses", Recorded)
     config = tiny_config("comm.max_ranks=2", "train.average_decay=0.9", "train.precision=bf16")
     comm = ElasticCommunicator(config.comm, "cpu", tmp_path / "run")

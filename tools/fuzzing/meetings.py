@@ -61,7 +61,7 @@ from ds2.data.manifest import Utterance
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.distributed import elastic
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import JOINER, ElasticCommunicator, Members, View
+from ds2.distributed.elastic import ElasticCommunicator, Members, View
 from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import TcpGroup
 from ds2.recognition import recogniser
@@ -82,7 +82,7 @@ from ds2.training.metrics import RunLog
 from ds2.training.run_folder import RunFiles
 from ds2.training.state import TrainState, state_file
 from ds2.training.stopping import Interrupts
-from ds2.training.trainer import Committed, Trainer
+from ds2.training.trainer import LastCommit, Trainer
 
 RANKS, BATCHES, EPOCHS, DEV = 4, 3, 3, 4
 CACHE = DiskPath("/work/audio_cache")
@@ -537,7 +537,7 @@ class SimulatedTrainer(Trainer):
         self.timer = cast(Any, SimpleNamespace(means=lambda steps: {}))
         self._plan, self.inputs = cast(Any, plan), cast(Any, lambda batch, epoch: batch)
         self._batches = EpochBatches(self.loader, self._plan, EPOCHS, comm)
-        self._commits, self._committed = JOINER, Committed(model)
+        self._last_commit = LastCommit(model)
 
     def _prepare_steps(self) -> None:
         """Nothing is launched."""
@@ -1047,7 +1047,7 @@ def _replace(disk: Disk, source: Path, target: Path, make_link: Any = Disk.make_
 FAULTS = planted(
     ("a step that is logged again counts for the last group", training, "_log_again", "*trainer.logged)",
      '*trainer.logged[:2], trainer.logged[2] | {"ranks": trainer.comm.world})'),
-    ("a step that is repeated begins with the buffers of its first try", Committed, "restore",
+    ("a step that is repeated begins with the buffers of its first try", LastCommit, "restore",
      "self._model.load_state_dict(", "dict("),
     ("a signal that ranks agreed on holds among other ranks", Trainer, "regroup", "interrupts.agreed = 0", "pass"),
     ("a rank that is lost at the end of a meeting ends the others", Trainer, "regroup", "share_cores(comm)",
@@ -1067,7 +1067,7 @@ FAULTS = planted(
     ("a run that resumes begins its epoch again", training, "resolve_position", "known = ",
      "progress.batch = 0; known = "),
     ("a process that was left behind counts its commits", Trainer, "regroup",
-     "self._commits, self.logged = JOINER", "_, self.logged = JOINER"),
+     "self._last_commit.number, self.logged = JOINER", "_, self.logged = JOINER"),
     ("a process that was left behind ends as if it had saved", training, "_run", "if comm.superseded()", "if False"),
     ("a process that was left behind logs its line again", Trainer, "regroup", "self.logged = JOINER,", "_ = JOINER,"),
     ("a rank that lacks the state is taken for one that has it", trainers, "ranks_with_state",

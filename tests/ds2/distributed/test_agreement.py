@@ -80,7 +80,7 @@ def test_one_rank_whose_gpu_runs_no_kernels_decides_for_all(reason: str, monkeyp
     comm.device = torch.device("cuda", 0)
     monkeypatch.setattr(trainer, "why_no_gpu", lambda device: None)
     monkeypatch.setattr(comm, "allgather", lambda own: [own, reason, own])
-    library = trainer.why_library(comm)
+    library = trainer.why_no_kernels(comm)
     assert library == reason
     norm = SequenceBatchNorm(8)
     NormStatistics(norm, comm, shared=True, kernels=not library)

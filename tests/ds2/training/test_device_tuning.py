@@ -144,7 +144,7 @@ def test_a_cpu_is_refused_before_data_is_read(tiny_config: MakeConfig, tmp_path:
 def test_a_run_plans_with_what_was_found_and_resumes_exactly(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "check_device", lambda *_: None)
+    monkeypatch.setattr(trainer, "check_batching", lambda *_: None)
     probes = []
 
     class Probe:

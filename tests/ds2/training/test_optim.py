@@ -12,7 +12,7 @@ from torch import nn
 from ds2.config.schema import Config, ConfigError, OptimConfig
 from ds2.model.norm import SequenceBatchNorm
 from ds2.training import optim
-from ds2.training.loop import planned_part
+from ds2.training.loop import completed_part
 from ds2.training.optim import (
     OptimizerStep,
     WeightAverage,
@@ -79,7 +79,7 @@ def test_a_rank_without_kernels_lets_all_take_their_steps_by_torch(
     monkeypatch.setattr(optim, "why_not", lambda optimizer: None)
     monkeypatch.setattr(optim, "FusedNorm", lambda buckets: lambda: torch.tensor(5.0))
     with caplog.at_level("INFO"):
-        update = OptimizerStep(optimizer, gradients, 1.0, graphed=False, library=library)
+        update = OptimizerStep(optimizer, gradients, 1.0, graphed=False, why_no_kernels=library)
     assert update.ignores_nonfinite is (not library)  # which torch's do not
     assert float(update.norm()) == pytest.approx(3**0.5 if library else 5.0)
     assert (f"on torch's kernels: {library}" in caplog.text) is bool(library)
@@ -136,9 +136,9 @@ def test_a_timed_cosine_is_at_zero_when_the_minutes_or_the_epochs_are_up(tiny_co
     timed = tiny_config("optim.schedule=timed_cosine", "train.max_minutes=2", "train.epochs=10")
     plain = tiny_config("optim.schedule=cosine", "train.max_minutes=2", "train.epochs=10")
     early, late = (Progress(epoch=6, batch=1, elapsed_s=seconds) for seconds in (30.0, 90.0))
-    assert planned_part(plain, early, 2) == planned_part(timed, early, 2) == planned_part(plain, late, 2) == 0.55
-    assert planned_part(timed, late, 2) == 0.75
-    over = planned_part(timed, Progress(elapsed_s=130.0), 2)
+    assert completed_part(plain, early, 2) == completed_part(timed, early, 2) == completed_part(plain, late, 2) == 0.55
+    assert completed_part(timed, late, 2) == 0.75
+    over = completed_part(timed, Progress(elapsed_s=130.0), 2)
     assert learning_rate(timed.optim, 1000, 1, over) == pytest.approx(0, abs=1e-12)
 
 

@@ -23,7 +23,7 @@ from ds2.training import passes
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import InputMaker, Inputs
 from ds2.training.optim import OptimizerStep, set_learning_rate
-from ds2.training.passes import GraphedPasses, Passes, RecordedPasses, use_graphs, why_not_recorded
+from ds2.training.passes import GraphedPasses, Passes, RecordedPasses, use_graphs, why_sums_are_launched
 from ds2.training.trainer import Trainer, TrainingError, choose_wavefront
 
 MakeConfig = Callable[..., Config]
@@ -452,7 +452,7 @@ def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> Non
 def use(overrides: Sequence[str], comm: Any, *why_not: str | None) -> bool:
     """What `use_graphs` says of a run with these overrides."""
     config = compose_config(["run_dir=x", *overrides])
-    return use_graphs(config, comm, why_not_recorded(config, comm), *(why_not or (None,)))
+    return use_graphs(config, comm, why_sums_are_launched(config, comm), *(why_not or (None,)))
 
 
 def ranks(device: str, world: int, name: str, hosts: Sequence[str] = ("one",)) -> Any:
