@@ -205,12 +205,17 @@ class GroupCommunicator(Communicator):
         self._timeout_s = timeout_s
         self._use(group)
 
-    def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
+    def _use(self, group: ProcessGroup) -> None:
         """Exchange values over a group from now on."""
         self.rank, self.world = group.rank, group.size
         self.group = group
-        self.watchdog = Watchdog(group.channel(), group.hosts, self.status, self._timeout_s, on_hang)
+        timeout_s, elastic = self._timeout_s, self.elastic
+        self.watchdog = Watchdog(group.channel(), group.hosts, self.status, timeout_s, self._end_hang, elastic=elastic)
         self.watchdog.start()
+
+    def _end_hang(self, reason: str) -> None:
+        """End the job: the watchdog has found the reason."""
+        self.abort(1)
 
     def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
         with self.status.waiting("allgather"):
@@ -281,26 +286,26 @@ class OrderedCommunicator(GroupCommunicator):
         memory = "memory" if device.type == "cpu" else "GPU memory"
         self.path = f"from {memory}{' through page-locked host memory' if self.staged else ''} over {group.name}"
 
-    def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
-        super()._use(group, on_hang)
-        self.scattered = self.gathered = 0  # number of started ones; all ranks start them in the same order
-        self._progress = _Progress(self.device)
-        self._sums = 0
+    def _use(self, group: ProcessGroup) -> None:
+        super()._use(group)
+        self.scattered = self.gathered = 0  # the sums whose transfer was started: all ranks start them in one order
+        self._sums = 0  # the sums that were started
         self._buffers: dict[int, _Buffers] = {}
-        self._progress.start()
+        self._progress_thread = _ProgressThread(self.device)
+        self._progress_thread.start()
 
     def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
         flat = tensor.detach().view(-1)
         buffers = self._buffers.get(flat.data_ptr())
         if buffers is None or buffers.host.numel() != flat.numel():
             buffers = self._buffers[flat.data_ptr()] = _Buffers(self, flat)
-        work = _Sum(self, buffers, flat, self._sums)
+        pending = _Sum(self, buffers, flat, self._sums)
         self._sums += 1
-        self._progress.submit(work)
-        return work
+        self._progress_thread.submit(pending)
+        return pending
 
     def close(self) -> None:
-        self._progress.stop()
+        self._progress_thread.stop()
         super().close()
 
 
@@ -317,7 +322,7 @@ class _Buffers(SumBuffers):
 
 
 class _Sum:
-    """One running sum; the progress thread runs `advance` step by step."""
+    """One running sum, which the progress thread advances."""
 
     def __init__(self, comm: OrderedCommunicator, buffers: _Buffers, flat: Tensor, number: int) -> None:
         self.comm, self.buffers, self.flat, self.number = comm, buffers, flat, number
@@ -325,6 +330,7 @@ class _Sum:
         self.done = threading.Event()
         self._started = self._ended = 0.0
         self._ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        self._steps = self._run()
 
     def wait(self) -> tuple[Moment, Moment]:
         with self.comm.status.waiting("gradient all-reduce"):
@@ -335,24 +341,37 @@ class _Sum:
             torch.cuda.current_stream(self.flat.device).wait_stream(self.buffers.stream)
         return self._started, self._ended
 
-    def advance(self) -> Generator[None, None, None]:
-        comm, b = self.comm, self.buffers
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; return whether something remains."""
+        try:
+            next(self._steps)
+            return True
+        except StopIteration:
+            pass
+        except Exception as error:
+            self.error = error
+        self.done.set()
+        return False
+
+    def _run(self) -> Generator[None, None, None]:
+        """Transfer and add, and yield where this would wait."""
+        comm, buffers = self.comm, self.buffers
         self._started = time.perf_counter()
-        yield from self._on_stream(lambda: b.host.copy_(self.flat, non_blocking=True) if comm.staged else None)
+        yield from self._on_stream(lambda: buffers.host.copy_(self.flat, non_blocking=True) if comm.staged else None)
         while comm.scattered != self.number:
             yield
-        is_done = comm.group.scatter(b)
+        is_done = comm.group.scatter(buffers)
         comm.scattered += 1
         while not is_done():
             yield
-        yield from self._on_stream(lambda: add_in_order(b.parts))
+        yield from self._on_stream(lambda: add_in_order(buffers.parts))
         while comm.gathered != self.number:
             yield
-        is_done = comm.group.gather(b)
+        is_done = comm.group.gather(buffers)
         comm.gathered += 1
         while not is_done():
             yield
-        yield from self._on_stream(lambda: self.flat.copy_(b.host, non_blocking=True) if comm.staged else None)
+        yield from self._on_stream(lambda: self.flat.copy_(buffers.host, non_blocking=True) if comm.staged else None)
         self._ended = time.perf_counter()
 
     def _on_stream(self, work: Callable[[], object]) -> Generator[None, None, None]:
@@ -368,16 +387,16 @@ class _Sum:
             yield
 
 
-class _Progress(threading.Thread):
-    """Drives the sums: MPI's non-blocking collectives make no progress while nobody tests them."""
+class _ProgressThread(threading.Thread):
+    """Advances the sums: MPI's non-blocking collectives make no progress while nobody tests them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(name="ds2-progress", daemon=True)
         self._device = device
         self._incoming: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
 
-    def submit(self, work: _Sum) -> None:
-        self._incoming.put(work)
+    def submit(self, pending: _Sum) -> None:
+        self._incoming.put(pending)
 
     def stop(self) -> None:
         """End the thread after all submitted sums."""
@@ -388,28 +407,15 @@ class _Progress(threading.Thread):
         """Advance all sums in turn; block while there is none."""
         if self._device.type == "cuda":  # else this thread would also open the first GPU, and take memory there
             torch.cuda.set_device(self._device)
-        running: list[tuple[_Sum, Generator[None, None, None]]] = []
+        running: list[_Sum] = []
         while True:
             while not running or not self._incoming.empty():
-                work = self._incoming.get()
-                if work is None:
+                pending = self._incoming.get()
+                if pending is None:
                     return
-                running.append((work, work.advance()))
-            running = [(work, steps) for work, steps in running if _advance(work, steps)]
+                running.append(pending)
+            running = [each for each in running if each.advance()]
             time.sleep(_POLL_S)
-
-
-def _advance(work: _Sum, steps: Generator[None, None, None]) -> bool:
-    """Run one step of a sum; return whether more remain."""
-    try:
-        next(steps)
-        return True
-    except StopIteration:
-        pass
-    except Exception as error:
-        work.error = error
-    work.done.set()
-    return False
 
 
 _HOST_SETTINGS = {

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.distributed.communicator import DisagreementError, OrderedCommunicator
 from ds2.distributed.launcher import Launched
-from ds2.distributed.process_group import LostRankError, ProcessGroup
+from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import STREAMS, TcpGroup, alone
 from ds2.distributed.watchdog import SILENT_S
 from ds2.system import UserError
@@ -49,7 +49,7 @@ _ASLEEP_S = 3.0  # a process that did nothing for so long cannot say that anothe
 _CONNECT_S = 5.0
 _HELLO = struct.Struct("<IB16s")  # number of the view, stream, id of the sender
 _PREPARING = "preparing"
-JOINER = -1  # the position of a process without the state of the run
+JOINER = -1  # for the number of its last commit, in a process without the state of the run
 
 
 class LeftBehindError(LostRankError):
@@ -241,8 +241,7 @@ class Members:
         self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, *, hurry: bool
     ) -> View | None:
         """Return the view that follows the newest one, or None where this process does not know it yet."""
-        requests = {request.member.id: request for request in self._requests() if self.alive(request.member.id)}
-        requests[own.member.id] = own
+        requests = {request.member.id: request for request in self._requests()} | {own.member.id: own}
         old = newest.members if newest is not None else []
         number = newest.number if newest is not None else -1
         present = [requests[m.id] for m in old if m.id in requests and requests[m.id].after == number]
@@ -258,14 +257,7 @@ class Members:
             return None
         if present and own.member.id not in ids:
             return None
-        joiners = [
-            request
-            for request in requests.values()
-            if request.after < 0
-            and request.facts == own.facts
-            and request.member not in old
-            and not self._is_silent(request.member.id)  # one that is stopped would be taken in and lost for ever
-        ]
+        joiners = [request for request in requests.values() if self._may_join(request, old, own.facts)]
         ranks = {m.id: rank for rank, m in enumerate(old)}
         present.sort(key=lambda request: (-request.position, ranks[request.member.id]))
         joiners.sort(key=lambda request: request.member.id)
@@ -330,14 +322,12 @@ class Members:
         """Whether a process with the facts of the view wants to join it."""
         if self.view is None or len(self.view.members) >= self._config.max_ranks:
             return False
-        return any(
-            request.after < 0
-            and request.facts == self.view.facts
-            and self.alive(request.member.id)
-            and not self._is_silent(request.member.id)
-            for request in self._requests()
-            if self.view.rank(request.member.id) is None
-        )
+        return any(self._may_join(request, self.view.members, self.view.facts) for request in self._requests())
+
+    def _may_join(self, request: _Request, ranks: Sequence[Member], facts: dict[str, str]) -> bool:
+        """Whether a process becomes a rank beside these; one that is stopped would be taken in and lost for ever."""
+        is_new = request.after < 0 and request.member not in ranks
+        return is_new and request.facts == facts and not self._is_silent(request.member.id)
 
     def superseded(self) -> bool:
         """Whether the others went on without this process: the newest view is a later one, and it is not a rank there.
@@ -430,8 +420,9 @@ class Members:
             time.sleep(_POLL_S)
 
     def _requests(self) -> Iterator[_Request]:
+        """The requests of processes that have not ended."""
         for name in sorted(self._names()):
-            if name.endswith(".json") and not name.startswith("view-"):
+            if name.endswith(".json") and not name.startswith("view-") and self.alive(name.removesuffix(".json")):
                 with suppress(OSError):
                     yield from_plain(_Request, parse_json((self._folder / name).read_bytes()), name)
 
@@ -541,11 +532,8 @@ class ElasticCommunicator(OrderedCommunicator):
         """The ranks; None before the first `regroup`."""
         return self.members.view
 
-    def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
-        super()._use(group, self._lose)
-
-    def _lose(self, reason: str) -> None:
-        """Take the ranks that the watchdog names out of the group."""
+    def _end_hang(self, reason: str) -> None:
+        """Take the ranks that the watchdog names out of the group: its transfers fail."""
         group = self._tcp
         named = [rank for rank, host in enumerate(group.hosts) if reason.startswith(f"rank {rank} on {host} ")]
         for rank in named:
@@ -608,9 +596,7 @@ class ElasticCommunicator(OrderedCommunicator):
                 for rank, reason in self._tcp.lost.items()
                 if 0 <= rank != self.rank and "closed its connection" not in reason
             }
-        self._progress.stop()
-        self.watchdog.drop()
-        self.group.close()
+        self._leave_group()
         if self.device.type == "cuda":  # what a broken step launched must not write over what comes next
             torch.cuda.synchronize(self.device)
         self.rank, self.world = 0, 1
@@ -625,15 +611,18 @@ class ElasticCommunicator(OrderedCommunicator):
         self.barrier()
         return view
 
-    def leave(self) -> None:
-        """End the part of this process; the others go on."""
-        self._progress.stop()
+    def _leave_group(self) -> None:
+        self._progress_thread.stop()
         self.watchdog.drop()
         self.group.close()
+
+    def leave(self) -> None:
+        """End the part of this process; the others go on."""
+        self._leave_group()
         self.members.close()
 
     def close(self) -> None:
-        self._progress.stop()
+        self._progress_thread.stop()
         try:
             self.barrier()
             self.watchdog.stop()

@@ -82,7 +82,8 @@ class GlooGroup(ProcessGroup):
         return StoreChannel(store, self.rank)
 
     def abort(self, status: int) -> None:
-        _leave(status)
+        """End this process although threads may wait; torchrun then ends the others, or their transfers fail."""
+        os._exit(status)
 
     def close(self) -> None:
         for group in (self._blocking, self._scatter, self._gather):
@@ -109,14 +110,6 @@ class StoreChannel:
                 with suppress(UserError):
                     return read_report(self._store.queue_pop(str(self.rank)))
         return None
-
-    def abort(self, status: int) -> None:
-        _leave(status)
-
-
-def _leave(status: int) -> None:
-    """End this process although threads may wait; torchrun then ends the others, or their transfers fail."""
-    os._exit(status)
 
 
 @contextmanager

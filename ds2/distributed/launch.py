@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def connect(config: CommConfig, device: str, run_dir: Path | None = None) -> Ite
 
 @contextmanager
 def _elastic(config: CommConfig, device: str, start: Launched, run_dir: Path) -> Iterator[Communicator]:
-    """Return the communicator of ranks that come and go; the block joins them."""
+    """Yield the communicator of ranks that come and go; it is alone until its first `regroup`."""
     from ds2.distributed.elastic import ElasticCommunicator, why_not_elastic
 
     if obstacle := why_not_elastic(config, start):
@@ -215,7 +215,8 @@ def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
     handler.setFormatter(logging.Formatter(f"%(asctime)s {comm.host} rank {comm.rank} %(levelname)s %(message)s"))
     root = logging.getLogger()
     terminal = [h for h in root.handlers if comm.rank != 0]
-    _for_each(root.removeHandler, terminal)
+    for shown in terminal:
+        root.removeHandler(shown)
     root.addHandler(handler)
     try:
         yield
@@ -223,16 +224,12 @@ def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
         log.warning("stopped at %s", comm.status)
         raise
     except BaseException:
-        _for_each(root.removeHandler, [h for h in root.handlers if h is not handler])  # `connect` prints the error
+        for shown in [h for h in root.handlers if h is not handler]:  # `connect` prints the error
+            root.removeHandler(shown)
         log.exception("failed at %s", comm.status)
         raise
     finally:
         root.removeHandler(handler)
         handler.close()
-        _for_each(root.addHandler, terminal)
-
-
-def _for_each(action: Callable[[logging.Handler], None], handlers: Iterable[logging.Handler]) -> None:
-    """Call `addHandler` or `removeHandler` for several handlers."""
-    for handler in handlers:
-        action(handler)
+        for shown in terminal:
+            root.addHandler(shown)

@@ -83,9 +83,6 @@ class _MpiChannel:
                 return read_report(data)
         return None
 
-    def abort(self, status: int) -> None:
-        MPI.COMM_WORLD.Abort(status)
-
 
 def open_mpi(launched: int) -> MpiGroup:
     """Join the ranks of the launcher, after a check that mpi4py loaded the MPI library of that launcher.

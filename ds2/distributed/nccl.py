@@ -142,7 +142,7 @@ class PeerMemory:
         return exchanges
 
     def sum_chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor | None:
-        """`Communicator.sum_chunks` for chunks on the GPU; None if they do not fit.
+        """`Communicator.sum_chunks` for chunks on the GPU, into the first of them; None if they do not fit.
 
         A rank with too many chunks adds them up first and calls this again with one.
         """
@@ -205,7 +205,7 @@ class NcclCommunicator(GroupCommunicator):
 
     def sum_(self, tensor: Tensor) -> None:
         if tensor.is_cuda:
-            if self._peers.sum_chunks(tensor.detach().view(1, -1)) is None:
+            if self._peers.sum_chunks(tensor.detach().view(1, -1)) is None:  # else that one chunk has the sum
                 self._all_reduce(tensor.detach(), self._statistics, torch.cuda.current_stream(self.device))
         else:
             super().sum_(tensor)
@@ -215,16 +215,12 @@ class NcclCommunicator(GroupCommunicator):
         return super().sum_chunks(chunks, own) if total is None else total
 
     def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
-        return _StreamSum(self, tensor.detach(), overlapped=overlapped)
-
-    def enqueue(self, tensor: Tensor, *, overlapped: bool) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Sum a tensor of any shape on the gradient stream, after the current stream; return events around the sum."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         started.record(self._stream)
-        self._all_reduce(tensor, self._overlapped if overlapped else self._gradients, self._stream)
+        self._all_reduce(tensor.detach(), self._overlapped if overlapped else self._gradients, self._stream)
         ended.record(self._stream)
-        return started, ended
+        return _StreamSum(self.device, started, ended)
 
     def copy_sums(self, tensors: Sequence[Tensor]) -> list[Callable[[], Pending]] | None:
         exchanges = self._peers.exchanges([tensor.numel() for tensor in tensors])
@@ -242,11 +238,10 @@ class NcclCommunicator(GroupCommunicator):
 
 
 class _StreamSum:
-    """A sum by NCCL on the gradient stream; the host does not wait."""
+    """A sum by NCCL on the gradient stream, between two events; the host does not wait."""
 
-    def __init__(self, comm: NcclCommunicator, tensor: Tensor, *, overlapped: bool) -> None:
-        self._device = comm.device
-        self._started, self._ended = comm.enqueue(tensor, overlapped=overlapped)
+    def __init__(self, device: torch.device, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._device, self._started, self._ended = device, started, ended
 
     def wait(self) -> tuple[Moment, Moment]:
         torch.cuda.current_stream(self._device).wait_event(self._ended)

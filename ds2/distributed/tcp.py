@@ -231,9 +231,6 @@ class TcpChannel:
             if rank not in self._finished:
                 self._group.lose(rank, "closed its connection")
 
-    def abort(self, status: int) -> None:
-        """The watchdog of this group calls `lose` instead."""
-
 
 def alone(host: str) -> TcpGroup:
     return TcpGroup(0, [host], [{} for _ in range(STREAMS)])

@@ -129,10 +129,6 @@ class Channel(Protocol):
         """Return the sender and the status of the next message, or None if there is no message."""
         ...
 
-    def abort(self, status: int) -> None:
-        """End all ranks."""
-        ...
-
 
 def write_report(rank: int, status: RankStatus | None) -> bytes:
     """Return the message of a channel with the status of a rank, or None as its last message."""
@@ -153,12 +149,11 @@ def read_report(data: bytes | bytearray) -> tuple[int, RankStatus | None]:
 
 
 class Watchdog(threading.Thread):
-    """Sends the status of this rank to rank 0 and rank 0's to all, and ends the job when `find_hang` finds a reason.
+    """Sends the status of this rank to rank 0 and rank 0's to all, and ends when `find_hang` finds a reason.
 
-    Where ranks come and go it does not end the job, and itself only. There a silent rank is named after `SILENT_S`: a
-    mistake costs it a new start from the state of the others. Elsewhere a mistake would end the job. Reports are four
-    times as frequent there, so that a rank is named at most half a second after that limit, and a rank that runs but
-    slowly has four times as many chances to be heard within it.
+    Where ranks come and go, a silent rank is named after `SILENT_S`: a mistake costs it a new start from the state of
+    the others, where otherwise it would end the job. So reports are four times as frequent there: a rank is named at
+    most half a second after that limit, and one that runs slowly has four times as many chances to report within it.
 
     Its clock stands still while this process does not run. On a host that is too busy, or is suspended with all of its
     ranks, this process does not see what others send either, and so cannot say that they were silent.
@@ -167,7 +162,8 @@ class Watchdog(threading.Thread):
         hosts: of all ranks, in order.
         own: the status of this rank, which others change.
         timeout_s: see `find_hang`; a hang ends the job a few seconds after it.
-        on_hang: is called with the reason in place of the end of the job.
+        on_hang: is called with the reason: ends the job or, where ranks come and go, this rank's part in its group.
+        elastic: whether ranks come and go.
     """
 
     def __init__(
@@ -176,18 +172,21 @@ class Watchdog(threading.Thread):
         hosts: list[str],
         own: RankStatus,
         timeout_s: float,
-        on_hang: Callable[[str], None] | None = None,
+        on_hang: Callable[[str], object],
+        *,
+        elastic: bool = False,
     ) -> None:
         super().__init__(name="ds2-watchdog", daemon=True)
-        self.channel, self.own, self.timeout_s, self._on_hang = channel, own, timeout_s, on_hang
-        self._silent_s = math.inf if on_hang is None else SILENT_S
+        self.channel, self.own, self.timeout_s = channel, own, timeout_s
+        self._on_hang, self._elastic = on_hang, elastic
+        self._silent_s = SILENT_S if elastic else math.inf
         self.listeners = list(range(1, len(hosts))) if channel.rank == 0 else [0]
         self.world, now_s = len(hosts), time.monotonic()
         self._now_s = self._looked_s = now_s
         self._slept_s = 0.0
         known = {channel.rank, *self.listeners}
         self.ranks = {rank: ReportedStatus(hosts[rank], RankStatus(), now_s, now_s) for rank in sorted(known)}
-        self.tick_s = min(_REPORT_S if on_hang is None else _ELASTIC_REPORT_S, timeout_s / 10)
+        self.tick_s = min(_ELASTIC_REPORT_S if elastic else _REPORT_S, timeout_s / 10)
         self._finished: set[int] = set()
         self._dropped = self._stopped = False
         # A signal wakes this thread even while the training thread is inside MPI, where Python runs no handlers.
@@ -245,14 +244,11 @@ class Watchdog(threading.Thread):
                 self.ranks[rank].update(status, now_s)
 
     def _end(self, reason: str) -> None:
-        end = "ending the job" if self._on_hang is None else "the others go on"
+        end = "the others go on" if self._elastic else "ending the job"
         print(f"ds2: {reason} (comm.timeout_s={self.timeout_s:g}); {end}", file=sys.stderr, flush=True)
         if self.channel.rank in self.ranks and f"rank {self.channel.rank} " in reason:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        if self._on_hang is None:
-            self.channel.abort(1)
-        else:
-            self._on_hang(reason)
+        self._on_hang(reason)
 
     def drop(self) -> None:
         """Stop at once, without a last message: the group has broken."""

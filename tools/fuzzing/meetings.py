@@ -390,10 +390,10 @@ class SimulatedCommunicator(ElasticCommunicator):
             super().__init__(*args)
         self.world_of.by_member[self.members.me.id] = self.world_of.process
 
-    def _use(self, group: Any, on_hang: object = None) -> None:
+    def _use(self, group: Any) -> None:
         self.rank, self.world, self.group = group.rank, group.size, group
         idle = SimpleNamespace(stop=lambda: None, drop=lambda: None)
-        self.watchdog, self._progress = cast(Any, idle), cast(Any, idle)
+        self.watchdog, self._progress_thread = cast(Any, idle), cast(Any, idle)
 
     def check(self) -> None:
         """See `Communicator`; what the watchdog has noticed by now."""

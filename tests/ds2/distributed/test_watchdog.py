@@ -88,8 +88,7 @@ class Wires:
         box = self.boxes[self.rank]
         return None if box.empty() else box.get()
 
-    def abort(self, status: int) -> None:
-        assert status != 0
+    def end_job(self, reason: str) -> None:
         self.aborted.set()
         raise SystemExit  # ends the thread, as MPI_Abort ends the process
 
@@ -97,7 +96,7 @@ class Wires:
 def two_ranks(timeout_s: float) -> tuple[list[Wires], list[Watchdog]]:
     boxes: list[queue.SimpleQueue[tuple[int, RankStatus | None]]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     wires = [Wires(rank, boxes) for rank in range(2)]
-    dogs = [Watchdog(wire, ["a", "b"], RankStatus(), timeout_s) for wire in wires]
+    dogs = [Watchdog(wire, ["a", "b"], RankStatus(), timeout_s, wire.end_job) for wire in wires]
     return wires, dogs
 
 
@@ -136,7 +135,7 @@ def test_ranks_are_not_silent_while_this_process_does_not_run(monkeypatch: pytes
     clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
     monkeypatch.setattr(sys.modules[Watchdog.__module__], "time", clock)
     channel = SimpleNamespace(rank=1, send=lambda status, to: None, receive=lambda: None)
-    watchdog = Watchdog(channel, ["a", "b"], RankStatus(), 600, reasons.append)
+    watchdog = Watchdog(channel, ["a", "b"], RankStatus(), 600, reasons.append, elastic=True)
     ticks = iter([1.0, 60.0, *(60 + 0.25 * number for number in range(1, 100))])
 
     def tick(*_: object) -> tuple[list[int], list[int], list[int]]:
@@ -175,7 +174,8 @@ def test_a_signal_prints_what_is_known_of_ranks_while_this_one_waits(capfd: pyte
 
 def test_a_watchdog_that_is_stopped_again_leaves_the_files_alone_that_were_opened_since() -> None:
     """A signal ends a rank that has left its group, before it has another watchdog."""
-    watchdog = Watchdog(Wires(0, [queue.SimpleQueue()]), ["a"], RankStatus(), 600)
+    wires = Wires(0, [queue.SimpleQueue()])
+    watchdog = Watchdog(wires, ["a"], RankStatus(), 600, wires.end_job)
     watchdog.start()
     watchdog.drop()
     with ExitStack() as files:
