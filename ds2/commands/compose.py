@@ -33,6 +33,7 @@ from ds2.config.convert import (
     read_yaml,
     text_keys,
     to_config,
+    to_tree,
 )
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
@@ -310,7 +311,7 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
 def register() -> None:
     """Register the schema with Hydra as `schema`, the first default of the primary config, and folders of recipes."""
     Plugins.instance().register(ConfigFolder)
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=to_tree(Config()))
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

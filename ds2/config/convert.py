@@ -13,8 +13,10 @@ import io
 import re
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn, cast, get_args, get_origin, get_type_hints
@@ -40,6 +42,7 @@ _SYNONYMS = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "
              "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
 _SECTIONS = ("model", "features", "alphabet")
 _OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
+_BOOLS = {"true": True, "yes": True, "on": True, "y": True, "false": False, "no": False, "off": False, "n": False}
 _LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
 
 
@@ -93,6 +96,36 @@ def declared_settings() -> dict[str, tuple[Field[Any], Any]]:
     return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
 
 
+def to_tree(config: Config) -> DictConfig:
+    """Return the configuration as a typed tree of OmegaConf that takes changes, for `to_config`."""
+    return cast(DictConfig, OmegaConf.structured(from_plain(_without_numbers(Config), asdict(config), "config")))
+
+
+@functools.cache
+def _without_numbers(kind: Any) -> type:
+    """Return a class of settings in which what is true or false is not a number: for OmegaConf 3 would be true."""
+    changed: list[tuple[str, Any, Any]] = []
+    for setting, hint in _fields(kind):
+        if hint is bool:
+            changed.append((setting.name, bool | str, copy(setting)))
+        elif is_dataclass(hint):
+            section = _without_numbers(cast(type, hint))
+            changed.append((setting.name, section, dataclass_field(default_factory=section)))
+        elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]):
+            entries: Any = list[_without_numbers(get_args(hint)[0])]  # type: ignore[misc]
+            changed.append((setting.name, entries, dataclass_field(default_factory=list)))
+    return make_dataclass(kind.__name__, changed, bases=(kind,))
+
+
+def _read_bools(kind: Any, value: Any) -> Any:
+    """Return the plain value of a setting or section with bools in place of words for true and false."""
+    if is_dataclass(kind):
+        return {setting.name: _read_bools(hint, value[setting.name]) for setting, hint in _fields(kind)}
+    if get_origin(kind) is list:
+        return [_read_bools(get_args(kind)[0], entry) for entry in value]
+    return _BOOLS.get(value.lower(), value) if kind is bool and isinstance(value, str) else value
+
+
 def to_config(composed: DictConfig) -> Config:
     """Convert a composed configuration to dataclasses and check it.
 
@@ -104,8 +137,8 @@ def to_config(composed: DictConfig) -> Config:
         for key in _keys(composed):
             if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
                 _raise_unknown(key)
-        config = cast(Config, OmegaConf.to_object(composed))
-        from_plain(Config, asdict(config), "config")  # an interpolation may have given another type
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        config = from_plain(Config, _read_bools(Config, values), "config")
     except OmegaConfBaseException as error:
         raise_explained(error)
     except FieldError as error:
@@ -188,11 +221,12 @@ def raise_explained(error: Exception, overrides: Sequence[str] = ()) -> NoReturn
         raise ConfigError(": ".join([*keys, text])) from error
     key = str(cause.full_key or cause.key or "")
     detail = (cause.msg or str(cause) or text).splitlines()[0]
-    if cause.object_type in (ConvConfig, list) and "." not in key:  # OmegaConf names it from the entry of the list on
+    in_list = issubclass(cause.object_type or object, ConvConfig | list)
+    if in_list and "." not in key:  # OmegaConf names it from the entry of the list on
         value = "is unknown" if isinstance(cause, ConfigKeyError) else f"cannot be {short_repr(cause.value)}"
         raise ConfigError(
             f"model.convs: {key} {value}: an entry is {{kernel:[FREQUENCY,TIME],stride:[FREQUENCY,TIME],channels:N,"
-            "causal:false}, of whole numbers"
+            "causal:false}, of whole numbers and for causal true or false"
         ) from error
     full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):

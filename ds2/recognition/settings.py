@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.config.convert import expected, nearest_key, read_yaml, text_keys, to_config
+from ds2.config.convert import expected, nearest_key, read_yaml, text_keys, to_config, to_tree
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.system.files import write_text
 
@@ -39,7 +39,7 @@ def decode_settings(
     file = tuned_file(model_file)
     _refuse_interpolation(model_file, repr(config.decode))
     try:
-        base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
+        base: DictConfig | ListConfig = to_tree(Config(decode=config.decode, run_dir=""))
         if tuned and file.is_file():
             base = OmegaConf.merge(base, {"decode": _located(file, _read(file))})
         texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in text_keys()}

@@ -49,7 +49,12 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ),
         ("train.graphs=null", "train.graphs: takes one of auto, on, off, not null (default auto)"),
         ("checkpoint.init_from=null", "checkpoint.init_from: takes a string, not null (default '')"),
-        ("model.bidirectional=maybe", "takes true or false, not 'maybe' (default false)"),
+        ("model.bidirectional=maybe", "model.bidirectional: is 'maybe', expected true or false"),
+        ("checkpoint={sharded:3}", "checkpoint.sharded: takes true or false, not 3 (default false)"),
+        ("checkpoint.sharded='1'", "checkpoint.sharded: is '1', expected true or false"),
+        ("checkpoint.sharded=${train.seed}", "checkpoint.sharded: is 1, expected true or false"),
+        ("model.convs=[{causal:3}]", "causal cannot be 3: an entry is {kernel:[FREQUENCY,TIME],"),
+        ("model.convs=[{causal:3}]", "and for causal true or false"),
         ("augment.speed=[1,b]", "augment.speed[1]: takes a number, not 'b'; allowed are numbers from 0.25 to 4"),
         ("data.train=train.jsonl", "data.train: takes a list, in brackets even of one: data.train=[A,B]"),
         ("decode.hot_words={zero:5}", "decode.hot_words: takes a list"),
@@ -121,6 +126,7 @@ train:
 model:
   batch_norm: no
   bidirectional: false
+  convs: [{causal: yes}, {causal: no}]
 decode:
   hot_words: [yes, no, 007, 12:30]
 """
@@ -132,6 +138,7 @@ def test_words_of_a_users_recipe_stay_words(tmp_path: Path) -> None:
     config = compose_config(with_search_path(["--config-dir", str(tmp_path), "recipe=mine"]))
     assert (config.run_dir, config.alphabet.locale, config.train.graphs) == ("2024_01", "no", "off")
     assert config.alphabet.replace == {"on": "an", "yes": "ja"} and config.model.batch_norm is False
+    assert [conv.causal for conv in config.model.convs] == [True, False]
     assert config.decode.hot_words == ["yes", "no", "007", "12:30"]
 
 

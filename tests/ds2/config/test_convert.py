@@ -1,4 +1,4 @@
-"""Reading YAML with the words of YAML 1.2."""
+"""Reading YAML with the words of YAML 1.2, and settings that are true or false."""
 
 import math
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
 
 from ds2.commands.compose import config_dir
-from ds2.config.convert import read_yaml
+from ds2.config.convert import declared_settings, read_yaml, to_config, to_tree
+from ds2.config.schema import Config, ConfigError, ConvConfig
 
 
 @pytest.mark.parametrize("word", ["no", "off", "yes", "2024_01", "007", "12:30", "2024-01-01", "0x1f", "1_000.5", "5e"])
@@ -34,3 +36,24 @@ def test_a_key_that_is_there_twice_is_an_error() -> None:
 @pytest.mark.parametrize("file", sorted(config_dir().rglob("*.yaml")), ids=lambda file: Path(file).stem)
 def test_our_own_files_are_read_as_hydra_reads_them(file: Path) -> None:
     assert (read_yaml(file.read_text(encoding="utf-8")) or {}) == OmegaConf.to_container(OmegaConf.load(file))
+
+
+BOOLS = [key for key, (_, kind) in declared_settings().items() if kind is bool] + ["model.convs[0].causal"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_number_is_not_true_or_false(number: int) -> None:
+    assert "checkpoint.sharded" in BOOLS and "batching.auto" in BOOLS
+    for key in BOOLS:
+        with pytest.raises(ValidationError):
+            OmegaConf.update(to_tree(Config(run_dir="x")), key, number)
+
+
+def test_a_tree_becomes_the_configuration_that_it_came_from() -> None:
+    config = Config(run_dir="x")
+    config.model.convs = [ConvConfig(causal=True)]
+    config.checkpoint.sharded = True
+    assert to_config(to_tree(config)) == config
+    assert to_config(OmegaConf.merge(to_tree(config), {"checkpoint": {"sharded": "No"}})).checkpoint.sharded is False
+    with pytest.raises(ConfigError, match=r"model\.bidirectional=true needs the whole utterance"):
+        to_config(OmegaConf.merge(to_tree(config), {"model": {"bidirectional": "yes"}}))
