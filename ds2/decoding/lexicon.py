@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import DecodeError
+from ds2.system.plain import short_repr
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: decode.hot_word_bonus
@@ -53,7 +54,8 @@ def check_hot_words(hot_words: HotWords) -> None:
     for phrase, bonus in hot_words.items():
         real = isinstance(bonus, Real) and not isinstance(bonus, bool)  # numbers of NumPy too
         if bonus is not None and not (real and BONUS.low <= bonus <= BONUS.high):
-            raise LexiconError(f"the bonus {bonus!r:.60} of the hot phrase {phrase[:20]!r}: give {BONUS} (natural log)")
+            which = f"the bonus {short_repr(bonus)} of the hot phrase {phrase[:20]!r}"
+            raise LexiconError(f"{which}: give {BONUS} (natural log)")
     if long := [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]:
         raise LexiconError(f"hot phrases {long[:5]}...: {MAX_PHRASE_CHARACTERS} characters at most")
 

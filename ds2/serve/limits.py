@@ -11,9 +11,9 @@ from starlette.requests import HTTPConnection
 from ds2.config.allowed import Range
 from ds2.serve.tls import Certificate
 from ds2.system import UserError
+from ds2.system.plain import short_repr
 
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
-_SHOWN = 60  # characters of a value in a message
 
 KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
 
@@ -63,7 +63,7 @@ def check_number(value: object, field: str, allowed: Range) -> float:
         StatusError: not a number (nor are true and false), NaN, infinity, or outside the range.
     """
     if isinstance(value, bool) or value not in allowed:
-        raise BadRequestError(f"{field}={repr(value)[:_SHOWN]} is not allowed: give {allowed}")
+        raise BadRequestError(f"{field}={short_repr(value)} is not allowed: give {allowed}")
     assert isinstance(value, int | float)
     return float(value)
 

@@ -30,6 +30,7 @@ from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
+from ds2.system.plain import short_repr
 
 _RATE_HZ = Range(*RATES_HZ)
 _MS = Range(0, 3_600_000, above=True)
@@ -177,10 +178,10 @@ class Deepgram(Connection):
         for name, only in _ONLY.items():
             if any(value != only for value in query.getlist(name)):
                 allowed = f"{name}={only}" if only is not None else "nothing"
-                raise BadRequestError(f"{name}={query[name][:60]!r} is not offered by this server: {allowed} is")
+                raise BadRequestError(f"{name}={short_repr(query[name])} is not offered by this server: {allowed} is")
         if any(value not in _ENCODINGS for value in query.getlist("encoding") or [""]):
             raise BadRequestError(
-                f"encoding={query.get('encoding', '')[:60]!r}: this server reads no containers and no codecs but "
+                f"encoding={short_repr(query.get('encoding', ''))}: this server reads no containers and no codecs but "
                 f"encoding={', encoding='.join(_ENCODINGS)}; give one of them, and sample_rate=HZ"
             )
         self.sample_reader = _ENCODINGS[query["encoding"]]
@@ -224,5 +225,5 @@ def _number(text: str | None) -> float | str | None:
 def _is_true(query: QueryParams, name: str) -> bool:
     value = query.get(name, "false")
     if value not in ("true", "false"):
-        raise BadRequestError(f"{name}={value[:60]!r} is not allowed: give true or false")
+        raise BadRequestError(f"{name}={short_repr(value)} is not allowed: give true or false")
     return value == "true"

@@ -26,6 +26,7 @@ from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings
 from ds2.serve.limits import BadRequestError, FullError, Limits, StatusError
 from ds2.system import UserError
+from ds2.system.plain import short_repr
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ _T = TypeVar("_T")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _TIMED = ("srt", "verbose_json", "vtt")
 _GRANULARITIES = ("word", "segment")
-_SHOWN = 60  # characters of a value in a message
 _PIECE_BYTES = 1 << 20  # copied at a time
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # the content of some formats does not identify them
 
@@ -87,10 +87,10 @@ class Transcriptions:
                 raise BadRequestError("the form has no file: send multipart/form-data with a field `file`")
             if response_format not in FORMATS:
                 formats = ", ".join(FORMATS)
-                raise BadRequestError(f"response_format={response_format!r} is not one of {formats}")
+                raise BadRequestError(f"response_format={short_repr(response_format)} is not one of {formats}")
             asked = str(form.get("stream") or "false").lower()
             if asked not in ("true", "1", "false", "0"):
-                raise BadRequestError(f"stream={asked[:_SHOWN]!r} is not allowed: give true or false")
+                raise BadRequestError(f"stream={short_repr(asked)} is not allowed: give true or false")
             stream = asked in ("true", "1")
             if stream and response_format in ("srt", "vtt"):
                 raise BadRequestError(f"stream=true sends events, not {response_format}: leave out one of the two")
@@ -98,7 +98,7 @@ class Transcriptions:
             granularities = [str(one) for name in names for one in form.getlist(name)]
             if unknown := [one for one in granularities if one not in _GRANULARITIES]:
                 raise BadRequestError(
-                    f"timestamp_granularities={unknown[0][:_SHOWN]!r} is not one of {', '.join(_GRANULARITIES)}"
+                    f"timestamp_granularities={short_repr(unknown[0])} is not one of {', '.join(_GRANULARITIES)}"
                 )
             language = str(form.get("language") or "unknown")
             phrases = self.engine.phrases

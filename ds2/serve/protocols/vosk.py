@@ -26,6 +26,7 @@ from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Connection, json_object
+from ds2.system.plain import short_repr
 
 _DEFAULT_RATE_HZ = 8000
 _RATE_HZ = Range(*RATES_HZ)
@@ -81,7 +82,7 @@ class Vosk(Connection):
         settings = replace(settings, sample_rate_hz=int(rate_hz))
         words = config.get("words", self.words)
         if words not in (None, False, True):  # 0 and 1 are
-            raise BadRequestError(f"config.words={words!r:.60} is not allowed: give true or false")
+            raise BadRequestError(f"config.words={short_repr(words)} is not allowed: give true or false")
         self.words = bool(words)
         if self.session is not None and settings != self.settings:
             raise BadRequestError("config may change nothing but words after the first audio")
