@@ -17,6 +17,7 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -319,6 +320,14 @@ class HttpConnection(H11Protocol):
         self.transport.set_protocol(streams)
         streams.connection_made(self.transport)
         streams.data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in JSON, as other refusals are; uvicorn's own answer is plain text."""
+        refusal = error_response(400, msg, {"connection": "close"})
+        response = h11.Response(status_code=400, headers=refusal.raw_headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=bytes(refusal.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _start_timer(self) -> None:
         if self in self.connections:  # else it has become a WebSocket

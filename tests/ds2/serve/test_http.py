@@ -192,5 +192,16 @@ def test_what_is_not_served_is_refused_in_json(
     assert refused.value.code == code and message.startswith(f"{method} {path} is not served") and "/vosk" in message
 
 
+@pytest.mark.parametrize("request_line", [b"no HTTP", b"\xff\xfe", b"GET / / HTTP/1.1"])
+def test_what_is_no_http_is_refused_in_json(shared: Callable[..., Running], request_line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", shared().port), timeout=WAIT_S) as raw:
+        raw.sendall(request_line + b"\r\nHost: 127.0.0.1\r\n\r\n")
+        answer = raw.makefile("rb").read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request") and b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["type"], error["message"]) == ("invalid_request_error", "Invalid HTTP request received.")
+
+
 def test_a_websocket_at_a_wrong_path_is_not_refused_as_of_a_wrong_key(shared: Callable[..., Running]) -> None:
     assert asyncio.run(opens(shared(), "/v2/listen")) == 404
