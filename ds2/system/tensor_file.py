@@ -329,7 +329,7 @@ def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def counting_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules of one that count on the host, by the name of the count in its state dict."""
+    """The parts of a module that have an extra state, a count on the host, by its key in the state dict."""
     return {
         f"{name}._extra_state": part
         for name, part in module.named_modules()

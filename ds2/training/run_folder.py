@@ -266,7 +266,7 @@ class RunFiles:
 
     def give_up_shards(self) -> None:
         """Give up a sharded save that is not complete, because its ranks are no longer together."""
-        self.unsaved, self._save_name = self._save_name != "", ""
+        self.unsaved, self._save_name = self.unsaved or self._save_name != "", ""
 
     def save_in_epoch(self) -> None:
         """As `save`, in mid-epoch; warns where the previous save is not complete, so that the run waits for it.

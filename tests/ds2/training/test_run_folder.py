@@ -343,8 +343,9 @@ def test_a_save_whose_rank_is_gone_leaves_the_state_before_it_and_is_made_up_for
     if how == "lost":
         cast(SharedRanks, first.comm).broken = True
     elif how == "regroup":
-        first.give_up_shards()
-        assert first.unsaved
+        for _ in range(2):  # another rank may be lost before the next step ends
+            first.give_up_shards()
+            assert first.unsaved
     else:
         first.__exit__(KeyError, KeyError(), None)
     assert saved_step(first) == 0
