@@ -40,6 +40,7 @@ from ds2.recognition.settings import decode_settings
 from ds2.text.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
+_RENAMED = {"recipe/librispeech_5h_phone": "recipe=librispeech_5h_sherpa"}  # goes with the next version
 _QUOTED = r"'[^']*'|\"[^\"]*\"|"
 _WORDS = re.compile(_QUOTED + r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
 _WORDS_OF_MAPPING = re.compile(_QUOTED + r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
@@ -300,6 +301,8 @@ def _expand_home(override: str) -> str:
 
 def _raise_missing(error: MissingConfigException) -> NoReturn:
     wanted = error.missing_cfg_file or ""
+    if new := _RENAMED.get(wanted):
+        raise ConfigError(f"{wanted.replace('/', '=')} is called {new} now; an earlier run goes on with run_dir=FOLDER")
     options = list(error.options or [])
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], options, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -38,6 +38,7 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("+train.foo=1", "unknown key 'train.foo'; `ds2 train --help` lists all"),
         ("+model.deph=8", "did you mean 'model.depth'?"),
         ("recipe=an5", "did you mean 'an4"),
+        ("recipe=librispeech_5h_phone", "is called recipe=librispeech_5h_sherpa now"),
         ("optim=adam", "did you mean 'adamw'?"),
         (
             "model.depth=many",

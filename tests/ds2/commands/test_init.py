@@ -22,7 +22,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-@pytest.mark.parametrize("recipe", ["synthetic", "librispeech_5h_phone"])
+@pytest.mark.parametrize("recipe", ["synthetic", "librispeech_5h_sherpa"])
 def test_the_recipe_extends_ours(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["init", str(tmp_path / "new"), "--recipe", recipe]) == 0
     monkeypatch.chdir(tmp_path / "new")

@@ -95,7 +95,7 @@ def test_all_obstacles_are_named_at_once() -> None:
     config = compose_config(["model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"])
     reason = why_not_sherpa(config) or ""
     assert all(part in reason for part in ("bidirectional", "features.kind", "whose product is 4", "--interface plain"))
-    assert why_not_sherpa(compose_config(["recipe=librispeech_5h_phone"])) is None
+    assert why_not_sherpa(compose_config(["recipe=librispeech_5h_sherpa"])) is None
 
 
 def test_tokens_of_pieces_and_digits() -> None:
