@@ -116,6 +116,8 @@ def write_report(
 
 
 def _interval_line(interval: ConfidenceInterval, unit: str) -> str:
+    if math.isnan(interval.low):
+        return f"no interval of the WER over {unit}: the references have no words"
     return (
         f"{100 * interval.confidence:.0f} % interval of the WER: {100 * interval.low:.2f} .. {100 * interval.high:.2f} "
         f"(bootstrap over {interval.units} {unit})"

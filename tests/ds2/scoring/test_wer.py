@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from ds2.scoring import wer
+from ds2.scoring.report import format_report, report_record
 from ds2.scoring.statistics import ScoringError, bootstrap_interval, paired_test
 from ds2.scoring.wer import ErrorCounts, align, character_errors, corpus_report, count_edits, word_errors
 
@@ -201,6 +203,13 @@ def test_interval_over_speakers_is_wider_when_speakers_differ() -> None:
     by_speaker = bootstrap_interval(errors, lengths, speakers)
     assert (utterances.units, by_speaker.units) == (200, 10)
     assert by_speaker.high - by_speaker.low > 3 * (utterances.high - utterances.low)
+
+
+def test_a_report_without_reference_words_has_no_nan() -> None:
+    report = corpus_report(["", ""], ["a b", ""], speakers=["x", "y"])
+    assert "nan" not in format_report(report)
+    assert "no interval of the WER over utterances: the references have no words" in format_report(report)
+    assert json.loads(json.dumps(report_record(report), allow_nan=False))["interval"]["low"] is None
 
 
 def test_interval_of_a_corpus_without_words_is_nan() -> None:
