@@ -10,7 +10,6 @@ latency + bytes / bandwidth.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -60,25 +59,6 @@ def mpi_own(tensor: Tensor) -> None:
     tensor.copy_(torch.from_numpy(host))
 
 
-def ours(comm: Communicator) -> Sum:
-    """The sum that gradients use."""
-    return lambda tensor: comm.start_sum(tensor).wait()
-
-
-def measure(
-    comm: Communicator, name: str, call: Sum, options: argparse.Namespace, table: Table | None
-) -> list[dict[str, Any]]:
-    """All sizes of one way."""
-    rows = []
-    for kib in options.kib:
-        seconds, same = time_sum(comm, call, kib * 256, comm.device)
-        bus = 2 * (comm.world - 1) / comm.world * kib * 1024 / seconds
-        rows.append({"way": name, "kib": kib, "us": 1e6 * seconds, "bus_gb_per_s": bus / 1e9, "same_bits": same})
-        if table:
-            table.print_row(rows[-1])
-    return rows
-
-
 def fit(rows: list[dict[str, Any]]) -> tuple[float, float]:
     """Latency (s) and bus bandwidth (byte/s) of time = latency + bytes / bandwidth, by least relative squares."""
     seconds = np.array([row["us"] for row in rows]) * 1e-6
@@ -111,8 +91,15 @@ def main(arguments: list[str] | None = None) -> int:
                 head = facts(options, comm.device, f"sums over {comm.world} ranks, {library_version()}")
                 table = Table(columns)
             own, name = (mpi_own, "MPI") if backend == "mpi" else (comm.sum_, "NCCL")
-            for way, call in ((f"{name}'s own", own), (f"ours over {name}", ours(comm))):
-                rows[way] = measure(comm, way, call, options, table)
+            ours = (f"ours over {name}", lambda tensor: comm.start_sum(tensor).wait())
+            for way, call in ((f"{name}'s own", own), ours):
+                for kib in options.kib:
+                    seconds, same = time_sum(comm, call, kib * 256, comm.device)
+                    row = {"way": way, "kib": kib, "us": 1e6 * seconds, "same_bits": same}
+                    row["bus_gb_per_s"] = 2 * (comm.world - 1) / comm.world * kib * 1024 / seconds / 1e9
+                    rows.setdefault(way, []).append(row)
+                    if table:
+                        table.print_row(row)
             rank, world = comm.rank, comm.world
     if rank == 0:
         fits = {way: fit(rows_of_way) for way, rows_of_way in rows.items()}

@@ -2,7 +2,7 @@
 
     ds2 serve MODEL --sessions 256 &
     python tools/bench.py serving AUDIO... --streams 1 8 16 32 64                     # clients of that server
-    python tools/bench.py serving AUDIO... --streams 2000 --processes 8 --seconds 3600 --row-s 60    # a row a minute
+    python tools/bench.py serving AUDIO... --streams 2000 --processes 8 --seconds 3600
     python tools/bench.py serving AUDIO... --model MODEL --streams 64 256 1024        # the recogniser alone, in process
 
 Clients use Vosk's WebSocket protocol, take the files in turn, and begin at random within a chunk. Latency counts from
@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
-import math
 import random
 import time
 from collections import Counter, defaultdict
@@ -166,7 +165,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--spread-s", type=float, default=0.0, help="within which clients begin, a chunk at least")
-    parser.add_argument("--row-s", type=float, default=math.inf, help="of a server: a row for each so many seconds")
     parser.add_argument("--processes", type=int, default=1, help="of clients")
     parser.add_argument("--limit-ms", type=float, default=200.0, help="of p98: beyond it no more streams are tried")
     options = parse(parser, arguments)
@@ -187,17 +185,13 @@ def main(arguments: list[str] | None = None) -> int:
         if recogniser is not None:
             with short_collections():
                 latencies, sizes = in_process(recogniser, audio, streams, options.seconds)
-            row["batch"], parts = float(np.mean(sizes)), [latencies]
+            row["batch"] = float(np.mean(sizes))
         else:
-            times = (options.seconds, options.spread_s)
-            clients = over_sockets(options.url, audio, streams, *times, options.processes)
+            clients = over_sockets(options.url, audio, streams, options.seconds, options.spread_s, options.processes)
             differ += other_texts(clients)
-            chunks = round(min(options.row_s, options.seconds) / CHUNK_S)
-            starts = range(0, max(len(replies.latencies) for replies in clients), chunks)
-            parts = [[s for replies in clients for s in replies.latencies[at : at + chunks]] for at in starts]
-        for part in parts:
-            row |= {name: 1000 * float(np.percentile(part, percent)) for name, percent in percentiles.items()}
-            table.print_row(row)
+            latencies = [seconds for replies in clients for seconds in replies.latencies]
+        row |= {name: 1000 * float(np.percentile(latencies, percent)) for name, percent in percentiles.items()}
+        table.print_row(row)
         if row["p98"] > options.limit_ms:
             break
     if recogniser is None:
