@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,32 +73,42 @@ def prepare_save(
         copies: the tensors that an earlier call copied into, whose memory is used again: it is several times as fast as
             new memory. Changed in place. No function of an earlier call may still run.
     """
-    fetch = _copy({} if copies is None else copies, tensors)
-
-    def write() -> None:
-        copies = fetch()
-        try:
-            with atomic_file(path) as partial:
-                check()
-                version = _SHARDED_FORMAT if "shards" in metadata else FORMAT_VERSION
-                write_tensors(copies, partial, make_header({"format": version, **metadata}, copies))
-        except OSError as error:
-            size_mib = sum(copy.nbytes for copy in copies.values()) / 2**20
-            way_out = describe_full_disk(error) or "; when its folder can be written, start the same command again"
-            raise CheckpointError(
-                f"{path} could not be written ({error}). It has {size_mib:.1f} MiB, the previous file is untouched"
-                f"{way_out}, it resumes"
-            ) from error
-
-    return write
+    return partial(write_copies, path, start_copy(tensors, copies), metadata, check)
 
 
-def _copy(copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+def write_copies(
+    path: Path,
+    fetch: Callable[[], dict[str, Tensor]],
+    metadata: Mapping[str, Any],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """As `save`, of the copies that `start_copy` began."""
+    copies = fetch()
+    try:
+        with atomic_file(path) as partial_file:
+            check()
+            version = _SHARDED_FORMAT if "shards" in metadata else FORMAT_VERSION
+            write_tensors(copies, partial_file, make_header({"format": version, **metadata}, copies))
+    except OSError as error:
+        size_mib = sum(copy.nbytes for copy in copies.values()) / 2**20
+        way_out = describe_full_disk(error) or "; when its folder can be written, start the same command again"
+        raise CheckpointError(
+            f"{path} could not be written ({error}). It has {size_mib:.1f} MiB, the previous file is untouched"
+            f"{way_out}, it resumes"
+        ) from error
+
+
+def start_copy(
+    tensors: Mapping[str, Tensor], copies: dict[str, Tensor] | None = None
+) -> Callable[[], dict[str, Tensor]]:
     """Copy tensors as they are now; the returned function, called in any thread, returns the copies on the host.
+
+    `copies` as in `prepare_save`.
 
     Tensors of a GPU are first copied within its memory, so that the next step does not wait for a transfer to the host.
     That needs twice their size of free memory: once for the copy, and as much again for the step.
     """
+    copies = {} if copies is None else copies
     on_gpu: dict[torch.dtype, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if value.is_cuda:
@@ -354,9 +365,12 @@ class ModuleTensors:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return momenta and step counts of an optimizer as tensors named INDEX.NAME."""
-    state = optimizer.state_dict()["state"]
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {
-        f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
+        f"{index}.{name}": value
+        for index, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
     }
 
 

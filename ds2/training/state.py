@@ -33,12 +33,13 @@ from ds2.system.tensor_file import (
     ModuleTensors,
     load,
     optimizer_tensors,
-    prepare_save,
     read_digest,
     restore_optimizer,
     save,
+    start_copy,
     with_prefix,
     without_prefix,
+    write_copies,
 )
 from ds2.text.alphabet import Alphabet
 from ds2.training.optim import WeightAverage, check_keys, longest_key
@@ -230,18 +231,16 @@ def prepare_state(
         check, copies: as in `ds2.system.tensor_file.prepare_save`, also for errors of the function.
     """
     path, tensors = state_file(run_dir), _named(state.tensors())
+    fetch = start_copy(tensors if shard is None else shard.of(tensors), copies)  # first: a GPU copies during the rest
     metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
-    if shard is None:
-        write = prepare_save(path, tensors, metadata, check, copies)
-    else:
-        write = prepare_save(shard.file(run_dir, shard.rank), shard.of(tensors), {"kind": "shard"}, check, copies)
+    file, content = (path, metadata) if shard is None else (shard.file(run_dir, shard.rank), {"kind": "shard"})
 
     def write_state() -> None:
         if shard is None:
             with _replace_shards(run_dir, ()):
-                write()
+                write_copies(file, fetch, content, check)
         elif not shard.is_broken():
-            write()
+            write_copies(file, fetch, content, check)
             if shard.rank == 0 and (shards := shard.wait(run_dir)) is not None:
                 with _replace_shards(run_dir, shards):
                     save(path, {}, {**metadata, "shards": shards}, check)
