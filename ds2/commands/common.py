@@ -66,6 +66,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, []
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is Path and not arg_string:  # of an unset variable of a shell; Path("") is the working folder
+            raise argparse.ArgumentError(action, "is empty: name a file or a folder; the working folder is .")
+        return super()._get_value(action, arg_string)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
 from ds2.text.pieces import read_pieces
 
+log = logging.getLogger(__name__)
 PRIMARY_CONFIG = "train"
 _RENAMED = {"recipe/librispeech_5h_phone": "recipe=librispeech_5h_sherpa"}  # goes with the next version
 _QUOTED = r"'[^']*'|\"[^\"]*\"|"
@@ -113,7 +115,19 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key or group choice (the message suggests one), a wrong type, or values that
             contradict each other.
     """
-    return read_config(_compose(overrides), overrides)[0]
+    composed = _compose(overrides)
+    warn_of_repeated(overrides)
+    return read_config(composed, overrides)[0]
+
+
+def warn_of_repeated(overrides: Sequence[str]) -> None:
+    """Warn of settings that are set twice to different values: the last one counts."""
+    last: dict[str, str] = {}
+    for override in map(parse_override, overrides):
+        key, line = override.get_key_element(), str(override.input_line)
+        if last.setdefault(key, line) != line:
+            log.warning("%s comes after %s, which has no effect", line, last[key])
+        last[key] = line
 
 
 def check_sweep(overrides: Sequence[str]) -> None:
@@ -345,7 +359,9 @@ def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, 
     """
     if any(override.startswith("decode=") for override in overrides):
         return compose_config([_quote_path(override) for override in overrides]).decode
-    return decode_settings(model_file, config, overrides, tuned=tuned)
+    options = decode_settings(model_file, config, overrides, tuned=tuned)
+    warn_of_repeated([_quote_path(override) for override in overrides])
+    return options
 
 
 def _quote_path(override: str) -> str:

@@ -363,6 +363,8 @@ def _alphabet(options: argparse.Namespace) -> None:
     texts = [utterance.text for utterance in read_manifests(manifests)]
     for text in texts:
         counts.update(alphabet.normalise(text)[0])
+    if not any(c.strip() for c in counts):
+        raise ConfigError(f"{', '.join(map(str, manifests))}: no transcript has a character that counts")
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
     rare = Counter({c: n for c, n in counts.items() if n < options.least})
     symbols = counts.keys() - digits.keys() - rare.keys()

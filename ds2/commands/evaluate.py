@@ -53,6 +53,9 @@ def run(arguments: Sequence[str]) -> int:
         recogniser = Recogniser.of(loaded, options, comm.device, args.precision)
         if args.latency:
             recogniser.session()  # raises where the model or the decoder does not stream
+        if args.word_times is not None:  # before minutes of recognition
+            for manifest in (path for path in manifests if str(path) != "-"):  # standard input is read once
+                read_ends(args.word_times, read_manifest(manifest))
         if args.robustness is not None:
             return _robustness(recogniser, manifests, data, args, reports)
         trained_on = training_data(data) if comm.rank == 0 else []

@@ -126,6 +126,10 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
         raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters: give --pieces alone")
     output = arguments.output
+    if output.suffix == ".arpa":  # as which other commands would read it
+        raise LanguageModelError(
+            f"--output {output}: this file is binary: call it {output.with_suffix('.lm')}; --arpa {output} writes ARPA"
+        )
     _check_texts(arguments)
     _refuse_repeated(arguments.text)
     check_writable(output, *filter(None, [arguments.arpa]), inputs=_inputs(arguments))

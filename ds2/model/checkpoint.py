@@ -97,6 +97,10 @@ def find_model(path: Path) -> Path:
             f"there is no checkpoint {path}: give a run folder, its best.safetensors, or one of {', '.join(names())}, "
             "which comes with ds2"
         )
+    if path.suffix in (".onnx", ".pt2"):
+        raise CheckpointError(
+            f"{path} is written by `ds2 export` for other programs: give the model that it was made of"
+        )
     if not path.is_dir():
         return path
     for name in WEIGHTS:

@@ -48,6 +48,7 @@ def learn_pieces(texts: Iterable[str], alphabet: Alphabet, count: int) -> list[s
         pad_id=-1,
         num_threads=1,
         minloglevel=2,
+        max_sentence_length=max(4192, *(len(text.encode()) + 1 for text in sentences)),  # it leaves out longer ones
     )
     return _listed(package.SentencePieceProcessor(model_proto=model.getvalue()))
 

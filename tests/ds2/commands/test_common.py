@@ -54,6 +54,24 @@ def test_what_follows_two_dashes_is_no_option_and_one_dash_is_an_argument() -> N
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "english", "--to", "onnx", "--out", ""],
+        ["evaluate", "english", "t.jsonl", "--out="],
+        ["data", "split", "t.jsonl", "--out", ""],
+        ["data", "stats", ""],
+    ],
+)
+def test_an_empty_path_is_not_the_working_folder(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: int | str | None = main(words)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert "is empty: name a file or a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "arguments are required: model"),

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from ds2.commands.common import with_search_path
-from ds2.commands.compose import check_sweep, compose_config, config_dir, first_of_sweep, split_overrides
+from ds2.commands.compose import (
+    check_sweep,
+    compose_config,
+    config_dir,
+    first_of_sweep,
+    resolve_options,
+    split_overrides,
+)
 from ds2.config.check import check
 from ds2.config.convert import config_from_dict, config_to_dict, save_config
 from ds2.config.schema import AugmentConfig, Config, ConfigError
@@ -206,6 +213,21 @@ def test_every_value_of_a_sweep_is_read_before_its_first_run(override: str, hint
     with pytest.raises(ConfigError) as caught:
         check_sweep(["model.depth=2,4", override])
     assert hint in str(caught.value)
+
+
+def test_a_setting_without_effect_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    settings = ["model=rnn_8", "data.train=[a.jsonl]", "train.epochs=3", "train.epochs=3", "run_dir=x"]
+    assert compose_config(settings).train.epochs == 3
+    assert not caplog.messages
+    config = compose_config([*settings, "data.train=[b.jsonl]", "model=rnn_small"])
+    assert config.data.train == ["b.jsonl"]
+    assert caplog.messages == [
+        "data.train=[b.jsonl] comes after data.train=[a.jsonl], which has no effect",
+        "model=rnn_small comes after model=rnn_8, which has no effect",
+    ]
+    caplog.clear()
+    assert resolve_options(["decode.beam=3", "decode.beam=4"], Path("none.safetensors"), config).beam == 4
+    assert caplog.messages == ["decode.beam=4 comes after decode.beam=3, which has no effect"]
 
 
 def test_first_of_sweep_keeps_single_values() -> None:

@@ -182,6 +182,12 @@ def test_the_use_that_alphabet_shows_works(
     assert "ö" in compose_config(with_search_path([*use[0].split(), "run_dir=x"])).alphabet.symbols
 
 
+def test_alphabet_of_blank_transcripts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_manifest(tmp_path / "blank.jsonl", [Utterance(tmp_path / "a.wav", 1.0, " \t")])
+    assert main(["data", "alphabet", str(tmp_path / "blank.jsonl")]) == 2
+    assert "blank.jsonl: no transcript has a character" in capsys.readouterr().err
+
+
 def test_alphabet_without_a_manifest_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "alphabet", "alphabet.case=keep"]) == 2
     assert "needs a manifest" in capsys.readouterr().err

@@ -29,6 +29,8 @@ def test_a_model_for_sherpa_and_how_to_run_it(make_model: Write, capsys: pytest.
     )
     assert main(["export", str(model), "--to", "onnx", "--int8", "--chunk-ms", "400"]) == 0
     assert (model.parent / "export" / "model.int8.onnx").is_file() and "chunks of 400 ms" in capsys.readouterr().out
+    assert main(["info", str(model.parent / "export" / "model.onnx")]) == 2
+    assert "written by `ds2 export` for other programs: give the model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

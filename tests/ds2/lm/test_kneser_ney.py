@@ -172,6 +172,9 @@ def test_command_builds_converts_and_scores(tmp_path: Path, capsys: pytest.Captu
         assert run(["ppl", str(model), str(text)]) == 0
         perplexities.append(capsys.readouterr().out.splitlines()[1])
     assert len(set(perplexities)) == 1 and perplexities[0] in built
+    with pytest.raises(LanguageModelError, match=r"--arpa .* writes ARPA"):
+        run(["build", str(text), "--output", str(tmp_path / "v.arpa")])
+    assert not (tmp_path / "v.arpa").exists()
 
 
 @pytest.mark.parametrize(

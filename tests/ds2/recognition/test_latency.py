@@ -101,6 +101,15 @@ def test_a_word_is_shown_within_lookahead_and_block_of_its_last_label(
     assert latency.first_s.max() <= ahead_s + overlap_s + BLOCK_S + recogniser.frame_s
 
 
+def test_word_times_are_read_before_recognition(
+    make_model: Callable[..., Path], tone_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.commands.evaluate.evaluate", lambda *_, **__: pytest.fail("recognises first"))
+    (tmp_path / "times.jsonl").write_text("{}\n")
+    command = ["evaluate", str(make_model()), str(tone_manifest), "--latency", "--device", "cpu"]
+    assert main([*command, "--word-times", str(tmp_path / "times.jsonl")]) == 2
+
+
 def test_options_and_files_that_do_not_fit_are_refused(
     make_model: Callable[..., Path], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

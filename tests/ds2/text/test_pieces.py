@@ -47,6 +47,12 @@ def test_pieces_of_words_equal_those_of_sentencepiece() -> None:
         assert ours.decode(ours.encode(text)).replace(WORD_MARK, " ").strip() == text
 
 
+def test_long_transcripts_count_too() -> None:
+    long = " ".join(["abab"] * 1000)
+    assert "abab" in "".join(learn_pieces([long], Alphabet(("", *" abcd")), 8))
+    assert f"{WORD_MARK}abab" in learn_pieces(["cd", long], Alphabet(("", *" abcd")), 12)
+
+
 def test_every_character_of_the_alphabet_is_a_piece() -> None:
     ours = alphabet()
     assert len(ours) == 41
