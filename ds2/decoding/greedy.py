@@ -82,8 +82,8 @@ def step_paths(paths: Sequence[BestPath], frames: Tensor, lengths: Tensor) -> No
     log_probs, labels = packed[0].astype(np.float32), packed[1].astype(np.int64)
     counts, scores = lengths.numpy(), np.array([path.score for path in paths])
     valid = np.arange(labels.shape[1]) < counts[:, None]
-    for frame in range(labels.shape[1]):  # in order, so that sums do not depend on the chunks
-        scores += np.where(valid[:, frame], log_probs[:, frame], 0.0)
+    # In order, so that sums do not depend on the chunks.
+    scores = np.column_stack([scores, np.where(valid, log_probs, 0.0)]).cumsum(1)[:, -1]
     begins = valid.copy()
     begins[:, 1:] &= labels[:, 1:] != labels[:, :-1]
     first = np.flatnonzero(begins[valid])  # of each run, in the valid frames of all streams

@@ -144,19 +144,26 @@ def _take_levels(
     first = r["first_level"] - r["frames"]  # in these frames
     r["frames"] += frames
     taken = np.clip(frames - first, 0, r["levels"])
-    total = np.zeros(len(r))
-    for at in range(int(taken.max(initial=0))):  # in order, so that no sum depends on the batch
-        level = np.where(at < taken, levels[:, at], 0.0)
-        total += level
-        in_words = (at < taken) & (quiet_before <= first + at) & (first + at < frames - quiet)
-        r["speech_energy"] += np.where(in_words, level, 0.0)
-        r["speech_frames"] += in_words
+    at = np.arange(taken.max(initial=0))
+    numbers, valid = first[:, None] + at, at < taken[:, None]
+    in_words = valid & (quiet_before[:, None] <= numbers) & (numbers < (frames - quiet)[:, None])
+    total = _add_in_order(np.zeros(len(r)), levels[:, : len(at)], valid)
+    r["speech_energy"] = _add_in_order(r["speech_energy"], levels[:, : len(at)], in_words)
+    r["speech_frames"] += in_words.sum(1)
     pause_level = np.where(taken > 0, np.minimum(r["pause_level"], total / np.maximum(taken, 1)), r["pause_level"])
     r["pause_level"] = np.where(quiet < frames, math.inf, pause_level)
     r["first_level"] += taken
     r["levels"] -= taken
     columns = np.arange(levels.shape[1])
     return np.take_along_axis(levels, np.minimum(columns + taken[:, None], columns[-1]), 1)
+
+
+def _add_in_order(
+    total: NDArray[np.float64], values: NDArray[np.float64], valid: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Add the valid ones of (B, T) values to (B,) totals, one after the other: no sum depends on the batch."""
+    sums: NDArray[np.float64] = np.column_stack([total, np.where(valid, values, 0.0)]).cumsum(1)
+    return sums[:, -1]
 
 
 def _pause_ahead_s(

@@ -89,7 +89,7 @@ class DiskPath(str):
         return self.parent / name
 
     def __truediv__(self, name: str) -> DiskPath:
-        return DiskPath(f"{self}/{name}")
+        return DiskPath(self + "/" + name)
 
     def find(self) -> Node | None:
         """The file, or None."""
@@ -164,10 +164,10 @@ class DiskPath(str):
         """Nobody looks at it."""
 
     def glob(self, pattern: str) -> Iterator[DiskPath]:
-        begin, end = (f"{self}/{pattern}").split("*")
-        folders = [name for name in self.disk.folders if name.rpartition("/")[0] == self]
-        paths = [*(self / name for name in self.disk.folders.get(self, ())), *map(DiskPath, folders)]
-        return iter([path for path in paths if path.startswith(begin) and path.endswith(end)])
+        begin, end = pattern.split("*")
+        places = (path.rpartition("/") for path in self.disk.folders)
+        names = [*self.disk.folders.get(self, ()), *(name for parent, _, name in places if parent == self)]
+        return iter([self / name for name in names if name.startswith(begin) and name.endswith(end)])
 
     def iterdir(self) -> Iterator[DiskPath]:
         return self.glob("*")
