@@ -5,6 +5,7 @@
     python tools/bench.py scaling          training steps on several ranks
     python tools/bench.py collectives      sums over ranks
     python tools/bench.py predict          throughput on many ranks, from scaling.json and collectives.json
+    python tools/bench.py saves            delays of steps by saves, and from SIGTERM to a complete state
     python tools/bench.py streaming        a chunk of live audio, without a server
     python tools/bench.py serving          latency of a server, or of the recogniser alone
     python tools/bench.py endpoints        from the last word to final text, and what pauses inside utterances cut
@@ -22,7 +23,8 @@ from dispatch import dispatch
 COMMANDS = {
     name: f"benchmarks.{name.replace('-', '_')}"
     for name in (
-        "rnn", "training", "scaling", "collectives", "predict", "streaming", "serving", "endpoints", "same-words",
+        "rnn", "training", "scaling", "collectives", "predict", "saves", "streaming",
+        "serving", "endpoints", "same-words",
     )
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import signal
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from dispatch import read_result
+from support.launch import TIMEOUT_S
 from support.paths import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,6 +27,8 @@ from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
+from ds2.system.tensor_file import read_metadata
+from ds2.training.state import state_file
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
@@ -347,3 +351,76 @@ def test_results_of_an_unknown_commit_predict_nothing(
     with pytest.raises(SystemExit) as refused:
         predict.main([*map(str, files.values()), "--way", "NCCL, by hand"])
     assert refused.value.code == 2 and "copy.json does not name the commit" in capsys.readouterr().err
+
+
+def test_the_delay_of_a_save_is_that_of_the_slowest_step_beside_it() -> None:
+    from benchmarks.saves import delays
+
+    first, second = delays([0.03, 0.02, 0.04], [(0.3, [0.33, 0.045]), (0.001, [0.0315])])
+    assert (first["save"], first["copy_ms"], first["steps"]) == (1, 300, 2)
+    assert (first["whole_ms"], first["slowest_ms"], first["delay"]) == pytest.approx((375, 330, 10))
+    assert second["delay"] == pytest.approx(0.05) and second["steps_ms"] == pytest.approx([31.5])
+
+
+def test_steps_are_beside_a_save_until_its_file_is_complete(tmp_path: Path) -> None:
+    from benchmarks.saves import save_during_steps
+
+    from ds2.system.files import atomic_file
+
+    class Run:
+        """Its saves are complete when four steps were taken."""
+
+        def __init__(self) -> None:
+            self.run_dir, self.files, self.steps, self.checks = tmp_path, self, 0, 0
+
+        def save_in_turn(self) -> None:
+            self.steps = 0
+
+        def check(self) -> None:
+            self.checks += 1
+
+        def take_step(self) -> None:
+            self.steps += 1
+            if self.steps == 4:
+                with atomic_file(state_file(tmp_path)) as partial:
+                    partial.write_text("state")
+
+    run = Run()
+    for _ in range(3):  # also where an older state is there
+        copy_s, steps_s = save_during_steps(run, run.take_step)  # type: ignore[arg-type]
+        assert len(steps_s) == 4 and 0 <= copy_s < steps_s[0]
+    assert run.checks == 12
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_saves_ends_with_a_complete_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import saves
+
+    from ds2.training import loop
+
+    ends = []
+
+    def train(config: Any, run_dir: Path) -> int:
+        ends.append(loop.train(config, run_dir))
+        ends.append(read_metadata(state_file(run_dir))["progress"]["step"])
+        return int(ends[0])
+
+    monkeypatch.setattr(saves, "train", train)
+    sizes = [
+        "--model",
+        "rnn_8",
+        "--batch",
+        "2",
+        "--duration",
+        "0.5",
+        "--device",
+        "cpu",
+        "model.hidden=8",
+        "model.depth=2",
+    ]
+    assert not saves.main([*sizes, "--warmup", "1", "--steps", "3", "--saves", "2", "--commit", "abc1234"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["git_commit"] == "abc1234" and len(result["quiet_ms"]) == 6 and len(result["saves"]) == 2
+    assert ends[0] == 128 + signal.SIGTERM and ends[1] > 20 and 0 < result["stop_s"] < TIMEOUT_S
