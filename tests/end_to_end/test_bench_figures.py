@@ -373,7 +373,7 @@ def test_steps_are_beside_a_save_until_its_file_is_complete(tmp_path: Path) -> N
         def __init__(self) -> None:
             self.run_dir, self.files, self.steps, self.checks = tmp_path, self, 0, 0
 
-        def save_in_turn(self) -> None:
+        def save_in_epoch(self) -> None:
             self.steps = 0
 
         def check(self) -> None:

@@ -53,7 +53,7 @@ def save_during_steps(trainer: Trainer, take_step: Callable[[], object]) -> tupl
     """Save the state once; return the seconds of its copy and those of the steps until the file is complete."""
     file, ends = state_file(trainer.run_dir), [time.perf_counter()]
     before = file.stat().st_ino if file.is_file() else None
-    trainer.files.save_in_turn()
+    trainer.files.save_in_epoch()
     copy_s = time.perf_counter() - ends[0]
     while len(ends) == 1 or not file.is_file() or file.stat().st_ino == before:
         take_step()
