@@ -320,6 +320,22 @@ def test_a_sweep_trains_every_value_in_a_folder_of_its_own(
     assert load_model(folder / jobs[1]).config.run_dir == str(folder / jobs[1])
 
 
+def test_a_signal_ends_the_sweep_and_not_its_run_alone(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    began: list[int] = []
+
+    def stopped_train(config: Config, run_dir: Path) -> int:
+        began.append(config.model.hidden)
+        return 128 + signal.SIGTERM
+
+    monkeypatch.setattr("ds2.training.loop.train", stopped_train)
+    status = main(["train", *tiny_overrides, "--multirun", "model.hidden=32,48,64"])
+    assert (status, began) == (128 + signal.SIGTERM, [32])
+    assert "stopped before model.hidden=48, model.hidden=64: the same command goes on" in capsys.readouterr().out
+
+
 def test_values_of_a_sweep_that_would_share_a_folder_are_refused(
     tiny_overrides: list[str],
     tone_manifest: Path,
