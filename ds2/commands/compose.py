@@ -126,7 +126,7 @@ def warn_of_repeated(overrides: Sequence[str]) -> None:
     for override in map(parse_override, overrides):
         key, line = override.get_key_element(), str(override.input_line)
         if last.setdefault(key, line) != line:
-            log.warning("%s comes after %s, which has no effect", line, last[key])
+            log.warning("%s has no effect: %s comes after it", last[key], line)
         last[key] = line
 
 

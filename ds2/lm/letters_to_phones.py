@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ds2.lm.kneser_ney import estimate
@@ -25,6 +26,7 @@ _FIRST_WORDS = 20_000  # that all rounds but the last align: the counts of units
 _ORDER = 7
 _BEAM = 16
 _WORDS_AT_ONCE = 256
+_STOP = "\n"  # behind a word
 _SEPARATOR = "\u2063"  # between a letter and its phones in the name of a unit
 _UNSEEN = -20.0  # natural log of a unit that the counts lack
 
@@ -67,7 +69,7 @@ class LettersToPhones:
 
     def pronounce(self, words: Iterable[str]) -> dict[str, Phones]:
         """The most probable pronunciation of each word; words of unknown letters, or without a phone, are left out."""
-        known = sorted((w for w in dict.fromkeys(words) if w and self._units.keys() >= set(w)), key=len)
+        known = sorted(w for w in set(words) if w and self._units.keys() >= set(w))  # neighbours begin alike
         result: dict[str, Phones] = {}
         for start in range(0, len(known), _WORDS_AT_ONCE):
             part = known[start : start + _WORDS_AT_ONCE]
@@ -75,36 +77,34 @@ class LettersToPhones:
         return result
 
     def _search(self, words: Sequence[str]) -> Iterator[Phones]:
-        """Beam search over the units of all words side by side."""
-        end, rows = self.model.ids[END], range(len(words))
-        beams: list[list[tuple[float, int, tuple[Unit, ...]]]] = [
-            [(0.0, self.model.start(), ())] for _ in rows
-        ]  # log-prob, state, units before
-        complete: list[Phones] = [()] * len(words)
-        for at in range(max(map(len, words)) + 1):
-            live = [row for row in rows if at <= len(words[row])]
-            asked = [
-                (row, beam, torch.tensor([end]) if at == len(words[row]) else self._ids[words[row][at]])
-                for row in live
-                for beam in beams[row]
-            ]
-            states = torch.tensor([beam[1] for _, beam, ids in asked]).repeat_interleave(
-                torch.tensor([len(ids) for _, _, ids in asked])
-            )
-            scores, following = self.model.score_batch(states, torch.cat([ids for _, _, ids in asked]))
-            values, states_after, place = scores.tolist(), following.tolist(), 0
-            grown: dict[int, list[tuple[float, int, tuple[Unit, ...]]]] = {row: [] for row in live}
-            for row, (score, _, units), _ in asked:
-                choices: Sequence[Unit] = [("", ())] if at == len(words[row]) else self._units[words[row][at]]
-                for unit in choices:
-                    grown[row].append((score + values[place], states_after[place], (*units, unit)))
-                    place += 1
-            for row in live:
-                beams[row] = sorted(grown[row], key=lambda item: -item[0])[:_BEAM]
-                if at == len(words[row]):
-                    outputs = (tuple(p for _, phones in units for p in phones) for _, _, units in beams[row])
-                    complete[row] = next((phones for phones in outputs if phones), ())
-        yield from complete
+        """Beam search over the units of all words side by side; what words have in common at their start, once."""
+        units_of = self._units | {_STOP: [("", ())]}
+        ids_of = self._ids | {_STOP: torch.tensor([self.model.ids[END]])}
+        ended = [word + _STOP for word in words]
+        beams: dict[str, list[tuple[float, int, tuple[Unit, ...]]]] = {"": [(0.0, self.model.start(), ())]}
+        for length in range(1, max(map(len, ended)) + 1):  # log-prob, state, units before
+            starts = list(dict.fromkeys(word[:length] for word in ended if len(word) >= length))
+            asked = [(beam, ids_of[start[-1]]) for start in starts for beam in beams[start[:-1]]]
+            counts = torch.tensor([len(ids) for _, ids in asked])
+            states = torch.tensor([beam[1] for beam, _ in asked]).repeat_interleave(counts)
+            before = torch.tensor([beam[0] for beam, _ in asked], dtype=torch.float64).repeat_interleave(counts)
+            scores, following = self.model.score_batch(states, torch.cat([ids for _, ids in asked]))
+            totals, place = (before + scores).numpy(), 0
+            for start in starts:
+                parents, units = beams[start[:-1]], units_of[start[-1]]
+                own = totals[place : place + len(parents) * len(units)]
+                beams[start] = [
+                    (
+                        own[at].item(),
+                        int(following[place + at]),
+                        (*parents[at // len(units)][2], units[at % len(units)]),
+                    )
+                    for at in np.argsort(-own, kind="stable")[:_BEAM].tolist()
+                ]
+                place += len(own)
+        for word in ended:
+            outputs = (tuple(phone for _, phones in units for phone in phones) for _, _, units in beams[word])
+            yield next((phones for phones in outputs if phones), ())
 
 
 def _align(word: str, phones: Phones, scores: Mapping[Unit, float]) -> list[Unit]:

@@ -365,12 +365,9 @@ class ModuleTensors:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return momenta and step counts of an optimizer as tensors named INDEX.NAME."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    state = optimizer.state_dict()["state"]
     return {
-        f"{index}.{name}": value
-        for index, parameter in enumerate(parameters)
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if value is not None
+        f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
     }
 
 

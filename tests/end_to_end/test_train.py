@@ -86,9 +86,9 @@ def test_short_epochs_may_go_by_without_a_save(
     for name in ("save", "keep_last"):
         original = getattr(RunFiles, name)
 
-        def spy(self: RunFiles, *given: Any, name: str = name, original: Any = original) -> None:
+        def spy(self: RunFiles, *given: Any, name: str = name, original: Any = original, **options: Any) -> None:
             told.append((name, self.state.progress.epoch, self.state.progress.batch))
-            original(self, *given)
+            original(self, *given, **options)
 
         monkeypatch.setattr(RunFiles, name, spy)
     train(seldom, Path(seldom.run_dir))

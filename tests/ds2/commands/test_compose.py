@@ -222,12 +222,12 @@ def test_a_setting_without_effect_is_named(caplog: pytest.LogCaptureFixture) -> 
     config = compose_config([*settings, "data.train=[b.jsonl]", "model=rnn_small"])
     assert config.data.train == ["b.jsonl"]
     assert caplog.messages == [
-        "data.train=[b.jsonl] comes after data.train=[a.jsonl], which has no effect",
-        "model=rnn_small comes after model=rnn_8, which has no effect",
+        "data.train=[a.jsonl] has no effect: data.train=[b.jsonl] comes after it",
+        "model=rnn_8 has no effect: model=rnn_small comes after it",
     ]
     caplog.clear()
     assert resolve_options(["decode.beam=3", "decode.beam=4"], Path("none.safetensors"), config).beam == 4
-    assert caplog.messages == ["decode.beam=4 comes after decode.beam=3, which has no effect"]
+    assert caplog.messages == ["decode.beam=3 has no effect: decode.beam=4 comes after it"]
 
 
 def test_first_of_sweep_keeps_single_values() -> None:
