@@ -74,14 +74,14 @@ def run(arguments: Sequence[str]) -> int:
     if is_sweep(options):
         check_sweep(overrides)
     jobs: list[Job] = []
-    not_begun: list[str] = []
+    remaining: list[str] = []
 
     def job(composed: DictConfig) -> None:
         facts = HydraConfig.get()
         name = facts.job.override_dirname if facts.mode == RunMode.MULTIRUN else ""
         folder = Path(facts.runtime.output_dir)
         if any(other.stopped for other in jobs):  # the signal that stopped it is meant for the sweep
-            not_begun.append(name)
+            remaining.append(name)
             return
         twins = [other.name for other in jobs if other.run_dir == folder]
         status = report_errors(lambda: _refuse_twin(name, twins[0], folder) if twins else _train(composed))
@@ -98,8 +98,8 @@ def run(arguments: Sequence[str]) -> int:
     hydra.main(config_path=str(config_dir()), config_name=PRIMARY_CONFIG, version_base="1.3")(job)()
     if is_sweep(options) and jobs and launched().rank == 0:
         print(finish(jobs[0].run_dir.parent, jobs, config.train.metric))
-        if not_begun:
-            print(f"stopped before {', '.join(not_begun)}: the same command goes on")
+        if remaining:
+            print(f"stopped before {', '.join(remaining)}: the same command goes on")
     return max((job.status for job in jobs), default=0)
 
 
