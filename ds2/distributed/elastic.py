@@ -241,8 +241,7 @@ class Members:
         self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, *, hurry: bool
     ) -> View | None:
         """Return the view that follows the newest one, or None where this process does not know it yet."""
-        requests = {request.member.id: request for request in self._requests() if self.alive(request.member.id)}
-        requests[own.member.id] = own
+        requests = {request.member.id: request for request in self._requests()} | {own.member.id: own}
         old = newest.members if newest is not None else []
         number = newest.number if newest is not None else -1
         present = [requests[m.id] for m in old if m.id in requests and requests[m.id].after == number]
@@ -323,10 +322,7 @@ class Members:
         """Whether a process with the facts of the view wants to join it."""
         if self.view is None or len(self.view.members) >= self._config.max_ranks:
             return False
-        return any(
-            self._may_join(request, self.view.members, self.view.facts) and self.alive(request.member.id)
-            for request in self._requests()
-        )
+        return any(self._may_join(request, self.view.members, self.view.facts) for request in self._requests())
 
     def _may_join(self, request: _Request, ranks: Sequence[Member], facts: dict[str, str]) -> bool:
         """Whether a process becomes a rank beside these; one that is stopped would be taken in and lost for ever."""
@@ -424,10 +420,13 @@ class Members:
             time.sleep(_POLL_S)
 
     def _requests(self) -> Iterator[_Request]:
+        """The requests of processes that have not ended."""
         for name in sorted(self._names()):
             if name.endswith(".json") and not name.startswith("view-"):
                 with suppress(OSError):
-                    yield from_plain(_Request, parse_json((self._folder / name).read_bytes()), name)
+                    request = from_plain(_Request, parse_json((self._folder / name).read_bytes()), name)
+                    if self.alive(request.member.id):
+                        yield request
 
     def alive(self, member: str) -> bool:
         """Whether a process runs or is stopped, rather than has ended: whether its file is locked."""

@@ -77,12 +77,13 @@ class LettersToPhones:
         return result
 
     def _search(self, words: Sequence[str]) -> Iterator[Phones]:
-        """Beam search over the units of all words side by side; what words have in common at their start, once."""
+        """Beam search over the units of all words side by side. A beginning that words share is searched once."""
         units_of = self._units | {_STOP: [("", ())]}
         ids_of = self._ids | {_STOP: torch.tensor([self.model.ids[END]])}
         ended = [word + _STOP for word in words]
+        # Of each beginning the best pronunciations: log-prob, state of the language model, units.
         beams: dict[str, list[tuple[float, int, tuple[Unit, ...]]]] = {"": [(0.0, self.model.start(), ())]}
-        for length in range(1, max(map(len, ended)) + 1):  # log-prob, state, units before
+        for length in range(1, max(map(len, ended)) + 1):
             starts = list(dict.fromkeys(word[:length] for word in ended if len(word) >= length))
             asked = [(beam, ids_of[start[-1]]) for start in starts for beam in beams[start[:-1]]]
             counts = torch.tensor([len(ids) for _, ids in asked])

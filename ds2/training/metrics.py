@@ -55,12 +55,14 @@ class StepTimer:
             yield
             self._host.setdefault(name, []).append(time.perf_counter() - began)
 
-    def add(self, name: str, began: Any, ended: Any) -> None:
+    def add(self, name: str, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> None:
         """Add the time between two moments, both in seconds of `time.perf_counter` or both CUDA events."""
-        if isinstance(began, float):
+        if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self._events.setdefault(name, []).append((began, ended))
+        elif isinstance(began, float) and isinstance(ended, float):
             self._host.setdefault(name, []).append(ended - began)
         else:
-            self._events.setdefault(name, []).append((began, ended))
+            raise TypeError(f"{name} began at a {type(began).__name__} and ended at a {type(ended).__name__}")
 
     def means(self, steps: int) -> dict[str, float]:
         """Mean seconds a step by phase over the last `steps` steps; forgets them."""
