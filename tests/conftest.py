@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from support.gpus import use_gpu_in_turn
 from support.tiny import RATE_HZ, tiny_overrides_in, write_untrained
 
 from ds2.commands.compose import compose_config
@@ -37,10 +38,12 @@ with suppress(ImportError):  # a GPU machine may lack it: no GPU test draws exam
 # GPUs that are not there, by which tests plan, cannot be measured; a GPU that is there runs the tiles of the constants.
 os.environ.setdefault("DS2_OPS_CALIBRATE", "0")
 
-# Workers side by side, and the jobs they start, compute on one thread each: more only wait for each other.
-if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    use_gpu_in_turn(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
+    # Workers side by side, and the jobs they start, compute on one thread each: more only wait for each other.
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
 
 
 def _on_a_gpu(config: pytest.Config) -> bool:

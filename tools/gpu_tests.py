@@ -1,6 +1,6 @@
 """Run the tests that need a GPU, note which commit passed them, and say where the kernels have changed since.
 
-    python tools/gpu_tests.py run              all of them, then tools/fuzz.py kernels with a fixed seed
+    python tools/gpu_tests.py run              all of them, then tools/fuzz.py kernels with a fixed seed, on all GPUs
     python tools/gpu_tests.py run --two-gpus   those that need two GPUs
     python tools/gpu_tests.py check            what has not passed as it is now; `make lint` shows it, and never fails
 
@@ -26,10 +26,11 @@ from xml.etree import ElementTree
 
 from dispatch import new_parser, parse
 
+from ds2.system.machine import usable_cores
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_passes.tsv"
-PARALLEL = ("-n", "14", "--dist", "worksteal")
-FUZZ = ("kernels", "--seed", "0", "--seconds", "20", "--workers", "14")
+FUZZ = ("kernels", "--seed", "0", "--seconds", "20")
 ALL, TWO_GPUS = "gpu", "two_gpus"
 
 
@@ -102,6 +103,17 @@ def counts(report: Path) -> tuple[int, int]:
     return tests - failures - errors - skipped, skipped
 
 
+def visible_gpus(count: int) -> list[str]:
+    """Return the names of the GPUs that torch counts, as CUDA_VISIBLE_DEVICES has them or would have them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(index) for index in range(count)] if names is None else names.split(",")[:count]
+
+
+def processes_on(gpus: int, cores: int) -> int:
+    """Return how many processes test beside each other."""
+    return min(14 if gpus == 1 else 12 * gpus, cores)
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the tests and note the pass; returns the exit status."""
     import torch
@@ -112,14 +124,16 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="ds2-gpu-tests-") as folder:
         report = Path(folder) / "report.xml"
         mark = f"gpu and {TWO_GPUS}" if options.two_gpus else "gpu"
-        parallel = () if options.two_gpus else PARALLEL  # each of these takes both GPUs
+        gpus = visible_gpus(torch.cuda.device_count())
+        processes = str(processes_on(len(gpus), usable_cores()))
+        parallel = () if options.two_gpus else ("-n", processes, "--dist", "worksteal")  # or each takes both GPUs
         path = os.pathsep.join((str(ROOT), str(ROOT / "ops"), os.environ.get("PYTHONPATH", "")))
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         # -v: a run that is cut off, as where machines are lent by the minute, has named its failures by then.
         tests = [sys.executable, "-m", "pytest", "-v", "-m", mark, *parallel, f"--junitxml={report}"]
         status = subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
         if not options.two_gpus:
-            fuzz = [sys.executable, str(ROOT / "tools" / "fuzz.py"), *FUZZ]
+            fuzz = [sys.executable, str(ROOT / "tools" / "fuzz.py"), *FUZZ, "--workers", processes]
             status = subprocess.run(fuzz, cwd=ROOT, env=environment, check=False).returncode or status
         passed, skipped = counts(report) if report.is_file() else (0, 0)
     seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The record of GPU tests: a pass replaces the former one of its GPU, and a kernel that changed since is named."""
+"""GPU tests: processes take all GPUs in turn, a pass replaces that before, a kernel that changed since is named."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_tests
 import pytest
+from fuzzing import kernels
+from support.gpus import use_gpu_in_turn
 from support.paths import ROOT
 
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of other packages: they take longer than the tests
@@ -75,7 +78,7 @@ def test_tests_that_passed_and_were_skipped_are_counted(tmp_path: Path, right: b
 NO_GPU = """
 import runpy, sys
 from types import SimpleNamespace
-cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda index: "GPU")
+cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, get_device_name=lambda index: "GPU")
 sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # to import the real one takes seconds
 sys.argv = ["gpu_tests.py", "run", "--two-gpus", "--commit", "abc"]
 sys.path.insert(0, "tools")
@@ -102,3 +105,66 @@ def test_a_run_is_noted_only_if_all_passed(tmp_path: Path, right: bool) -> None:
     if right:
         line = record.read_text().splitlines()[1].split("\t")
         assert line[:3] == ["GPU", "two_gpus", "abc"] and line[4:6] == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("names", "gpus", "cores", "expected", "processes"),
+    [
+        (None, 1, 16, "0", "14"),
+        (None, 2, 32, "0,1", "24"),
+        (None, 2, 16, "0,1", "16"),
+        ("3,GPU-ab", 2, 64, "3,GPU-ab", "24"),
+        ("1,-1,2", 1, 64, "1", "14"),  # CUDA reads no further than -1
+    ],
+)
+def test_processes_of_a_run_take_all_gpus_that_the_user_allows(
+    monkeypatch: pytest.MonkeyPatch, names: str | None, gpus: int, cores: int, expected: str, processes: str
+) -> None:
+    calls = []
+
+    def fail(command: list[str], *, env: dict[str, str], **_: object) -> SimpleNamespace:
+        calls.append((command, env))
+        return SimpleNamespace(returncode=1)
+
+    cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: gpus)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpu_tests.subprocess, "run", fail)
+    monkeypatch.setattr(gpu_tests, "usable_cores", lambda: cores)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if names is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    assert gpu_tests.main(["run", "--commit", "abc"]) == 1
+    (tests, env), (fuzz, fuzz_env) = calls
+    assert tests[tests.index("-n") + 1] == fuzz[fuzz.index("--workers") + 1] == processes
+    assert env["CUDA_VISIBLE_DEVICES"] == fuzz_env["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_a_process_has_one_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for process, gpu in enumerate(("3", "GPU-ab", "3", "GPU-ab")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
+        use_gpu_in_turn(process)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+    for names in ("", None):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        if names is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        use_gpu_in_turn(1)
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == names
+
+
+def test_a_worker_of_pytest_chooses_its_gpu_before_cuda_starts() -> None:
+    code = f"""
+import os, runpy, torch
+runpy.run_path({str(ROOT / "tests" / "conftest.py")!r})
+print(os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized())
+"""
+    environment = {**os.environ, "PYTEST_XDIST_WORKER": "gw3", "CUDA_VISIBLE_DEVICES": "6,7"}
+    environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in (".", "ops", "tests", "tools"))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "7 False\n"
+
+
+def test_a_worker_of_the_fuzzer_takes_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    kernels._worker(seed=0, first=3, step=4, until=0.0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"

@@ -33,6 +33,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support import gated_cases, persistent_cases
+from support.gpus import use_gpu_in_turn
 from support.op_cases import nan_filled_memory, poison_padding
 
 CELLS = ("relu", "clipped_relu", "tanh", *GATED)
@@ -151,7 +152,8 @@ def _gated(cell: str, shape: tuple[int, int, int], kind: torch.dtype, lengths: T
 
 
 def _worker(seed: int, first: int, step: int, until: float) -> tuple[Counter[str], list[str]]:
-    """Run every `step`-th case from `first` on until a time."""
+    """Run every `step`-th case from `first` on until a time, on one of the GPUs that CUDA_VISIBLE_DEVICES lists."""
+    use_gpu_in_turn(first)
     count: Counter[str] = Counter()
     faults, case = [], first
     while time.monotonic() < until:
