@@ -4,7 +4,9 @@
 
 A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
 T 256. A tile that hangs is killed, noted and left out. A journal next to the record holds what is done, and the same
-command continues from there. Shape letters: T frames, B batch, H hidden.
+command continues from there. The record is written every few seconds, and has all tiles of each of its problems.
+Several GPUs need a command each, with `CUDA_VISIBLE_DEVICES` and a record of its own; `fit` reads them together.
+Shape letters: T frames, B batch, H hidden.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem, array_bytes, pass_arguments
 from torch import Tensor
 
-from ds2.system.files import read_log
+from ds2.system.files import read_log, write_text
 
 FRAMES, CHECKED_FRAMES, LAUNCHES = 256, 5, 2
 HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
@@ -42,6 +44,7 @@ HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
 BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
 ROUNDS = 2
 STALL_S = 25.0  # without progress, after which a tile has hung
+SAVE_S = 5.0  # between two versions of the record, which a kill leaves behind
 Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
 
 
@@ -210,6 +213,8 @@ def measure_all(options: argparse.Namespace, journal: Path) -> None:
                     right.append(choice)
                 else:
                     note(key=key, wrong=choice.name, error=error)
+            if not right:
+                continue
             note(key=key, trying="timing")
             times_us = bench.times_us(right)
             rows = zip(right, times_us, strict=True)
@@ -232,7 +237,8 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     tool = str(Path(__file__).parents[1] / "plans.py")
     command = [sys.executable, "-u", tool, "sweep", *arguments, "--measure"]
-    while (child := subprocess.Popen(command)) and not _finishes(child, journal):
+    save = functools.partial(write, journal, options.out, facts, options)
+    while (child := subprocess.Popen(command)) and not _finishes(child, journal, save):
         last = (read_log(journal) or [{}])[-1]
         if "key" not in last:
             print("the measuring process fails at its start", flush=True)
@@ -241,24 +247,28 @@ def record(options: argparse.Namespace, arguments: list[str]) -> int:
         print(f"HUNG or FAILED: {last['key']} {stuck}", flush=True)
         with journal.open("a") as file:
             file.write(json.dumps({"key": last["key"], "hung": stuck}) + "\n")
-    write(journal, options.out, facts, options)
+    print(f"{save()} -> {options.out}", flush=True)
     return 0
 
 
-def _finishes(child: subprocess.Popen[bytes], journal: Path) -> bool:
-    """Wait for the measuring process; kill it where its journal does not grow."""
+def _finishes(child: subprocess.Popen[bytes], journal: Path, save: Callable[[], object]) -> bool:
+    """Wait for the measuring process and save what it adds to its journal; kill it where that does not grow."""
     size, changed = -1, time.monotonic()
+    saved = changed
     while child.poll() is None and time.monotonic() - changed < STALL_S:
         time.sleep(0.5)
         now = journal.stat().st_size if journal.exists() else 0
         if now != size:
             size, changed = now, time.monotonic()
+        if changed - saved > SAVE_S:
+            save()
+            saved = time.monotonic()
     child.kill()
     return child.wait() == 0
 
 
-def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> None:
-    """Turn a journal into the record: names once, one problem a line."""
+def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> str:
+    """Turn a journal into the record: names once, one problem a line; return how much there is."""
     entries = read_log(journal)
     numbers: dict[str, int] = {}
     lines = []
@@ -284,8 +294,8 @@ def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namesp
         "names": list(numbers),
     }
     text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n"
-    out.write_text(text)
-    print(f"{len(lines)} problems, {sum(line.count('[') - 2 for line in lines)} tiles -> {out}", flush=True)
+    write_text(out, text)
+    return f"{len(lines)} problems, {sum(line.count('[') - 2 for line in lines)} tiles"
 
 
 def _smi(what: str) -> str:

@@ -135,10 +135,32 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ends", ["by itself", "with an error", "never"])
 def test_a_measuring_process_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     monkeypatch.setattr(sweep, "STALL_S", 1.0)
+    monkeypatch.setattr(sweep, "SAVE_S", 0.0)
+    journal, saved = tmp_path / "a.journal", list[int]()
+    journal.write_text("{}\n")
     code = {"by itself": "pass", "with an error": "exit(1)", "never": "import time; time.sleep(600)"}[ends]
     with subprocess.Popen([sys.executable, "-c", code]) as child:
-        assert sweep._finishes(child, tmp_path / "a.journal") == (ends == "by itself")
-    assert child.poll() is not None
+        finished = sweep._finishes(child, journal, lambda: saved.append(journal.stat().st_size))
+    assert finished == (ends == "by itself") and child.poll() is not None
+    assert saved or ends != "never"  # before it is killed
+
+
+def test_a_record_of_the_problems_that_are_complete_so_far_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_smi", lambda what: "unknown")
+    facts, problem = DEVICES["H100"], Problem(8, 512, "bfloat16", "lstm", True)
+    names, key = [choice.name for choice in rank(problem, facts)], sweep.key_of(problem)
+    timed = [(name, 100.0 + place) for place, name in enumerate(names)]
+    entries = [{"key": key, "trying": names[0]}, {"key": key, "times": timed}]
+    entries.append({"key": sweep.key_of(problem._replace(batch=1)), "trying": names[0]})  # and then the power failed
+    journal, out = tmp_path / "a.journal", tmp_path / "new" / "a.json"
+    journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    options = Namespace(max_sms=None, dtype="bfloat16", commit="0" * 40)
+    assert sweep.write(journal, out, facts, options) == f"1 problems, {len(names)} tiles"
+    (measured,) = read(out).problems
+    assert measured.problem == problem
+    assert [(choice.name, us * sweep.FRAMES) for choice, us in measured.times] == timed
 
 
 def test_another_processor() -> None:
