@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from ds2_ops.jit.runtime import capability
 from support.gpus import use_gpu_in_turn
 from support.tiny import RATE_HZ, tiny_overrides_in, write_untrained
 
@@ -66,6 +67,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `-m gpu...`, print failures at once."""
     if _on_a_gpu(config):
         config.pluginmanager.register(_FailuresAtOnce(config))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of kernels that the GPU, or the one that it stands for by $DS2_OPS_CAPABILITY, does not run."""
+    needs = [name for name in ("hopper", "since_hopper") if item.get_closest_marker(name)]
+    if needs:
+        version = capability(0)
+        if version < (9, 0) or (version > (9, 0) and "hopper" in needs):
+            pytest.skip(f"its kernels need compute capability 9.0, kernels are built for {version[0]}.{version[1]}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -143,7 +143,8 @@ def run(options: argparse.Namespace) -> int:
         return status or int(not passed)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     facts = (options.commit, date, str(passed), str(skipped), f"{seconds:.0f}")
-    note(RECORD, Pass(torch.cuda.get_device_name(0), TWO_GPUS if options.two_gpus else ALL, *facts, **before))
+    gpu = " as ".join(filter(None, (torch.cuda.get_device_name(0), os.environ.get("DS2_OPS_CAPABILITY"))))
+    note(RECORD, Pass(gpu, TWO_GPUS if options.two_gpus else ALL, *facts, **before))
     return 0
 
 

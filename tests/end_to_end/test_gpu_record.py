@@ -96,15 +96,15 @@ def test_a_run_is_noted_only_if_all_passed(tmp_path: Path, right: bool) -> None:
     body = f"import pytest\n@pytest.mark.gpu\n@pytest.mark.two_gpus\ndef test_it(): assert {right}\n"
     (tmp_path / "tests" / "test_it.py").write_text(body)
     done = subprocess.run(
-        [sys.executable, "-c", NO_GPU], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "", **NO_PLUGINS},
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-c", NO_GPU], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "DS2_OPS_CAPABILITY": "8.0", **NO_PLUGINS},
     )  # fmt: skip
     assert done.returncode == int(not right), done.stdout + done.stderr
     record = tmp_path / "tests" / "gpu_passes.tsv"
     assert record.is_file() == right
     if right:
         line = record.read_text().splitlines()[1].split("\t")
-        assert line[:3] == ["GPU", "two_gpus", "abc"] and line[4:6] == ["1", "0"]
+        assert line[:3] == ["GPU as 8.0", "two_gpus", "abc"] and line[4:6] == ["1", "0"]
 
 
 @pytest.mark.parametrize(

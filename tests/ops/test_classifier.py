@@ -37,6 +37,7 @@ def test_the_kernel_on_a_cpu(shape: tuple[int, int, int, int], monkeypatch: pyte
 
 
 @pytest.mark.gpu
+@pytest.mark.since_hopper
 @pytest.mark.parametrize("shape", [(10, 1, 1152, 29), (10, 64, 1152, 29), (1, 1, 36, 1), (7, 3, 1536, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_is_as_near_as_a_librarys(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:

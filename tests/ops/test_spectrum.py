@@ -56,6 +56,7 @@ def test_the_kernel_on_a_cpu(shape: tuple[int, int, int, int], monkeypatch: pyte
 
 
 @pytest.mark.gpu
+@pytest.mark.since_hopper
 @pytest.mark.parametrize("shape", [*SHAPES[::2], (3, 320, 160, 700)])
 def test_the_kernel_on_a_gpu(shape: tuple[int, int, int, int]) -> None:
     assert why_not(torch.ones(shape[1], device=CUDA)) is None

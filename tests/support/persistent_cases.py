@@ -52,6 +52,12 @@ def one_a_kernel(choices: list[Choice]) -> list[Choice]:
     return list(kernels.values())
 
 
+def one_a_layout(choices: list[Choice]) -> list[Choice]:
+    """Of each layout, as portable tiles of one block and of each size of a team, the one that the model likes best."""
+    best = sorted(choices, key=lambda choice: choice.step_us, reverse=True)
+    return list({choice.work.layout: choice for choice in best}.values())
+
+
 def slope(y: Tensor, nonlinearity: str) -> Tensor:
     if nonlinearity == "tanh":
         return 1 - y * y

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds2_ops.jit.build import ENTRY, build, compiler_version
+from ds2_ops.jit.build import ENTRY, build, check_registers, compiler_version
 
 # Of the GPUs that any kernel runs on: conversions of bfloat16 and products of it, asynchronous copies.
 MIN_CAPABILITY = (8, 0)
@@ -15,10 +15,8 @@ MIN_CAPABILITY = (8, 0)
 @functools.cache
 def arch(device_index: int) -> str:
     """Return the architecture that kernels for this device are built for: a real one, or the one that is tried out."""
-    version = capability(device_index)
-    if _tried():
-        return "compute_{}{}".format(*version)
-    return "sm_90a" if version == (9, 0) else "sm_{}{}".format(*version)
+    major, minor = capability(device_index)
+    return f"{'compute' if _tried() else 'sm'}_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
 
 
 def _tried() -> str:
@@ -29,8 +27,8 @@ def _tried() -> str:
 def capability(device_index: int) -> tuple[int, int]:
     """Compute capability, (major, minor).
 
-    With $DS2_OPS_CAPABILITY, an earlier one such as "8.0", kernels are chosen and built for that one, as PTX, which the
-    driver compiles for the GPU that is there. So they are tested without such a GPU.
+    With $DS2_OPS_CAPABILITY, this one or an earlier one such as "8.0", kernels are chosen and built for that one, as
+    PTX, which the driver compiles for the GPU that is there. So they are tested without such a GPU.
 
     Raises:
         ValueError: it is no capability, or a later one than the GPU's.
@@ -139,6 +137,10 @@ def load(source: str, device_index: int) -> Any:
         kernel = call("cuLibraryGetKernel", library, ENTRY.encode())
     except RuntimeError as error:
         raise RuntimeError(f"the driver cannot load a kernel built for {architecture}: {error}\n{source}") from error
+    if architecture.startswith("compute_"):
+        register_count = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        registers = call("cuKernelGetAttribute", register_count, kernel, _device(device_index))
+        check_registers(source, registers, f"the driver's compiler, CUDA {driver_version()},")
     for setting in (
         (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
         (

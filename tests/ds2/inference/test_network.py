@@ -214,6 +214,7 @@ def test_a_model_that_cannot_stream_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("depth", "batch", "layers"),
     [
@@ -263,6 +264,7 @@ def record(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("streams", [1, 3])
 def test_kernels_that_start_early_give_the_bits_of_those_that_do_not(
     streams: int, monkeypatch: pytest.MonkeyPatch
@@ -311,6 +313,7 @@ def stream_logits(model: AcousticModel, features: Tensor, block_frames: int, pie
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("hidden", "skip_first", "kernels", "stride", "channels"),
     [

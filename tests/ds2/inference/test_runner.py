@@ -191,6 +191,7 @@ def test_files_have_the_words_of_streams(
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_files_whose_layers_run_side_by_side_have_the_same_words(
     make_model: Callable[..., Path], recording: Path
 ) -> None:

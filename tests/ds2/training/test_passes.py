@@ -305,6 +305,7 @@ def test_graphs_give_the_bits_of_single_launches(
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("cell", ["rnn", "lstm"])
 def test_layers_side_by_side_give_the_bits_of_one_after_the_other(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: str
@@ -326,6 +327,7 @@ def test_layers_side_by_side_give_the_bits_of_one_after_the_other(
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_layers_side_by_side_give_the_gradients_of_the_whole_batch() -> None:
     """Factors of products are rounded to TF32, to 2^-11 of themselves: where sums differ by rounding, so may these."""
     torch.manual_seed(1)

@@ -100,8 +100,8 @@ def test_passes_on_a_cpu(emulated: None, bins: int, frames: int, taps: tuple[int
     [
         ("cpu", (2, 1, 7, 41), (9, 11), 2),
         ("cpu", (1, 1, 8, 70), (5, 3), 1),
-        pytest.param("cuda", (4, 1, 161, 700), (41, 11), 2, marks=pytest.mark.gpu),
-        pytest.param("cuda", (3, 1, 80, 351), (41, 11), 2, marks=pytest.mark.gpu),
+        pytest.param("cuda", (4, 1, 161, 700), (41, 11), 2, marks=[pytest.mark.gpu, pytest.mark.hopper]),
+        pytest.param("cuda", (3, 1, 80, 351), (41, 11), 2, marks=[pytest.mark.gpu, pytest.mark.hopper]),
     ],
 )
 def test_one_channel_is_folded_into_many(
@@ -140,9 +140,9 @@ def convolve_stream(conv: StreamConvolution, x: Tensor) -> Tensor:
         ("cpu", 3, 7, 29, 1, (9, 11), (2, 2)),
         ("cpu", 3, 7, 29, 1, (11, 11), (2, 2)),
         ("cpu", 2, 8, 13, 1, (5, 5), (2, 1)),
-        pytest.param("cuda", 64, 81, 20, 32, (21, 11), (2, 1), marks=pytest.mark.gpu),
-        pytest.param("cuda", 64, 81, 19, 32, (11, 11), (2, 2), marks=pytest.mark.gpu),
-        pytest.param("cuda", 64, 161, 29, 1, (41, 11), (2, 2), marks=pytest.mark.gpu),
+        pytest.param("cuda", 64, 81, 20, 32, (21, 11), (2, 1), marks=[pytest.mark.gpu, pytest.mark.hopper]),
+        pytest.param("cuda", 64, 81, 19, 32, (11, 11), (2, 2), marks=[pytest.mark.gpu, pytest.mark.hopper]),
+        pytest.param("cuda", 64, 161, 29, 1, (41, 11), (2, 2), marks=[pytest.mark.gpu, pytest.mark.hopper]),
     ],
 )
 def test_streams_share_a_batch_without_a_change(
@@ -176,6 +176,7 @@ def test_blocks_of_streams_run_at_once(pairs: int, frames: int, group: int) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("batch", "bins", "frames", "taps"),
     [(4, 81, 350, (21, 11)), (3, 80, 353, (21, 11)), (2, 7, 1000, (9, 5)), (1, 1, 1, (21, 11)), (5, 161, 33, (5, 1))],

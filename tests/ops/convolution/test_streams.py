@@ -81,6 +81,7 @@ def test_the_kernels_on_a_cpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("case", [*CASES, (64, 81, 10, 10, 0, False), (130, 161, 20, 9, 0, True)])
 def test_the_kernels_on_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     conv_input, _, _ = block(case, 32, CUDA)

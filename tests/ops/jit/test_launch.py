@@ -98,8 +98,10 @@ def test_the_driver_is_told_how_to_launch() -> None:
 _HERE = parameters("int* found, int first, float by, long long more")
 _HERE_SOURCE = Source(
     """extern "C" __global__ void ds2_kernel(int* found, int first, float by, long long more) {
-        unsigned size;
+        unsigned size = 1;
+        #if __CUDA_ARCH__ >= 900
         asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+        #endif
         if (threadIdx.x == 0) found[blockIdx.x] = first + int(by * blockIdx.x) + int(more >> 32) + 1000 * size;
     }""",
     _HERE,
@@ -108,7 +110,7 @@ _HERE_SOURCE = Source(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cooperative", [False, True])
-@pytest.mark.parametrize("cluster", [1, 4, 16])
+@pytest.mark.parametrize("cluster", [1, *(pytest.param(size, marks=pytest.mark.hopper) for size in (4, 16))])
 def test_blocks_clusters_and_arguments_are_those_asked_for(cluster: int, cooperative: bool) -> None:
     found = torch.zeros(33, dtype=torch.int32, device=CUDA)
     launch = Launch(_HERE_SOURCE, threads=64, grid=32, cluster=cluster, smem_bytes=1024, cooperative=cooperative)
@@ -149,6 +151,7 @@ _FOLLOWS = Source(
 
 
 @pytest.mark.gpu
+@pytest.mark.since_hopper
 @pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize("early", [False, True])
 def test_a_kernel_starts_before_the_one_ahead_has_ended_only_where_it_is_to(early: bool, graphed: bool) -> None:

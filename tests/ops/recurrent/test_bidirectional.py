@@ -212,6 +212,7 @@ def test_wrong_arguments_say_what_is_allowed(given: dict[str, Any], error: type[
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("cell", ["clipped_relu", "lstm", "gru_after"])
 @pytest.mark.parametrize("batch", [2, 9, 40, 130])  # both at once; one cluster's groups; several tiles a direction
 def test_one_launch_is_as_good_as_stock(cell: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:

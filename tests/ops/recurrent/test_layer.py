@@ -125,6 +125,7 @@ def test_the_projection_compiles_without_spills(width: int, dtype: str, rows: in
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("frames", "batch", "width", "hidden"),
     [
@@ -166,6 +167,7 @@ def chain(
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("frames", "batch", "hidden", "gates"),
     [
@@ -220,6 +222,7 @@ def one_by_one(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, given: di
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_an_lstm_layer_has_the_same_bits_in_any_batch() -> None:
     ih, bias, hh = weights(512, 512, torch.bfloat16, CUDA, gates=4)
     x = torch.randn(12, 130, 512, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)).bfloat16()

@@ -74,6 +74,7 @@ def test_the_kernel_on_a_cpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.since_hopper
 @pytest.mark.parametrize("with_skip", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (50, 16, 1152, 5, 3), (3, 1, 33, 2, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -6,11 +6,11 @@ import pytest
 import torch
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import GATED
-from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.choose import hopper, space
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from support.gated_cases import check_each_tile, gated, problem
 from support.op_cases import CUDA, assert_same_bits
-from support.persistent_cases import TF32_ERROR, each_tile, one_a_kernel
+from support.persistent_cases import TF32_ERROR, each_tile, one_a_kernel, one_a_layout
 
 # Odd rows, one utterance, more tiles than clusters, units of one multiprocessor and of clusters.
 SMALL = [((6, 3, 65), torch.bfloat16), ((5, 1, 64), torch.bfloat16), ((4, 150, 77), torch.bfloat16)]
@@ -27,6 +27,8 @@ CASES += [("gru_before", (7, 5, 600), torch.float32, True)]
 
 def tiles(problem: Problem, whole_chip: bool) -> list[Choice]:
     facts = device_facts(torch.cuda.current_device())
+    if not hopper(facts):  # many sizes have portable tiles only, or in one pass
+        return one_a_layout(space(problem, facts))
     return one_a_kernel([choice for choice in space(problem, facts) if choice.launch.cooperative == whole_chip])
 
 

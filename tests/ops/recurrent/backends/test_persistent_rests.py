@@ -32,6 +32,7 @@ CASES = [
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize(("shape", "tile"), CASES, ids=str)
 def test_rests_at_random_places_change_no_bit(
     shape: tuple[int, int, int], tile: int, monkeypatch: pytest.MonkeyPatch
