@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -65,15 +66,14 @@ def prepare_save(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, Any],
     check: Callable[[], None] = lambda: None,
-    copies: dict[str, Tensor] | None = None,
+    copies: TensorCopies | None = None,
 ) -> Callable[[], None]:
     """Copy tensors as they are now, and return the function that writes the copies, in any thread; see `save`.
 
     Args:
-        copies: the tensors that an earlier call copied into, whose memory is used again: it is several times as fast as
-            new memory. Changed in place. No function of an earlier call may still run.
+        copies: of earlier calls. No function of an earlier call may still run.
     """
-    return partial(write_copies, path, start_copy(tensors, copies), metadata, check)
+    return partial(write_copies, path, (copies or TensorCopies()).start(tensors), metadata, check)
 
 
 def write_copies(
@@ -82,7 +82,7 @@ def write_copies(
     metadata: Mapping[str, Any],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """As `save`, of the copies that `start_copy` began."""
+    """As `save`, of the copies that `TensorCopies.start` began."""
     copies = fetch()
     try:
         with atomic_file(path) as partial_file:
@@ -98,45 +98,89 @@ def write_copies(
         ) from error
 
 
-def start_copy(
-    tensors: Mapping[str, Tensor], copies: dict[str, Tensor] | None = None
-) -> Callable[[], dict[str, Tensor]]:
-    """Copy tensors as they are now; the returned function, called in any thread, returns the copies on the host.
+class TensorCopies:
+    """Copies of tensors in memory of the host.
 
-    `copies` as in `prepare_save`.
-
-    Tensors of a GPU are first copied within its memory, so that the next step does not wait for a transfer to the host.
-    That needs twice their size of free memory: once for the copy, and as much again for the step.
+    Each save copies into the same memory, which is several times as fast as new memory. What is the same for all saves
+    of the same tensors is made by the first one, since a GPU may have to wait for it.
     """
-    copies = {} if copies is None else copies
-    on_gpu: dict[torch.dtype, dict[str, Tensor]] = {}
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+        self._groups: list[_Group] = []  # tensors of a GPU, one group for each type
+        self._on_gpu: dict[str, Tensor] = {}  # all of these tensors
+        self._addresses: list[int] = []  # of their memory
+
+    @torch.no_grad()
+    def start(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Copy tensors as they are now; the returned function, called in any thread, returns the copies by name.
+
+        No copies of an earlier call may still be used.
+
+        Tensors of a GPU are first copied within its memory, so that the next step does not wait for a transfer to the
+        host. That needs twice their size of free memory: once for the copy, and as much again for the step.
+        """
+        on_gpu = {name: value for name, value in tensors.items() if value.is_cuda}
+        addresses = [value.data_ptr() for value in on_gpu.values()]
+        same = list(on_gpu) == list(self._on_gpu) and all(map(operator.is_, on_gpu.values(), self._on_gpu.values()))
+        if not same or addresses != self._addresses:
+            self._groups, self._on_gpu, self._addresses = _groups(on_gpu), on_gpu, addresses
+        groups, device = self._groups, next((group.device for group in self._groups), None)
+        if device is not None and torch.cuda.mem_get_info(device)[0] < 2 * sum(group.bytes for group in groups):
+            groups = []
+        joined = [(group, group.join()) for group in groups]
+        copied = torch.cuda.current_stream(device).record_event() if groups else None
+        for name in tensors.keys() - (on_gpu.keys() if groups else ()):
+            self._copy_of(name, tensors[name]).copy_(tensors[name])
+
+        def fetch() -> dict[str, Tensor]:
+            if copied is not None and device is not None:
+                stream = _stream(device)
+                stream.wait_event(copied)
+                with torch.cuda.stream(stream):
+                    for group, flat in joined:
+                        parts = torch.split_with_sizes(flat, group.sizes)
+                        for (name, value), part in zip(group.tensors.items(), parts, strict=True):
+                            self._copy_of(name, value).view(-1).copy_(part)
+            joined.clear()
+            return {name: self._memory[name] for name in tensors}
+
+        return fetch
+
+    def _copy_of(self, name: str, value: Tensor) -> Tensor:
+        """Return the memory that a tensor is copied to, made anew if its shape or type differs."""
+        copy = self._memory.get(name)
+        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+            copy = self._memory[name] = torch.empty(value.shape, dtype=value.dtype)
+            if value.is_cuda:
+                # A system provides memory at its first use. If that were during the copy, the driver would launch no
+                # step.
+                copy.zero_()
+        return copy
+
+
+class _Group:
+    """Tensors of one type on a GPU, by name, and what it takes to join them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.device = next(iter(tensors.values())).device
+        self.sizes = [value.numel() for value in tensors.values()]
+        self.bytes = sum(value.nbytes for value in tensors.values())
+        # Flat views where there can be one; else a tensor is made flat anew each time, which copies it.
+        self._views = [value.view(-1) if value.is_contiguous() else value for value in tensors.values()]
+
+    def join(self) -> Tensor:
+        """Copy the tensors as they are now into one new tensor."""
+        return torch.cat([view if view.dim() == 1 else view.reshape(-1) for view in self._views])
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> list[_Group]:
+    """Group tensors by type."""
+    by_type: dict[torch.dtype, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        if value.is_cuda:
-            on_gpu.setdefault(value.dtype, {})[name] = value
-    device = next((value.device for values in on_gpu.values() for value in values.values()), None)
-    if device is not None:
-        size = sum(value.nbytes for values in on_gpu.values() for value in values.values())
-        if torch.cuda.mem_get_info(device)[0] < 2 * size:
-            on_gpu = {}
-    with torch.no_grad():
-        joined = [(values, torch.cat([value.reshape(-1) for value in values.values()])) for values in on_gpu.values()]
-        copied = torch.cuda.current_stream(device).record_event() if on_gpu else None
-        for name in tensors.keys() - {name for values in on_gpu.values() for name in values}:
-            _memory(copies, name, tensors[name]).copy_(tensors[name])
-
-    def fetch() -> dict[str, Tensor]:
-        if copied is not None and device is not None:
-            stream = _stream(device)
-            stream.wait_event(copied)
-            with torch.cuda.stream(stream):
-                for values, flat in joined:
-                    sizes = [value.numel() for value in values.values()]
-                    for (name, value), part in zip(values.items(), torch.split_with_sizes(flat, sizes), strict=True):
-                        _memory(copies, name, value).view(-1).copy_(part)
-        joined.clear()
-        return {name: copies[name] for name in tensors}
-
-    return fetch
+        by_type.setdefault(value.dtype, {})[name] = value
+    return [_Group(group) for group in by_type.values()]
 
 
 @functools.cache
@@ -149,17 +193,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     with runtime.current(device.index):  # a thread has no current device yet
         stream = runtime.call("cuStreamCreate", _NON_BLOCKING)
     return torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
-
-
-def _memory(copies: dict[str, Tensor], name: str, value: Tensor) -> Tensor:
-    """Return the tensor of `copies` that `value` is copied to, made anew if its shape or type differs."""
-    copy = copies.get(name)
-    if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
-        copy = copies[name] = torch.empty(value.shape, dtype=value.dtype)
-        if value.is_cuda:
-            # A system provides memory at its first use. If that were during the copy, the driver would launch no step.
-            copy.zero_()
-    return copy
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -369,6 +402,22 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
     }
+
+
+class OptimizerTensors:
+    """Lists an optimizer's tensors in a tenth of the time of its state dict, where they are those of the last call."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values: list[Any] = []
+        self._named: dict[str, Tensor] = {}
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors as `optimizer_tensors` names them, not copies."""
+        values = [value for entry in self._optimizer.state.values() for value in entry.values()]
+        if len(values) != len(self._values) or any(map(operator.is_not, values, self._values)):
+            self._values, self._named = values, optimizer_tensors(self._optimizer)
+        return self._named
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:

@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.distributed.communicator import Communicator
@@ -26,7 +24,7 @@ from ds2.distributed.process_group import LostRankError
 from ds2.model.checkpoint import prepare_model
 from ds2.system.files import host_id, remove_stale, sync
 from ds2.system.machine import git_commit
-from ds2.system.tensor_file import CheckpointError
+from ds2.system.tensor_file import CheckpointError, TensorCopies
 from ds2.text.alphabet import Alphabet
 from ds2.training.state import Shard, TrainState, prepare_state
 
@@ -192,7 +190,7 @@ class RunFiles:
         self.run_dir, self.config, self.state = run_dir, config, state
         self.alphabet, self.precision, self.dev, self.comm = alphabet, precision, dev, comm
         self._writer = BackgroundWriter(comm.superseded)
-        self._copies: dict[str, Tensor] = {}
+        self._copies = TensorCopies()
         self._state_written: Future[None] | None = None
         self._held: Callable[[], None] | None = None  # writes the state of a step that another rank may not have ended
         self._warned = False

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ds2.audio.features import Features
@@ -31,12 +31,12 @@ from ds2.system.tensor_file import (
     WAY_OUT,
     CheckpointError,
     ModuleTensors,
+    OptimizerTensors,
+    TensorCopies,
     load,
-    optimizer_tensors,
     read_digest,
     restore_optimizer,
     save,
-    start_copy,
     with_prefix,
     without_prefix,
     write_copies,
@@ -100,7 +100,11 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     progress: Progress = field(default_factory=Progress)
     average: WeightAverage[AcousticModel] | None = None
-    _modules: dict[AcousticModel, ModuleTensors] = field(default_factory=dict, init=False, repr=False)
+    _modules: dict[nn.Module, ModuleTensors] = field(default_factory=dict, init=False, repr=False)
+    _momenta: OptimizerTensors = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._momenta = OptimizerTensors(self.optimizer)
 
     @property
     def evaluated(self) -> AcousticModel:
@@ -111,15 +115,15 @@ class TrainState:
         """All tensors by part; those of the average are missing where there is none."""
         return {
             "model": self._state_dict(self.model),
-            "features": self.features.state_dict(),
-            "optimizer": optimizer_tensors(self.optimizer),
+            "features": self._state_dict(self.features),
+            "optimizer": self._momenta.named(),
             "average": self._state_dict(self.average.model) if self.average is not None else {},
         }
 
-    def _state_dict(self, model: AcousticModel) -> dict[str, Tensor]:
-        if model not in self._modules:
-            self._modules[model] = ModuleTensors(model)
-        return self._modules[model].state_dict()
+    def _state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        if module not in self._modules:
+            self._modules[module] = ModuleTensors(module)
+        return self._modules[module].state_dict()
 
     def load(self, parts: Parts, progress: Progress, average_decay: float) -> None:
         """Load `parts` and `progress`; where these hold no average, one of this decay starts (0: none)."""
@@ -216,7 +220,7 @@ def prepare_state(
     *,
     shard: Shard | None = None,
     check: Callable[[], None] = lambda: None,
-    copies: dict[str, Tensor] | None = None,
+    copies: TensorCopies | None = None,
 ) -> Callable[[], None]:
     """Copy the state, and return the function that writes what `read_state` reads: one file, or a shard of it.
 
@@ -231,7 +235,8 @@ def prepare_state(
         check, copies: as in `ds2.system.tensor_file.prepare_save`, also for errors of the function.
     """
     path, tensors = state_file(run_dir), _named(state.tensors())
-    fetch = start_copy(tensors if shard is None else shard.of(tensors), copies)  # first: a GPU copies during the rest
+    own = tensors if shard is None else shard.of(tensors)
+    fetch = (copies or TensorCopies()).start(own)  # first: a GPU copies during the rest
     metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
     file, content = (path, metadata) if shard is None else (shard.file(run_dir, shard.rank), {"kind": "shard"})
 

@@ -451,6 +451,7 @@ class Optimizer:
 
     def __init__(self, parameter: Tensor) -> None:
         self.param_groups = [{"params": [parameter], "rate_factor": 1.0, "lr": 0.1}]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": {}, "param_groups": []}

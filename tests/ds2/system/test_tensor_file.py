@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,15 @@ from ds2.system.cuda_graph import GraphRecorder
 from ds2.system.tensor_file import (
     CheckpointError,
     ModuleTensors,
+    OptimizerTensors,
+    TensorCopies,
     load,
+    optimizer_tensors,
     prepare_save,
     read_digest,
     read_header,
     read_metadata,
+    restore_optimizer,
     save,
     write_tensors,
 )
@@ -258,10 +263,10 @@ def tensors_of_a_run(device: str) -> dict[str, torch.Tensor]:
     }
 
 
-def saved_late(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def saved_late(path: Path, tensors: dict[str, torch.Tensor], copies: TensorCopies | None = None) -> None:
     """Save tensors that change before another thread writes them; the file has them as they were."""
     expected = {name: value.detach().cpu().clone() for name, value in tensors.items()}
-    write = prepare_save(path, tensors, {})
+    write = prepare_save(path, tensors, {}, copies=copies)
     for value in tensors.values():
         value.zero_()
     thread = threading.Thread(target=write)
@@ -271,19 +276,84 @@ def saved_late(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in expected.items()) and set(loaded) == set(expected)
 
 
-@pytest.mark.parametrize("free", [0, 2**40])
-def test_tensors_of_a_gpu_are_brought_to_the_host_where_the_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
-) -> None:
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> list[str]:
+    """Let tensors of `OnGpu` be copied as those of a GPU with so many bytes free; returns what streams were asked."""
     events: list[str] = []
     stream = SimpleNamespace(record_event=lambda: events.append("recorded") or "event", wait_event=events.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**40))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(tensor_file, "_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda entered: nullcontext())
+    return events
+
+
+@pytest.mark.parametrize("free", [0, 2**40])
+def test_tensors_of_a_gpu_are_brought_to_the_host_where_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    events = simulate_gpu(monkeypatch, free)
     tensors = {name: value.as_subclass(OnGpu) for name, value in tensors_of_a_run("cpu").items()}
     saved_late(tmp_path / "a.safetensors", tensors)
     assert events == (["recorded", "event"] if free else [])  # without room for a copy the step waits
+
+
+def change(tensors: dict[str, torch.Tensor], how: str) -> None:
+    """Change tensors of a run from one save to the next."""
+    for value in tensors.values():
+        value.add_(1)
+    if how == "a tensor is replaced":
+        tensors["w"] = tensors["w"] + 1
+    elif how == "a tensor has other memory":
+        tensors["w"].data = tensors["w"].detach() + 1
+    elif how == "a tensor is new":
+        tensors["z"] = tensors["w"] + 1
+    elif how == "a tensor is gone":
+        del tensors["w"]
+    else:
+        assert how == "values"
+
+
+CHANGES = ("values", "a tensor is replaced", "a tensor has other memory", "a tensor is new", "a tensor is gone")
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_each_save_has_the_tensors_as_they_are_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    simulate_gpu(monkeypatch, 2**40)
+    tensors = {name: value.as_subclass(OnGpu) for name, value in tensors_of_a_run("cpu").items()}
+    tensors["host"], copies = torch.ones(2), TensorCopies()
+    saved_late(tmp_path / "a.safetensors", tensors, copies)
+    change(tensors, how)
+    saved_late(tmp_path / "a.safetensors", tensors, copies)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", CHANGES)
+def test_each_save_has_a_gpu_s_tensors_as_they_are_then(tmp_path: Path, how: str) -> None:
+    tensors, copies = tensors_of_a_run("cuda"), TensorCopies()
+    saved_late(tmp_path / "a.safetensors", tensors, copies)
+    change(tensors, how)
+    saved_late(tmp_path / "a.safetensors", tensors, copies)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_tensors_of_an_optimizer_are_those_that_it_has_now(name: str) -> None:
+    model = nn.Linear(3, 2)
+    kinds = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
+    optimizer = kinds[name](model.parameters(), lr=0.1)
+    tensors = OptimizerTensors(optimizer)
+    for _ in range(2):
+        for part in (model.weight, model.bias):
+            assert same(tensors.named(), optimizer_tensors(optimizer))
+            optimizer.zero_grad()
+            part.square().sum().backward()
+            optimizer.step()
+        assert tensors.named() is tensors.named() != {}
+        restore_optimizer(optimizer, {key: value + 1 for key, value in optimizer_tensors(optimizer).items()})
+        assert same(tensors.named(), optimizer_tensors(optimizer))
+
+
+def same(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return list(tensors) == list(others) and all(tensors[name] is others[name] for name in tensors)
 
 
 def test_copies_leave_a_gpu_on_a_stream_that_is_made_with_the_gpu_as_the_current_one(

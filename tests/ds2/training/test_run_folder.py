@@ -22,7 +22,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.process_group import LostRankError
 from ds2.system import tensor_file
 from ds2.system.files import atomic_file
-from ds2.system.tensor_file import CheckpointError, load, prepare_save, save
+from ds2.system.tensor_file import CheckpointError, TensorCopies, load, prepare_save, save
 from ds2.training import loop, run_folder
 from ds2.training.loop import train
 from ds2.training.run_folder import BackgroundWriter, RunFiles, make_folder, sole_use
@@ -114,7 +114,7 @@ def test_a_writer_keeps_the_order_and_after_an_error_writes_nothing_more() -> No
 
 
 def test_a_file_that_is_written_later_holds_the_tensors_of_the_call(tmp_path: Path) -> None:
-    copies: dict[str, torch.Tensor] = {}
+    copies = TensorCopies()
     value = torch.arange(6.0).view(2, 3)
     write = prepare_save(tmp_path / "first", {"a": value.t(), "b": torch.ones(1)}, {}, copies=copies)
     value.zero_()
