@@ -168,7 +168,7 @@ def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
     registers = re.search(r"Used (\d+) registers", report)
     if registers is None:
         raise RuntimeError(f"NVRTC reports no resource use for {ENTRY} on {arch}; its log was: {report!r}")
-    check_registers(source, int(registers[1]), compiler_version())
+    check_registers(source, int(registers[1]))
     frames = re.findall(r"(\d+) bytes stack frame", report)
     losses = re.findall(r"Potential Performance Loss: (.*)", report)
     return Binary(code, int(registers[1]), sum(map(int, frames)), " ".join(losses))
@@ -191,7 +191,7 @@ def _to_ptx(source: str, arch: str, defines: Sequence[str]) -> Binary:
     return Binary(text, 0, 0, "")
 
 
-def check_registers(source: str, registers: int, compiler: str) -> None:
+def check_registers(source: str, registers: int, compiler: str | None = None) -> None:
     """Raise RuntimeError where a source names the registers of a thread and was compiled to another number.
 
     `setmaxnreg` moves registers from some warps to others. A kernel with fewer registers than its source assumes would
@@ -200,7 +200,7 @@ def check_registers(source: str, registers: int, compiler: str) -> None:
     expected = re.search(rf"{LAUNCH_REGISTERS} = (\d+)", source)
     if expected and int(expected[1]) != registers:
         raise RuntimeError(
-            f"{compiler} compiled a kernel to {registers} registers a thread, its source needs "
+            f"{compiler or compiler_version()} compiled a kernel to {registers} registers a thread, its source needs "
             f"{expected[1]}: pip install 'nvidia-cuda-nvrtc>=13.0,<13.1', or use backend='gemm'"
         )
 

@@ -67,13 +67,13 @@ def test_a_kernel_compiled_to_other_registers_than_its_warps_share_is_refused(
     assert handing
     for choice in handing:
         launched = 65536 // choice.launch.threads // 8 * 8
-        check_registers(choice.launch.source.text, launched, "NVRTC")
+        check_registers(choice.launch.source.text, launched)
         with pytest.raises(RuntimeError, match=f"to {launched - 8} registers a thread, its source needs {launched}"):
-            check_registers(choice.launch.source.text, launched - 8, "NVRTC")
+            check_registers(choice.launch.source.text, launched - 8)
 
 
 def test_kernels_that_share_no_registers_may_have_any() -> None:
-    check_registers('extern "C" __global__ void ds2_kernel() {}', 7, "NVRTC")
+    check_registers('extern "C" __global__ void ds2_kernel() {}', 7)
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
