@@ -332,8 +332,16 @@ def register() -> None:
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others."""
+    """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others.
+
+    Raises:
+        ConfigError: a setting of another section, as `model.hidden=512`, which a trained model has already.
+    """
     overrides = [a for a in arguments if a.startswith(("decode=", "decode."))]
+    for other in arguments:
+        section, _, rest = other.partition(".")
+        if section in vars(Config()) and "=" in rest and section != "decode" and not Path(other).exists():
+            raise ConfigError(f"{other}: a trained model has its settings; only those of decode can be given here")
     return [_expand_home(a) for a in overrides], [a for a in arguments if a not in overrides]
 
 

@@ -82,6 +82,14 @@ def test_arguments_part() -> None:
     assert split_overrides(arguments) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
 
 
+def test_settings_of_training_are_refused_for_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="a trained model has its settings"):
+        split_overrides(["run", "model.hidden=3"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.v=2.jsonl").touch()
+    assert split_overrides(["run", "data.v=2.jsonl"]) == ([], ["run", "data.v=2.jsonl"])
+
+
 def test_evaluate_and_transcribe_take_a_beam(
     tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
