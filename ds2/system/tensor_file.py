@@ -102,14 +102,13 @@ class TensorCopies:
     """Copies of tensors in memory of the host.
 
     Each save copies into the same memory, which is several times as fast as new memory. What is the same for all saves
-    of the same tensors is made by the first one, since a GPU may have to wait for it.
+    of the same tensors, changed in place, is made by the first one, since a GPU may have to wait for it.
     """
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
-        self._groups: list[_Group] = []  # tensors of a GPU, one group for each type
-        self._on_gpu: dict[str, Tensor] = {}  # all of these tensors
-        self._addresses: list[int] = []  # of their memory
+        self._tensors: dict[str, Tensor] = {}  # of the last call
+        self._groups: list[_Group] = []  # those of them on a GPU
 
     @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
@@ -120,17 +119,14 @@ class TensorCopies:
         Tensors of a GPU are first copied within its memory, so that the next step does not wait for a transfer to the
         host. That needs twice their size of free memory: once for the copy, and as much again for the step.
         """
-        on_gpu = {name: value for name, value in tensors.items() if value.is_cuda}
-        addresses = [value.data_ptr() for value in on_gpu.values()]
-        same = list(on_gpu) == list(self._on_gpu) and all(map(operator.is_, on_gpu.values(), self._on_gpu.values()))
-        if not same or addresses != self._addresses:
-            self._groups, self._on_gpu, self._addresses = _groups(on_gpu), on_gpu, addresses
+        if not same_tensors(tensors, self._tensors):
+            self._tensors, self._groups = dict(tensors), _groups(tensors)
         groups, device = self._groups, next((group.device for group in self._groups), None)
         if device is not None and torch.cuda.mem_get_info(device)[0] < 2 * sum(group.bytes for group in groups):
             groups = []
         joined = [(group, group.join()) for group in groups]
         copied = torch.cuda.current_stream(device).record_event() if groups else None
-        for name in tensors.keys() - (on_gpu.keys() if groups else ()):
+        for name in tensors.keys() - {name for group in groups for name in group.tensors}:
             self._copy_of(name, tensors[name]).copy_(tensors[name])
 
         def fetch() -> dict[str, Tensor]:
@@ -160,27 +156,31 @@ class TensorCopies:
 
 
 class _Group:
-    """Tensors of one type on a GPU, by name, and what it takes to join them."""
+    """Tensors on a GPU by name, of one type, all of them contiguous or none."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.device = next(iter(tensors.values())).device
+        self.tensors, first = tensors, next(iter(tensors.values()))
+        self.device = first.device
         self.sizes = [value.numel() for value in tensors.values()]
         self.bytes = sum(value.nbytes for value in tensors.values())
-        # Flat views where there can be one; else a tensor is made flat anew each time, which copies it.
-        self._views = [value.view(-1) if value.is_contiguous() else value for value in tensors.values()]
+        self._views = [value.view(-1) for value in tensors.values()] if first.is_contiguous() else []
 
     def join(self) -> Tensor:
-        """Copy the tensors as they are now into one new tensor."""
-        return torch.cat([view if view.dim() == 1 else view.reshape(-1) for view in self._views])
+        """Copy the tensors as they are now into one new tensor, one after the other."""
+        return torch.cat(self._views or [value.reshape(-1) for value in self.tensors.values()])
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> list[_Group]:
-    """Group tensors by type."""
-    by_type: dict[torch.dtype, dict[str, Tensor]] = {}
+    groups: dict[tuple[torch.dtype, bool], dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        by_type.setdefault(value.dtype, {})[name] = value
-    return [_Group(group) for group in by_type.values()]
+        if value.is_cuda:
+            groups.setdefault((value.dtype, value.is_contiguous()), {})[name] = value
+    return [_Group(group) for group in groups.values()]
+
+
+def same_tensors(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Whether these are the same tensors, not equal ones, with the same names in the same order."""
+    return list(tensors) == list(others) and all(map(operator.is_, tensors.values(), others.values()))
 
 
 @functools.cache
@@ -381,43 +381,12 @@ def counting_modules(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-class ModuleTensors:
-    """Makes state dicts of a module in a fifth of the time of its own method, which takes 1 ms with 50 layers.
-
-    Its parameters and buffers must stay the same tensors, changed in place.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._tensors = module.state_dict()
-        self._counting = counting_modules(module)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors, not copies of them, and the counts as they are now."""
-        return {**self._tensors, **{name: part.get_extra_state() for name, part in self._counting.items()}}
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return momenta and step counts of an optimizer as tensors named INDEX.NAME."""
     state = optimizer.state_dict()["state"]
     return {
         f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
     }
-
-
-class OptimizerTensors:
-    """Lists an optimizer's tensors in a tenth of the time of its state dict, where they are those of the last call."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._values: list[Any] = []
-        self._named: dict[str, Tensor] = {}
-
-    def named(self) -> dict[str, Tensor]:
-        """The tensors as `optimizer_tensors` names them, not copies."""
-        values = [value for entry in self._optimizer.state.values() for value in entry.values()]
-        if len(values) != len(self._values) or any(map(operator.is_not, values, self._values)):
-            self._values, self._named = values, optimizer_tensors(self._optimizer)
-        return self._named
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:

@@ -64,6 +64,33 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str
     assert torch.equal(model.weight, resumed.weight) and torch.equal(model.bias, resumed.bias)
 
 
+@pytest.mark.parametrize("settings", [("train.average_decay=0.9",), ("optim=sgd", "optim.learning_rate=1e-3")])
+def test_each_save_has_the_state_of_its_moment(
+    tiny_config: MakeConfig, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    trainer = Trainer(tiny_config(*settings), tmp_path)
+    state, batches, plan = trainer.state, trainer.epoch(trainer.plan()), trainer.plan()
+
+    def saved() -> int:
+        trainer.files.save_and_wait()
+        expected = {
+            f"{part}.{name}": value for part, values in state.tensors().items() for name, value in values.items()
+        }
+        tensors, _ = load(tmp_path / "trainer.safetensors")
+        assert {*tensors} == {*expected}
+        assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+        return len(tensors)
+
+    first = saved()  # the optimizer has no state yet
+    for number in range(2):
+        trainer.step(batches, plan[number : number + 1])
+        assert saved() > first
+    assert state.steady_tensors() is state.steady_tensors()
+    state.load(*read_state(tmp_path, trainer.config, state), average_decay=trainer.config.train.average_decay)
+    trainer.step(batches, plan[2:3])
+    saved()
+
+
 @pytest.mark.parametrize(
     "lost", ["optimizer.3.exp_avg", "optimizer.", "average.", "model.classifier.bias", "features."]
 )
