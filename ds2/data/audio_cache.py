@@ -269,6 +269,7 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
     if data.cache == "none" or not utterances:
         return AudioStore(utterances, data.sample_rate_hz, channel=data.channel)
     folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz, data.channel)
+    remove_stale(folder)  # a build killed just after its rename leaves a folder, and the next start builds nothing
     files = _open_files(folder)
     known = _locate(files, keys, cheap_too=data.cache == "auto")[:, 0] != _NOT_CACHED
     listed = zip(keys, utterances, known, strict=True)
@@ -361,7 +362,6 @@ def _extend(
     if errors:
         raise AudioError(summarise_errors(errors, total) + _WAY_OUT)
     folder.mkdir(parents=True, exist_ok=True)
-    remove_stale(folder)
     if cheap:
         _write_cheap(folder, [key for key in missing if key in cheap])
     costly = {key: utterance for key, utterance in missing.items() if key not in cheap}

@@ -267,9 +267,12 @@ def test_a_list_of_which_nothing_can_be_read_leaves_nothing(tmp_path: Path, utte
     assert written(tmp_path) == []
 
 
-def test_leftovers_of_killed_builds_are_removed(tmp_path: Path, utterances: list[Utterance]) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_leftovers_of_killed_builds_are_removed(tmp_path: Path, utterances: list[Utterance], complete: bool) -> None:
+    if complete:  # killed after the file has its name
+        open_audio(utterances, data_config(tmp_path))
     folder = tmp_path / "work" / "audio_cache"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with subprocess.Popen(["sleep", "3600"]) as live, subprocess.Popen(["true"]) as dead:
         dead.wait()
         names = [f".a.{files.host_id()}.{process.pid}.{'0' * 16}.partial" for process in (live, dead)]
@@ -277,8 +280,8 @@ def test_leftovers_of_killed_builds_are_removed(tmp_path: Path, utterances: list
             (folder / name).mkdir()
             (folder / name / "a").write_bytes(b"12")
         open_audio(utterances, data_config(tmp_path))
-        assert sorted(path.name for path in folder.iterdir() if path.suffix == ".partial") == names[:1]
         live.kill()
+    assert sorted(path.name for path in folder.iterdir() if path.suffix == ".partial") == names[:1]
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:
