@@ -1,6 +1,7 @@
 """Fit the planner's performance model to one half of a recorded sweep, and test its choices on the other half.
 
-    python tools/plans.py fit RECORD...            print how far from the fastest tile the model's choices are
+    python tools/plans.py fit RECORD...            print how far from the fastest tile the model's choices are, also
+                                                   on problems that the constants were not fitted to ("held out")
     python tools/plans.py fit RECORD... --write    fit first, and write the constants that the planner uses
 
 Least squares of relative errors, every constant at least 0. The halves are the two colours of a chessboard of hidden
@@ -20,9 +21,11 @@ from typing import Any, NamedTuple
 from dispatch import read_result
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.devices import DEVICES
-from ds2_ops.recurrent.plan.model import Constants, Processor, Timed, step_us
+from ds2_ops.recurrent.plan.model import Constants, Processor, Timed, contents, step_us
 from ds2_ops.recurrent.plan.model import fit as fit_constants
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
+
+FIGURES = Path(__file__).parents[2] / "ops" / "figures"
 
 
 class Measured(NamedTuple):
@@ -93,6 +96,14 @@ def fit(problems: Iterable[Measured]) -> Constants:
     )
 
 
+def held_out(record: Record) -> list[Measured]:
+    """Return the problems of a record that are in no half to which the constants of its capability were fitted."""
+    others = [read(FIGURES / name) for name in contents()["fitted to"]]
+    halves_fitted = [halves(other.problems)[0] for other in others if other.facts.capability == record.facts.capability]
+    fitted = {measured.problem for half in halves_fitted for measured in half}
+    return [measured for measured in record.problems if measured.problem not in fitted]
+
+
 def judge(
     problems: list[Measured], constants: Constants | None = None, processor: Processor | None = None
 ) -> dict[str, float]:
@@ -139,6 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     constants = fit(fitted_by) if options.write else None
     for name, problems in (("fitted by", fitted_by), ("judged by", judged_by)):
         print(name, judge(problems, constants))
+    if constants is None and (unseen := [problem for record in whole for problem in held_out(record)]):
+        print("held out", judge(unseen))
     worst(judged_by, constants, options.worst)
     if constants is not None:
         path = Path(str(importlib.resources.files("ds2_ops.recurrent.plan").joinpath("constants.json")))

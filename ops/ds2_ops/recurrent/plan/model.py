@@ -156,22 +156,22 @@ def _chains(work: Work) -> int:
 
 
 @functools.cache
-def _contents() -> dict[str, Any]:
-    contents: dict[str, Any] = json.loads(
-        resources.files("ds2_ops.recurrent.plan").joinpath("constants.json").read_text()
-    )
-    return contents
+def contents() -> dict[str, Any]:
+    """Read the constants, the names of the GPUs, and of the records, to which they were fitted."""
+    text = resources.files("ds2_ops.recurrent.plan").joinpath("constants.json").read_text()
+    result: dict[str, Any] = json.loads(text)
+    return result
 
 
 def fitted() -> Constants:
     """Read the constants of an H200, and of portable tiles an H100, in microseconds."""
-    constants: Constants = _contents()["constants"]
+    constants: Constants = contents()["constants"]
     return constants
 
 
 def recorded_gpus() -> list[str]:
     """Return the names of the GPUs to whose times the constants were fitted."""
-    names: list[str] = _contents()["gpus"]
+    names: list[str] = contents()["gpus"]
     return names
 
 
