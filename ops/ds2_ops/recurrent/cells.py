@@ -38,7 +38,6 @@ class Cell:
             pre-activation.
         forward, backward: of a cell with gates, see above.
         gates: rows of the recurrent matrix a unit, in the order of torch.nn.
-        saved: numbers a unit and frame that the backward pass needs.
         carries_c: whether it has a second state c.
         last_apart: whether the gradient of the last gate's product is not that of x.
         phases: products of a step that need each other's results.
@@ -52,11 +51,15 @@ class Cell:
     forward: Callable[..., tuple[Tensor, Tensor, tuple[Tensor, ...]]] | None = None
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     gates: int = 1
-    saved: int = 0
     carries_c: bool = False
     last_apart: bool = False
     phases: int = 1
     takes_clip: bool = False
+
+    @property
+    def saved(self) -> int:
+        """Numbers a unit and frame that the backward pass needs: with gates four, and the state before the step."""
+        return 5 if self.gates > 1 else 0
 
 
 class Options(NamedTuple):
@@ -166,9 +169,9 @@ _ROWS = (
         "clipped_relu", "ClippedRelu", lambda pre, clip: pre.clamp_(0.0, clip), _clipped_relu_backward_, takes_clip=True
     ),
     Cell("tanh", "Tanh", lambda pre, clip: pre.tanh_(), _tanh_backward_),
-    Cell("lstm", "Lstm", forward=_lstm, backward=_lstm_backward, gates=4, saved=5, carries_c=True),
-    Cell("gru_after", "GruAfter", forward=_gru_after, backward=_gru_after_backward, gates=3, saved=5, last_apart=True),
-    Cell("gru_before", "GruBefore", forward=_gru_before, backward=_gru_before_backward, gates=3, saved=5, phases=2),
+    Cell("lstm", "Lstm", forward=_lstm, backward=_lstm_backward, gates=4, carries_c=True),
+    Cell("gru_after", "GruAfter", forward=_gru_after, backward=_gru_after_backward, gates=3, last_apart=True),
+    Cell("gru_before", "GruBefore", forward=_gru_before, backward=_gru_before_backward, gates=3, phases=2),
 )
 CELLS = {cell.name: cell for cell in _ROWS}
 PLAIN = {cell.name: cell for cell in _ROWS if cell.gates == 1}

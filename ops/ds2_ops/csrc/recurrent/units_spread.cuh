@@ -14,6 +14,7 @@ __device__ inline float of_gate(int q, float a, float b, float c, float d) { ret
 // The cell in lane q: as Cell::forward, but of what is saved plane q alone. The last plane, the carry before, is the caller's.
 template <class Cell, bool ALONE>  // without a cluster
 struct Spread {
+    static_assert(Cell::SAVED == 5, "what a cell with gates saves is four numbers and the state before the step");
     // What a lane needs of x, while products are under way; its own is of gate q, or of the last gate.
     static __device__ void share(float mine, float (&x)[Cell::GATES]) {
 #pragma unroll

@@ -13,7 +13,8 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
     fitting: list[Choice] = []
     if problem.directions > 1:
         return fitting
-    for cluster in (1, 2, 4, 8, 16):
+    # The model has no constants for clusters of 16 with gates: those of all cells that were swept need more registers.
+    for cluster in (1, 2, 4, 8, 16) if problem.cell.gates == 1 else (1, 2, 4, 8):
         clusters = sms if cluster == 1 else min(device.active_clusters.get(cluster, 0), sms // cluster)
         if clusters == 0:
             continue

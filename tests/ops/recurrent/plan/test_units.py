@@ -1,6 +1,10 @@
 """Tiles of the design for small layers, without a GPU: they fit, and compile without spills."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
+from ds2_ops.jit.build import build
 from ds2_ops.recurrent.cells import CELLS, GATED
 from ds2_ops.recurrent.plan.choose import choose
 from ds2_ops.recurrent.plan.devices import DEVICES
@@ -54,6 +58,24 @@ def test_a_cell_with_two_phases_that_does_not_fit_names_the_way_out() -> None:
         DoesNotFit, match=r"hidden size 2113 in bfloat16 does not fit.* at most 2112.* reset_after=True"
     ):
         choose(Problem(4, 2113, "bfloat16", "gru_before", True), H200)
+
+
+@pytest.mark.parametrize("gates", [2, 5])
+def test_cells_of_other_numbers_of_gates_have_constants(gates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CELLS, "new", replace(CELLS["gru_after"], name="new", gates=gates))
+    for hidden, batch, backward in itertools.product((33, 64, 128, 200, 512), (1, 4, 33), (False, True)):
+        for device in DEVICES.values():
+            assert choose(Problem(batch, hidden, "bfloat16", "new", backward), device).step_us > 0
+
+
+def test_a_cell_that_saves_other_numbers_does_not_compile() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    alone = units_choices(Problem(1, 64, "bfloat16", "gru_after", False), H200, H200.sms)[0].launch.source.text
+    shape = "using Shape"
+    cell = "struct Cell : ds2::GruAfter { static constexpr int SAVED = 3; };\n"
+    source = alone.replace("ds2::GruAfter", "Cell").replace(shape, cell + shape, 1)
+    with pytest.raises(RuntimeError, match="saves is four numbers and the state before the step"):
+        build(source)
 
 
 @pytest.mark.parametrize(
