@@ -13,19 +13,21 @@ import gc
 import hashlib
 import inspect
 import logging
+import math
 import multiprocessing
-import os
 import random
 import selectors
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+
+from ds2.system.machine import usable_cores
 
 PlantedFault = Callable[[], Any] | dict[str, bool]  # makes a context manager that plants it, or options of a run
 
@@ -270,7 +272,8 @@ def simulate(
         metavar="FAULT",
         help="plant each of these, by default all, and print the first seed that finds it",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further seed counts")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -278,8 +281,9 @@ def simulate(
     gc.set_threshold(50_000)  # a run makes few cycles
     seeds = range(options.first, options.first + options.seeds)
     if options.faults is not None:
-        return _print_faults(run, {name: planted_faults[name] for name in options.faults or planted_faults}, seeds)
-    return _print_runs(command, run, seeds, options.workers)
+        faults = {name: planted_faults[name] for name in options.faults or planted_faults}
+        return _print_faults(run, faults, seeds, options.workers)
+    return _print_runs(command, run, seeds, options.workers, options.seconds)
 
 
 def _attempt(run: Callable[..., str], seed: int, **options: bool) -> tuple[str, str]:
@@ -292,29 +296,42 @@ def _attempt(run: Callable[..., str], seed: int, **options: bool) -> tuple[str, 
         return f"unexpected {error!r}", ""
 
 
-def _print_faults(run: Callable[..., str], faults: Mapping[str, PlantedFault], seeds: range) -> int:
+def _attempts(
+    run: Callable[..., str], seeds: range, workers: int, **options: bool
+) -> Generator[tuple[int, str, str], None, None]:
+    """Run seeds in forked processes; yield each, in order, with what was wrong, or '', and its digest."""
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        results = pool.imap(partial(_attempt, run, **options), seeds, chunksize=4)
+        for seed, (wrong, digest) in zip(seeds, results, strict=True):
+            yield seed, wrong, digest
+
+
+def _print_faults(run: Callable[..., str], faults: Mapping[str, PlantedFault], seeds: range, workers: int) -> int:
     missed = 0
     for name, fault in faults.items():
         options, began_s = fault if isinstance(fault, dict) else {}, time.monotonic()
-        with nullcontext() if isinstance(fault, dict) else fault():
-            results = ((seed, _attempt(run, seed, **options)[0]) for seed in seeds)
-            seed, wrong = next((result for result in results if result[1]), (len(seeds), ""))
-        missed += not wrong
-        how = f"seed {seed}: {wrong[:200]}" if wrong else f"not found in {seed} seeds"
+        with (
+            nullcontext() if isinstance(fault, dict) else fault(),
+            closing(_attempts(run, seeds, workers, **options)) as results,
+        ):
+            detected = next(((seed, wrong) for seed, wrong, _ in results if wrong), None)
+        missed += detected is None
+        how = f"not found in {len(seeds)} seeds" if detected is None else f"seed {detected[0]}: {detected[1][:200]}"
         print(f"{name}: {how} ({time.monotonic() - began_s:.0f} s)", flush=True)
     return 1 if missed else 0
 
 
-def _print_runs(command: str, run: Callable[..., str], seeds: range, workers: int) -> int:
-    began_s, digest, failed = time.monotonic(), hashlib.sha256(), 0
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        results = pool.imap(partial(_attempt, run), seeds, chunksize=16)
-        for seed, (wrong, digest_of_run) in zip(seeds, results, strict=True):
+def _print_runs(command: str, run: Callable[..., str], seeds: range, workers: int, most_s: float) -> int:
+    began_s, digest, failed, done = time.monotonic(), hashlib.sha256(), 0, 0
+    with closing(_attempts(run, seeds, workers)) as results:
+        for seed, wrong, digest_of_run in results:
             digest.update(digest_of_run.encode())
-            failed += bool(wrong)
+            failed, done = failed + bool(wrong), done + 1
             if wrong:
                 again = f"python tools/fuzz.py {command} --first {seed} --seeds 1"
                 print(f"seed {seed}: {wrong}\n  again: {again}")
-    rate = len(seeds) / (time.monotonic() - began_s)
-    print(f"{len(seeds)} seeds, {failed} failed, {rate:.1f} a second; digest {digest.hexdigest()[:16]}")
+            if time.monotonic() - began_s > most_s:
+                break
+        rate = done / (time.monotonic() - began_s)
+    print(f"{done} seeds, {failed} failed, {rate:.1f} a second; digest {digest.hexdigest()[:16]}")
     return 1 if failed else 0
