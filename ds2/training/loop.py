@@ -72,12 +72,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                 # A process that is left behind and then alone goes on from a file: its own steps may not count.
                 trainer.files.save_and_wait(alone=True)
         if comm.rank == 0:
-            try:
-                save_config(config, run_dir / "config.yaml")
-                report_changes(run_dir / "corpus.json", [*trainer.utterances, *trainer.dev.utterances], log.info)
-            except OSError:  # the others go on without this process, which was stopped, and have removed its file
-                if not comm.superseded():
-                    raise
+            _write_settings(trainer)
         run_log = _open_log(trainer)
         _log_again(trainer, run_log)
         _log_start(trainer, run_log)
@@ -90,11 +85,30 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                     raise
                 log.info("step %d: %s", trainer.progress.step, error)
             run_log = _regroup(trainer, run_log, interrupts)
+            if comm.rank == 0 and not (run_dir / "corpus.json").is_file():  # the former rank 0 has not come to it
+                _write_settings(trainer)
+
+
+def _write_settings(trainer: Trainer) -> None:
+    """Write the config and what the corpus is; report what has changed in it since the last start."""
+    run_dir = trainer.run_dir
+    try:
+        save_config(trainer.config, run_dir / "config.yaml")
+        report_changes(run_dir / "corpus.json", [*trainer.utterances, *trainer.dev.utterances], log.info)
+    except OSError:  # the others go on without this process, which was stopped, and have removed its file
+        if not trainer.comm.superseded():
+            raise
 
 
 def _open_log(trainer: Trainer) -> RunLog:
     comm, step = trainer.comm, trainer.progress.step
     writes, superseded = comm.rank == 0, comm.superseded
+    if writes and step and not (trainer.run_dir / "log.jsonl").is_file():
+        log.warning(
+            "%s has no log.jsonl, so its log begins after step %d: the lines before are where that file was moved to, "
+            "with the run folder or alone",
+            *(trainer.run_dir, step),
+        )
     return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=comm.elastic)
 
 

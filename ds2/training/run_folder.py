@@ -60,7 +60,8 @@ def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
         if not os.fstat(file.fileno()).st_nlink:
             raise CheckpointError(f"run folder {run_dir} was just removed by a run that failed: start this one again")
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {comm.host}")
+        last = f"process {os.getpid()} on {comm.host}"
+        file.write(f"ranks that come and go, of which {last} started last" if comm.elastic else last)
         file.flush()
         remove_stale(run_dir)
         try:

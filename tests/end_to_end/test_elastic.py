@@ -32,10 +32,11 @@ from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError
 from ds2.distributed.launcher import Launched
 from ds2.distributed.process_group import LostRankError
 from ds2.model.norm import SequenceBatchNorm
-from ds2.system.tensor_file import load
+from ds2.system.tensor_file import CheckpointError, load
 from ds2.training import loop, trainer
 from ds2.training.metrics import LogWindow, RunLog
 from ds2.training.passes import Passes
+from ds2.training.run_folder import sole_use
 from ds2.training.state import Progress
 from ds2.training.stopping import Interrupts
 
@@ -111,6 +112,43 @@ def test_before_the_first_step_there_is_a_state_to_go_on_from(
 
     monkeypatch.setattr(loop, "_run", look)
     assert main(["train", *tiny_overrides, "comm.max_ranks=2", f"run_dir={tmp_path / 'run'}"]) == 0
+
+
+def test_a_new_rank_0_writes_the_files_that_the_lost_one_did_not_write_or_took_along(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir, run, former = tmp_path / "run", loop._run, list[str]()
+
+    def lose_rank_0(trainer: trainer.Trainer, *others: Any) -> int:
+        if not former and not run(trainer, *others):
+            for name in ("config.yaml", "corpus.json", "log.jsonl"):
+                former.append((run_dir / name).read_text())
+                (run_dir / name).unlink()
+            raise LostRankError("rank 0 ended")
+        return 0
+
+    monkeypatch.setattr(loop, "_run", lose_rank_0)
+    settings = ["device=cpu", "comm.max_ranks=2", "train.max_steps=1", f"run_dir={run_dir}"]
+    assert main(["train", *tiny_overrides, *settings]) == 0
+    assert [(run_dir / name).read_text() for name in ("config.yaml", "corpus.json")] == former[:2]
+    assert "has no log.jsonl, so its log begins after step 1" in caplog.text
+
+
+def test_a_run_of_one_process_is_refused_where_ranks_come_and_go(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+        "from ds2.training.run_folder import sole_use\n"
+        "with sole_use(Path(sys.argv[1]), SimpleNamespace(rank=0, elastic=True, host='here')):\n"
+        "    print('held', flush=True)\n    sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as ranks:
+        assert ranks.stdout is not None and ranks.stdout.readline() == "held\n"
+        written = rf"written by ranks that come and go, of which process {ranks.pid} on here started last: end that run"
+        with pytest.raises(CheckpointError, match=written), sole_use(tmp_path, Communicator(torch.device("cpu"))):
+            pass
+        ranks.kill()
 
 
 def test_what_rank_0_needs_is_imported_before_the_ranks_meet(tiny_overrides: list[str], tmp_path: Path) -> None:
