@@ -133,6 +133,7 @@ class Members:
         self._enter()
         self._read: View | None = None  # the newest one, as far as this process knows
         self._left_behind = False
+        self._unreached_s: float | None = None  # since when this process has failed to reach a rank
         self._beats: dict[str, tuple[int, float]] = {}  # by process: its last sign of life, and when this one saw it
         self._looked_s = time.monotonic()
         self._closed = threading.Event()
@@ -344,6 +345,8 @@ class Members:
 
         Raises:
             LostRankError: a rank ended, or went on to another view.
+            UserError: a rank that runs cannot be reached, see `_reach`.
+            OSError: this process may open no more files.
         """
         own = view.rank(self.me.id)
         assert own is not None
@@ -352,10 +355,12 @@ class Members:
         try:
             for rank, member in enumerate(view.members[:own]):
                 for stream in range(STREAMS):
-                    links[stream][rank] = _call(member, self.me.host, _HELLO.pack(view.number, stream, hello))
+                    links[stream][rank] = self._reach(member, view, _HELLO.pack(view.number, stream, hello))
             self._accept(view, own, links)
         except OSError as error:
             _close(links)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # it would be so again
             raise LostRankError(f"a rank of the new group cannot be reached ({error})") from error
         except BaseException:
             _close(links)
@@ -363,7 +368,33 @@ class Members:
         for links_of_stream in links:
             for link in links_of_stream.values():
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small sums are many
+        self._unreached_s = None
         return TcpGroup(own, [m.host for m in view.members], links)
+
+    def _reach(self, member: Member, view: View, hello: bytes) -> socket.socket:
+        """Connect to a rank.
+
+        Raises:
+            OSError: it cannot be reached.
+            UserError: it cannot, but it runs. This process is new, or it has been so for `comm.timeout_s`: the ranks
+                would meet in vain again and again, so it has to go.
+        """
+        try:
+            return _call(member, self.me.host, hello)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            time.sleep(_LOOK_S)  # a process that ends closes its files one after the other
+            now_s = time.monotonic()
+            self._unreached_s = self._unreached_s or now_s
+            is_new = len(view.members) - view.joined <= view.members.index(self.me)
+            if self.alive(member.id) and (is_new or now_s - self._unreached_s > self._config.timeout_s):
+                raise UserError(
+                    f"the rank at {member.address}, port {member.port}, host {member.host}, process {member.process}, "
+                    f"runs but cannot be reached from here ({error}), so the others go on without this one: let the "
+                    "hosts of a run connect to each other on all ports, then start the same command again"
+                ) from error
+            raise
 
     def _accept(self, view: View, own: int, links: list[dict[int, socket.socket]]) -> None:
         began_s = time.monotonic()
@@ -588,7 +619,7 @@ class ElasticCommunicator(OrderedCommunicator):
         Raises:
             LostRankError: the new group has broken: call this again.
             LeftBehindError: the others went on without this process: call this again as a `JOINER`.
-            DisagreementError, UserError: as `Members.next_view`.
+            DisagreementError, UserError: as `Members.next_view` and `Members.connect`.
         """
         lost = {}
         if self.view is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,8 @@ from support.paths import ROOT
 from ds2.config.schema import CommConfig
 from ds2.distributed import elastic
 from ds2.distributed.elastic import JOINER, Members, View
+from ds2.distributed.process_group import LostRankError
+from ds2.system import UserError
 
 WAIT_S = 600  # a last resort
 SILENT_S = 2.5  # long enough for a process that is not stopped, of which a busy machine may make a false alarm
@@ -222,6 +226,43 @@ def test_a_process_that_is_stopped_while_it_waits_to_join_is_not_taken_in_again_
     os.kill(other.process.pid, signal.SIGCONT)
     wait_for(members.others_wait)
     assert len(next_view(members).members) == 2 and other.view() == 2
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_new", "passed_s", "ends"),
+    [(True, True, 0, True), (False, True, 0, False), (True, False, 0, False), (True, False, 601, True)],
+)
+def test_a_process_that_cannot_reach_a_rank_which_runs_keeps_the_others_from_meeting_no_longer(
+    members: Members, monkeypatch: pytest.MonkeyPatch, runs: bool, is_new: bool, passed_s: float, ends: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    rank = replace(members.me, id="0" * len(members.me.id), port=port)
+    view = View(1, [rank, members.me], joined=int(is_new))
+    monkeypatch.setattr(members, "alive", lambda member: runs)
+    with pytest.raises(LostRankError if not ends or passed_s else UserError, match="cannot be reached"):
+        members.connect(view)
+    if passed_s:
+        now_s = time.monotonic()
+        monkeypatch.setattr(elastic.time, "monotonic", lambda: now_s + passed_s)
+        with pytest.raises(UserError, match=rf"port {port}, .* runs but cannot be reached from here \(.*refused"):
+            members.connect(view)
+
+
+@pytest.mark.parametrize("call", [True, False])
+def test_a_process_that_may_open_no_more_files_ends(
+    members: Members, monkeypatch: pytest.MonkeyPatch, call: bool
+) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    rank = replace(members.me, id="0" * len(members.me.id))
+    monkeypatch.setattr(elastic, "_call", refuse)
+    with socket.create_connection(("127.0.0.1", members.me.port)):
+        listens = SimpleNamespace(fileno=members._listener.fileno, accept=refuse, close=members._listener.close)
+        monkeypatch.setattr(members, "_listener", listens)
+        with pytest.raises(OSError, match="Too many open files"):
+            members.connect(View(1, [rank, members.me] if call else [members.me, rank], joined=1))
 
 
 def test_processes_of_a_host_share_its_gpus_and_a_new_one_takes_that_of_a_lost_one(
