@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import select
 import socket
@@ -48,6 +49,7 @@ _BEAT_S = 1.0  # from one sign of life to the next
 _ASLEEP_S = 3.0  # a process that did nothing for so long cannot say that another was silent
 _CONNECT_S = 5.0
 _HELLO = struct.Struct("<IB16s")  # number of the view, stream, id of the sender
+_VIEW, _REQUEST = re.compile(r"view-\d{6}\.json"), re.compile(r"[0-9a-f]{32}\.json")  # other files are not ours
 _PREPARING = "preparing"
 JOINER = -1  # for the number of its last commit, in a process without the state of the run
 
@@ -430,7 +432,7 @@ class Members:
 
     def _newest(self) -> View | None:
         while True:
-            names = [name for name in self._names() if name.startswith("view-")]
+            names = self._names(_VIEW)
             if not names:
                 return None
             newest = max(names)
@@ -439,12 +441,12 @@ class Members:
             with suppress(OSError):  # removed by the process that made the next one
                 self._read = from_plain(View, parse_json((self._folder / newest).read_bytes()), newest)
 
-    def _names(self) -> list[str]:
-        """The names in the folder; where it was removed, this waits until the next beat has made it again."""
+    def _names(self, pattern: re.Pattern[str]) -> list[str]:
+        """The names in the folder that match; where it was removed, this waits until the next beat made it again."""
         until_s = time.monotonic() + _ASLEEP_S
         while True:
             try:
-                return os.listdir(self._folder)
+                return list(filter(pattern.fullmatch, os.listdir(self._folder)))
             except FileNotFoundError:
                 if time.monotonic() > until_s:
                     raise
@@ -452,12 +454,11 @@ class Members:
 
     def _requests(self) -> Iterator[_Request]:
         """The requests of processes that have not ended."""
-        for name in sorted(self._names()):
-            if name.endswith(".json") and not name.startswith("view-"):
-                with suppress(OSError):
-                    request = from_plain(_Request, parse_json((self._folder / name).read_bytes()), name)
-                    if self.alive(request.member.id):
-                        yield request
+        for name in sorted(self._names(_REQUEST)):
+            with suppress(OSError):
+                request = from_plain(_Request, parse_json((self._folder / name).read_bytes()), name)
+                if self.alive(request.member.id):
+                    yield request
 
     def alive(self, member: str) -> bool:
         """Whether a process runs or is stopped, rather than has ended: whether its file is locked."""

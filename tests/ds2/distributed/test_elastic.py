@@ -249,6 +249,14 @@ def test_a_process_that_cannot_reach_a_rank_which_runs_keeps_the_others_from_mee
             members.connect(view)
 
 
+def test_files_of_other_programs_end_no_rank(members: Members, tmp_path: Path) -> None:
+    next_view(members)
+    for name in ("._notes.json", f"._{members.me.id}.json", "view-000009.json.orig", "view-x.json"):
+        (tmp_path / name).write_bytes(b"\0\5\26\7")
+    assert not members.others_wait() and not members.superseded()
+    assert next_view(members).number == 1
+
+
 @pytest.mark.parametrize("call", [True, False])
 def test_a_process_that_may_open_no_more_files_ends(
     members: Members, monkeypatch: pytest.MonkeyPatch, call: bool
