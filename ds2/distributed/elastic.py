@@ -386,7 +386,7 @@ class Members:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            time.sleep(_LOOK_S)  # a process that ends closes its files one after the other
+            time.sleep(_BEAT_S)  # a process that is killed closes its files one after the other
             now_s = time.monotonic()
             self._unreached_s = self._unreached_s or now_s
             is_new = len(view.members) - view.joined <= view.members.index(self.me)
@@ -527,10 +527,10 @@ class Members:
     def close(self) -> None:
         """Remove the files of this process."""
         self._closed.set()
-        self._listener.close()
         for path in self._folder.glob(f"{self.me.id}.*"):
             path.unlink(missing_ok=True)
         self._lock.close()
+        self._listener.close()  # last: who cannot reach a process must see that it has ended
         if self.view is None:  # a process that was refused leaves nothing
             with suppress(OSError):
                 (self._folder / _PREPARING).unlink(missing_ok=True)

@@ -249,6 +249,15 @@ def test_a_process_that_cannot_reach_a_rank_which_runs_keeps_the_others_from_mee
             members.connect(view)
 
 
+def test_a_process_that_leaves_has_ended_before_it_cannot_be_reached(tmp_path: Path) -> None:
+    members = Members(tmp_path, CommConfig(max_ranks=3))
+    listener, files = members._listener, list[list[Path]]()
+    members._listener = Mock(close=lambda: files.append([*tmp_path.glob("*.lock")]))
+    members.close()
+    listener.close()
+    assert files == [[]]
+
+
 def test_files_of_other_programs_end_no_rank(members: Members, tmp_path: Path) -> None:
     next_view(members)
     for name in ("._notes.json", f"._{members.me.id}.json", "view-000009.json.orig", "view-x.json"):
