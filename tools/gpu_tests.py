@@ -111,7 +111,7 @@ def visible_gpus(count: int) -> list[str]:
 
 def processes_on(gpus: int, cores: int) -> int:
     """Return how many processes test beside each other."""
-    return min(14 if gpus == 1 else 12 * gpus, cores)
+    return min(14 * gpus, cores)
 
 
 def run(options: argparse.Namespace) -> int:

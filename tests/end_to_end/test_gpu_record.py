@@ -111,9 +111,9 @@ def test_a_run_is_noted_only_if_all_passed(tmp_path: Path, right: bool) -> None:
     ("names", "gpus", "cores", "expected", "processes"),
     [
         (None, 1, 16, "0", "14"),
-        (None, 2, 32, "0,1", "24"),
+        (None, 2, 32, "0,1", "28"),
         (None, 2, 16, "0,1", "16"),
-        ("3,GPU-ab", 2, 64, "3,GPU-ab", "24"),
+        ("3,GPU-ab", 2, 64, "3,GPU-ab", "28"),
         ("1,-1,2", 1, 64, "1", "14"),  # CUDA reads no further than -1
     ],
 )
