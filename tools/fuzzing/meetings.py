@@ -482,9 +482,6 @@ def after_step(weight: int, step: int, ranks: int, content: int) -> int:
     return (31 * weight + 7 * step + ranks + content) % PRIME
 
 
-_STATES: dict[tuple[bytes, ...], tuple[int, int]] = {}
-
-
 def shards_in(run_dir: Any) -> list[Any]:
     """The shards of states in a run folder."""
     return sorted(run_dir.glob("trainer.*.shard"))
@@ -492,11 +489,13 @@ def shards_in(run_dir: Any) -> list[Any]:
 
 def step_of(path: Any) -> tuple[int, int]:
     """The step of a state, which must be complete, and its weight."""
-    content = path.read_bytes(), *(shard.read_bytes() for shard in shards_in(path.parent))
-    if content not in _STATES:
-        tensors, metadata = tensor_file.load(path)
-        _STATES[content] = metadata["progress"]["step"], int(tensors["model.weight"])
-    return _STATES[content]
+    return _step_of(path, path.read_bytes(), *(shard.read_bytes() for shard in shards_in(path.parent)))
+
+
+@lru_cache(1 << 10)
+def _step_of(path: Any, *content: bytes) -> tuple[int, int]:
+    tensors, metadata = tensor_file.load(path)
+    return metadata["progress"]["step"], int(tensors["model.weight"])
 
 
 def weights_of(ranks: Mapping[int, int]) -> list[int]:
