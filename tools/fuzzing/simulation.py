@@ -343,8 +343,8 @@ class VoskClient(SimulatedClient):
 
     async def play(self) -> None:
         draw = self.draw
-        rules = Endpoints(draw.uniform(0.3, 3), draw.uniform(0.2, 1.5), draw.uniform(1, 10))
-        self.audio = make_audio(draw, RATE_HZ, 6, rules, 0.1)
+        rules = Endpoints(draw.uniform(0.3, 2), draw.uniform(0.2, 1), draw.uniform(1, 5))
+        self.audio = make_audio(draw, RATE_HZ, 3, rules, 0.1)
         self.send({"config": {"sample_rate": RATE_HZ, "endpoints": asdict(rules), "words": draw.random() < 0.5}})
         await self.speak()
         if self.outcome.code is None:
@@ -396,7 +396,7 @@ class RealtimeClient(SimulatedClient):
         draw, outcome = self.draw, self.outcome
         silence_ms = draw.choice((None, draw.randint(200, 900)))
         rules = NEVER if silence_ms is None else Endpoints(after_speech_s=silence_ms / 1000)
-        self.audio = make_audio(draw, REALTIME_HZ, 2, rules, 0.2)
+        self.audio = make_audio(draw, REALTIME_HZ, 1, rules, 0.2)
         detection = None if silence_ms is None else {"type": "server_vad", "silence_duration_ms": silence_ms}
         prompt = ", ".join(["a b"] * draw.choice((0, 3, 1000)))
         audio = {"turn_detection": detection, "transcription": {"prompt": prompt}}
@@ -460,7 +460,7 @@ class Silent(VoskClient):
     code = 1013
 
     async def play(self) -> None:
-        self.audio = make_audio(self.draw, RATE_HZ, 3, Endpoints(), 0)
+        self.audio = make_audio(self.draw, RATE_HZ, 1.5, Endpoints(), 0)
         self.send({"config": {"sample_rate": RATE_HZ}})
         if await self.speak():
             await self.read_to_end()
@@ -504,7 +504,7 @@ class Hostile(VoskClient):
 
     async def play(self) -> None:
         self.send({"config": {"sample_rate": RATE_HZ}})
-        self.audio = make_audio(self.draw, RATE_HZ, 1, Endpoints(), 0)
+        self.audio = make_audio(self.draw, RATE_HZ, 0.5, Endpoints(), 0)
         if self.draw.random() < 0.5:
             self.send(self.audio.data)
         self.send(self.draw.choice(HOSTILE))
@@ -566,7 +566,7 @@ class Run:
         ending = asyncio.ensure_future(self._end()) if self.draw.random() < 0.3 else None
         if self.draw.random() < 0.1 and self.host.links:
             self.excuses.add(1011)
-            self.loop.call_later(self.draw.expovariate(0.5), self.host.links[0].end.close)
+            self.loop.call_later(self.draw.expovariate(1), self.host.links[0].end.close)
         tasks = [*served, *([ending] if ending is not None else [])]
         _, waiting = await asyncio.wait(tasks, timeout=STUCK_S)
         if waiting:
@@ -596,7 +596,7 @@ class Run:
 
     async def _end(self) -> None:
         """Stop the server as SIGTERM does."""
-        await asyncio.sleep(self.draw.expovariate(0.5))
+        await asyncio.sleep(self.draw.expovariate(1))
         self.excuses |= {1012, 1013}
         await asyncio.gather(*(asyncio.wait_for(app.state.end(), 30) for app in self.apps))
 
