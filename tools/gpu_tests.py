@@ -109,11 +109,6 @@ def visible_gpus(count: int) -> list[str]:
     return [str(index) for index in range(count)] if names is None else names.split(",")[:count]
 
 
-def processes_on(gpus: int, cores: int) -> int:
-    """Return how many processes test beside each other."""
-    return min(14 * gpus, cores)
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the tests and note the pass; returns the exit status."""
     import torch
@@ -125,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
         report = Path(folder) / "report.xml"
         mark = f"gpu and {TWO_GPUS}" if options.two_gpus else "gpu"
         gpus = visible_gpus(torch.cuda.device_count())
-        processes = str(processes_on(len(gpus), usable_cores()))
+        processes = str(min(14 * len(gpus), usable_cores()))
         parallel = () if options.two_gpus else ("-n", processes, "--dist", "worksteal")  # or each takes both GPUs
         path = os.pathsep.join((str(ROOT), str(ROOT / "ops"), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -338,11 +338,12 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         ConfigError: a setting of another section, as `model.hidden=512`, which a trained model has already.
     """
     overrides = [a for a in arguments if a.startswith(("decode=", "decode."))]
-    for other in arguments:
+    others, sections = [a for a in arguments if a not in overrides], vars(Config())
+    for other in others:
         section, _, rest = other.partition(".")
-        if section in vars(Config()) and "=" in rest and section != "decode" and not Path(other).exists():
+        if section in sections and "=" in rest and not Path(other).exists():
             raise ConfigError(f"{other}: a trained model has its settings; only those of decode can be given here")
-    return [_expand_home(a) for a in overrides], [a for a in arguments if a not in overrides]
+    return [_expand_home(a) for a in overrides], others
 
 
 def refuse_search_settings(overrides: Sequence[str]) -> None:

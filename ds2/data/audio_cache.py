@@ -269,7 +269,7 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
     if data.cache == "none" or not utterances:
         return AudioStore(utterances, data.sample_rate_hz, channel=data.channel)
     folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz, data.channel)
-    remove_stale(folder)  # a build killed just after its rename leaves a folder, and the next start builds nothing
+    remove_stale(folder)  # also where nothing is missing: a build may be killed between its rename and its clean-up
     files = _open_files(folder)
     known = _locate(files, keys, cheap_too=data.cache == "auto")[:, 0] != _NOT_CACHED
     listed = zip(keys, utterances, known, strict=True)

@@ -48,6 +48,7 @@ _LOOK_S = 0.5  # from one look for processes that want to join to the next
 _BEAT_S = 1.0  # from one sign of life to the next
 _ASLEEP_S = 3.0  # a process that did nothing for so long cannot say that another was silent
 _CONNECT_S = 5.0
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 _HELLO = struct.Struct("<IB16s")  # number of the view, stream, id of the sender
 _VIEW, _REQUEST = re.compile(r"view-\d{6}\.json"), re.compile(r"[0-9a-f]{32}\.json")  # other files are not ours
 _PREPARING = "preparing"
@@ -361,7 +362,7 @@ class Members:
             self._accept(view, own, links)
         except OSError as error:
             _close(links)
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in _NO_MORE_FILES:
                 raise  # it would be so again
             raise LostRankError(f"a rank of the new group cannot be reached ({error})") from error
         except BaseException:
@@ -384,7 +385,7 @@ class Members:
         try:
             return _call(member, self.me.host, hello)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in _NO_MORE_FILES:
                 raise
             time.sleep(_BEAT_S)  # a process that is killed closes its files one after the other
             now_s = time.monotonic()

@@ -13,7 +13,7 @@ import hashlib
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -66,14 +66,9 @@ def prepare_save(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, Any],
     check: Callable[[], None] = lambda: None,
-    copies: TensorCopies | None = None,
 ) -> Callable[[], None]:
-    """Copy tensors as they are now, and return the function that writes the copies, in any thread; see `save`.
-
-    Args:
-        copies: of earlier calls. No function of an earlier call may still run.
-    """
-    return partial(write_copies, path, (copies or TensorCopies()).start(tensors), metadata, check)
+    """Copy tensors as they are now, and return the function that writes the copies, in any thread; see `save`."""
+    return partial(write_copies, path, TensorCopies().start(tensors), metadata, check)
 
 
 def write_copies(
@@ -119,7 +114,7 @@ class TensorCopies:
         Tensors of a GPU are first copied within its memory, so that the next step does not wait for a transfer to the
         host. That needs twice their size of free memory: once for the copy, and as much again for the step.
         """
-        if not same_tensors(tensors, self._tensors):
+        if list(tensors) != list(self._tensors) or not same_objects(tensors.values(), self._tensors.values()):
             self._tensors, self._groups = dict(tensors), _groups(tensors)
         groups, device = self._groups, next((group.device for group in self._groups), None)
         if device is not None and torch.cuda.mem_get_info(device)[0] < 2 * sum(group.bytes for group in groups):
@@ -178,9 +173,9 @@ def _groups(tensors: Mapping[str, Tensor]) -> list[_Group]:
     return [_Group(group) for group in groups.values()]
 
 
-def same_tensors(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Whether these are the same tensors, not equal ones, with the same names in the same order."""
-    return list(tensors) == list(others) and all(map(operator.is_, tensors.values(), others.values()))
+def same_objects(objects: Collection[object], others: Collection[object]) -> bool:
+    """Whether these are the same objects in the same order; equal ones are not enough."""
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                     raise
                 log.info("step %d: %s", trainer.progress.step, error)
             run_log = _regroup(trainer, run_log, interrupts)
-            if comm.rank == 0 and not (run_dir / "corpus.json").is_file():  # the former rank 0 has not come to it
+            if comm.rank == 0 and not (run_dir / "corpus.json").is_file():  # the lost rank 0 had not written it
                 _write_settings(trainer)
 
 
@@ -105,8 +105,8 @@ def _open_log(trainer: Trainer) -> RunLog:
     writes, superseded = comm.rank == 0, comm.superseded
     if writes and step and not (trainer.run_dir / "log.jsonl").is_file():
         log.warning(
-            "%s has no log.jsonl, so its log begins after step %d: the lines before are where that file was moved to, "
-            "with the run folder or alone",
+            "%s has no log.jsonl, so its log begins after step %d: earlier lines are in the file that was moved "
+            "or removed",
             *(trainer.run_dir, step),
         )
     return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=comm.elastic)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import operator
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from ds2.system.tensor_file import (
     optimizer_tensors,
     read_digest,
     restore_optimizer,
+    same_objects,
     save,
     with_prefix,
     without_prefix,
@@ -139,7 +139,7 @@ class TrainState:
         """List everything anew where the optimizer or the average is not as it was."""
         owners = [self.average, *(value for entry in self.optimizer.state.values() for value in entry.values())]
         last = self._listed
-        if last is None or len(owners) != len(last.owners) or any(map(operator.is_not, owners, last.owners)):
+        if last is None or not same_objects(owners, last.owners):
             models = {"model": self.model} | ({"average": self.average.model} if self.average is not None else {})
             counting = {
                 f"{part}.{name}": module
@@ -257,7 +257,8 @@ def prepare_state(
         state: what is written.
         config: of the run.
         shard: the part of this rank.
-        check, copies: as in `ds2.system.tensor_file.prepare_save`, also for errors of the function.
+        check: as in `ds2.system.tensor_file.save`, also for errors of the function.
+        copies: of earlier calls, whose functions have returned.
     """
 
     def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

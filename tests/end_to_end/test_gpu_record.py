@@ -1,4 +1,4 @@
-"""GPU tests: processes take all GPUs in turn, a pass replaces that before, a kernel that changed since is named."""
+"""GPU tests: processes take all GPUs in turn, a pass replaces the last one, a kernel that changed since is named."""
 
 from __future__ import annotations
 

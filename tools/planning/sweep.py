@@ -298,6 +298,7 @@ def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namesp
     return f"{len(lines)} problems, {sum(line.count('[') - 2 for line in lines)} tiles"
 
 
+@functools.cache
 def _smi(what: str) -> str:
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "--id=0"]
     try:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from ds2.system.tensor_file import (
     read_header,
     read_metadata,
     save,
+    write_copies,
     write_tensors,
 )
 
@@ -246,7 +248,7 @@ def tensors_of_a_run(device: str) -> dict[str, torch.Tensor]:
 def saved_late(path: Path, tensors: dict[str, torch.Tensor], copies: TensorCopies | None = None) -> None:
     """Save tensors that change before another thread writes them; the file has them as they were."""
     expected = {name: value.detach().cpu().clone() for name, value in tensors.items()}
-    write = prepare_save(path, tensors, {}, copies=copies)
+    write = partial(write_copies, path, (copies or TensorCopies()).start(tensors), {})
     for value in tensors.values():
         value.zero_()
     thread = threading.Thread(target=write)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -22,7 +23,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.process_group import LostRankError
 from ds2.system import tensor_file
 from ds2.system.files import atomic_file
-from ds2.system.tensor_file import CheckpointError, TensorCopies, load, prepare_save, save
+from ds2.system.tensor_file import CheckpointError, TensorCopies, load, save, write_copies
 from ds2.training import loop, run_folder
 from ds2.training.loop import train
 from ds2.training.run_folder import BackgroundWriter, RunFiles, make_folder, sole_use
@@ -116,11 +117,11 @@ def test_a_writer_keeps_the_order_and_after_an_error_writes_nothing_more() -> No
 def test_a_file_that_is_written_later_holds_the_tensors_of_the_call(tmp_path: Path) -> None:
     copies = TensorCopies()
     value = torch.arange(6.0).view(2, 3)
-    write = prepare_save(tmp_path / "first", {"a": value.t(), "b": torch.ones(1)}, {}, copies=copies)
+    write = partial(write_copies, tmp_path / "first", copies.start({"a": value.t(), "b": torch.ones(1)}), {})
     value.zero_()
     write()
     assert torch.equal(load(tmp_path / "first")[0]["a"], torch.arange(6.0).view(2, 3).t())
-    prepare_save(tmp_path / "second", {"a": torch.ones(2, dtype=torch.int64)}, {}, copies=copies)()
+    write_copies(tmp_path / "second", copies.start({"a": torch.ones(2, dtype=torch.int64)}), {})
     assert load(tmp_path / "second")[0].keys() == {"a"}
     assert torch.equal(load(tmp_path / "second")[0]["a"], torch.ones(2, dtype=torch.int64))
 
