@@ -1,9 +1,9 @@
 """The performance model: microseconds of a time step from what a tile does in it.
 
 A step is a chain: products of the received state, partial sums, the cell, the message to the other blocks. Each kind of
-tile (layout, groups in turns or rows in parts, gates) has one constant for each link of its chain, the same for all
-sizes. `fit` finds them by least squares: tools/plans.py all of them from one half of a recorded sweep, which it tests
-on the other half; `calibrate` a few factors of them for a GPU that no sweep was recorded on.
+tile (layout, groups in turns or rows in parts, phases, gates) has one constant for each link of its chain, the same for
+all sizes. `fit` finds them by least squares: tools/plans.py all of them from one half of a recorded sweep, which it
+tests on the other half; `calibrate` a few factors of them for a GPU that no sweep was recorded on.
 `tiles` that do not fit on the chip together run one after the other.
 """
 
@@ -96,7 +96,7 @@ class Processor:
 def kind(work: Work) -> str:
     """Return the name of the constants for this work."""
     variant = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
-    variant += " phases" if work.phases > 1 and work.layout.startswith("units") else ""
+    variant += " phases" if work.phases > 1 else ""
     gates = work.sums * work.sent > 1
     layout = work.layout.rstrip("0123456789") if gates and work.layout.startswith(WHOLE_CHIP) else work.layout
     return f"{layout}{variant}{' gates' if gates else ''}"
@@ -127,10 +127,10 @@ def step_us(work: Work, constants: Constants | None = None, processor: Processor
     if processor.factors:
         design, links = link_us(work, constants)
         if factors := processor.factors.get(design):
-            return _chains(work) * sum(factors[link] * us for link, us in links.items())
+            return work.tiles * sum(factors[link] * us for link, us in links.items())
     chain = sum(_term_us(work, constants).values())
-    exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
-    return _chains(work) * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
+    exchange = work.phases * EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
+    return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
 
 
 def _term_us(work: Work, constants: Constants | None) -> dict[str, float]:
@@ -145,14 +145,6 @@ def link_us(work: Work, constants: Constants | None = None) -> tuple[str, dict[s
         links[_LINK_OF.get(term, "products")] += us
     name = work.layout.rstrip("0123456789")
     return "wide" if name in ("wider", "streams") else name, links
-
-
-def _chains(work: Work) -> int:
-    """Return how many times a step runs its chain.
-
-    The units design has constants of its own for two phases; elsewhere a phase costs what a step of other cells does.
-    """
-    return work.tiles * (1 if work.layout.startswith("units") else work.phases)
 
 
 @functools.cache
@@ -185,7 +177,7 @@ class Timed(NamedTuple):
 
 def fit(timed: Iterable[Timed]) -> Constants:
     """Find the constants of every kind of tile by which estimates come closest to what was measured."""
-    return _fit(timed, lambda work: (kind(work), terms(work)), lambda work: work.tiles)
+    return _fit(timed, lambda work: (kind(work), terms(work)))
 
 
 def fit_factors(timed: Iterable[Timed], clock: float) -> Constants:
@@ -195,14 +187,13 @@ def fit_factors(timed: Iterable[Timed], clock: float) -> Constants:
         timed: on one GPU.
         clock: its clock, relative to that of the constants: what few timings say nothing about follows it.
     """
-    factors = _fit(timed, link_us, _chains, 1 / clock)
+    factors = _fit(timed, link_us, 1 / clock)
     return {design: {link: values.get(link, 0.0) for link in LINKS} for design, values in factors.items()}
 
 
 def _fit(
     timed: Iterable[Timed],
     describe: Callable[[Work], tuple[str, dict[str, float]]],
-    chains: Callable[[Work], int],
     expected: float | None = None,
 ) -> Constants:
     """Solve for what the counts of a tile are multiplied by, apart for each group, by least squares of relative errors.
@@ -210,20 +201,19 @@ def _fit(
     Args:
         timed: the tiles.
         describe: returns a tile's group and its counts.
-        chains: how often a tile's step does what is counted.
         expected: of every solution, or None.
     """
-    groups: dict[str, list[tuple[dict[str, float], int, Timed]]] = defaultdict(list)
+    groups: dict[str, list[tuple[dict[str, float], Timed]]] = defaultdict(list)
     for one in timed:
         group, counts_of_one = describe(one.work)
-        groups[group].append((counts_of_one, chains(one.work), one))
+        groups[group].append((counts_of_one, one))
     constants = {}
     for group, rows in sorted(groups.items()):
-        names = sorted({name for row, _, _ in rows for name in row})
-        counts = np.array([[row.get(name, 0.0) for name in names] for row, _, _ in rows])
-        us = np.array([one.us / times for _, times, one in rows])
+        names = sorted({name for row, _ in rows for name in row})
+        counts = np.array([[row.get(name, 0.0) for name in names] for row, _ in rows])
+        us = np.array([one.us / one.work.tiles for _, one in rows])
         # Errors of tiles that are far from the fastest matter less.
-        weight = np.array([(one.best_us / one.us) / (one.us / times) for _, times, one in rows])
+        weight = np.array([one.best_us / one.us for _, one in rows]) / us
         a, b = counts * weight[:, None], us * weight
         if expected is not None:
             prior = _PRIOR * np.eye(len(names))
@@ -262,9 +252,11 @@ def _cluster_terms(work: Work) -> dict[str, float]:
 
 
 def _units_terms(work: Work) -> dict[str, float]:
+    products = work.m_tiles * work.k_tiles * work.rounds  # of a sub-core
     return {
         "step": 1.0,
-        "products": work.m_tiles * work.k_tiles * work.rounds,  # of a sub-core
+        "products": products,
+        "lone products": products * (work.samples == 1),  # of cells with gates: four lanes share a unit
         "warps": work.rounds,
         "words": (work.cluster - 1) * work.samples * work.sent * work.words,
         "columns": work.samples > 4,  # a lane finishes two utterances

@@ -13,7 +13,7 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
     fitting: list[Choice] = []
     if problem.directions > 1:
         return fitting
-    # The model has no constants for clusters of 16 with gates: those of all cells that were swept need more registers.
+    # Clusters of 16 have constants for cells without gates only: no cell with gates that was timed fits into them.
     for cluster in (1, 2, 4, 8, 16) if problem.cell.gates == 1 else (1, 2, 4, 8):
         clusters = sms if cluster == 1 else min(device.active_clusters.get(cluster, 0), sms // cluster)
         if clusters == 0:
