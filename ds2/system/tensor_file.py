@@ -13,6 +13,7 @@ import hashlib
 import json
 import operator
 import re
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,6 +39,7 @@ _TYPES = {  # names in the format, in the order of its contents: the widest numb
 }  # fmt: skip
 _JSON_KEY = "ds2"  # a single entry: safetensors writes several in any order, and equal files would differ
 _HASHING_THREADS = 4  # each takes the interpreter lock for every tensor, for which steps that run meanwhile wait
+_PIECE, _PAUSE_S = 128, 1e-3  # tensors that are listed at a time; steps that wait for the lock then have it
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
 _DIGEST = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
 
@@ -281,11 +283,15 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     types = list(_TYPES)
     ordered = sorted(tensors.items(), key=lambda item: (types.index(item[1].dtype), item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, value in ordered:
-        start, end = end, end + value.nbytes
-        header[name] = {"dtype": _TYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    pieces, end = [], 0
+    for first in range(0, max(1, len(ordered)), _PIECE):
+        time.sleep(_PAUSE_S)
+        for name, value in ordered[first : first + _PIECE]:
+            start, end = end, end + value.nbytes
+            header[name] = {"dtype": _TYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+        pieces.append(json.dumps(header, separators=(",", ":"), ensure_ascii=False)[1:-1])
+        header = {}
+    text = f"{{{','.join(pieces)}}}".encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -336,20 +342,24 @@ def check_digest(header: Mapping[str, str], tensors: Mapping[str, Tensor], *, co
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor], *, content: bool) -> str:
-    names, digests = sorted(tensors), dict.fromkeys(tensors, "")
-    if content:
-        count = min(_HASHING_THREADS, 1 + usable_cores() // 4)  # one that has the lock should not wait for a core
-        shares = [{name: tensors[name] for name in names[first::count]} for first in range(count)]
-        with ThreadPoolExecutor(count) as threads:
-            for part in threads.map(_content_digests, shares):
-                digests |= part
-    listed = [[name, str(tensors[name].dtype), list(tensors[name].shape), digests[name]] for name in names]
-    return hashlib.sha256(json.dumps([text, listed]).encode()).hexdigest()
+    names, listed = sorted(tensors), dict[str, str]()
+    count = min(_HASHING_THREADS, 1 + usable_cores() // 4)  # one that has the lock should not wait for a core
+    shares = [{name: tensors[name] for name in names[first::count]} for first in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        for part in threads.map(partial(_list, content=content), shares):
+            listed |= part
+    entries = ", ".join(listed[name] for name in names)
+    return hashlib.sha256(f"[{json.dumps(text)}, [{entries}]]".encode()).hexdigest()
 
 
-def _content_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """SHA-256 of each tensor, which releases the interpreter lock while it hashes."""
-    return {name: hashlib.sha256(_content(tensor)).hexdigest() for name, tensor in tensors.items()}
+def _list(tensors: Mapping[str, Tensor], *, content: bool) -> dict[str, str]:
+    """What the digest covers of each tensor, as JSON; the interpreter lock is free while a content is hashed."""
+    return {
+        name: json.dumps(
+            [name, str(value.dtype), [*value.shape], hashlib.sha256(_content(value)).hexdigest() if content else ""]
+        )
+        for name, value in tensors.items()
+    }
 
 
 def _content(tensor: Tensor) -> Any:

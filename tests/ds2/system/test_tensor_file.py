@@ -1,6 +1,7 @@
 """Files that are whole or old, open without pickle, and say what is wrong with a foreign one."""
 
 import errno
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -226,6 +227,27 @@ def test_few_threads_hash_whatever_the_number_of_cores(tmp_path: Path, monkeypat
         monkeypatch.setattr(tensor_file, "usable_cores", lambda cores=cores: cores)
         save(tmp_path / f"{cores}", tensors, {})
     assert counts == [1, 1, 3, 4] and len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_a_header_of_many_tensors_is_made_in_pieces_between_which_steps_have_the_interpreter_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[int] = []  # how often each call names a tensor or its type; 0 is a pause
+    to_json = json.dumps
+
+    def count(*values: Any, **options: Any) -> str:
+        text = to_json(*values, **options)
+        listed.append(text.count("torch.float"))
+        return text
+
+    monkeypatch.setattr("time.sleep", lambda seconds: listed.append(0))
+    monkeypatch.setattr("json.dumps", count)
+    tensors = {f"torch.float{number}": torch.ones(1) for number in range(579)}
+    save(tmp_path / "many", tensors, {})
+    assert sum(listed) == 3 * len(tensors)  # two in the digest, one in the header
+    assert max(listed) <= 128
+    assert all(after == 0 for before, after in itertools.pairwise(listed) if before > 2)
+    assert load(tmp_path / "many")[0].keys() == tensors.keys() == load_file(tmp_path / "many").keys()
 
 
 class OnGpu(torch.Tensor):
