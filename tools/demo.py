@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import torch
 
 from ds2.cli import main as ds2
 from ds2.data.corpora.layouts import AN4_SOURCE
+from ds2.system.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
+_ENDS_S = 30.0  # a rank ends by itself within this time after the other has ended
 
 
 def find_an4(folder: str) -> Path | None:
@@ -21,6 +29,33 @@ def find_an4(folder: str) -> Path | None:
     if folder and corpus is None:
         sys.exit(f"demo: {folder} is not an AN4 folder: it has no etc/an4_train.fileids")
     return corpus
+
+
+@contextmanager
+def second_rank(command: Sequence[str]) -> Iterator[None]:
+    """Run a ds2 command in a process of its own too, on half of the cores: it becomes rank 1, and this process rank 0.
+
+    Each rank computes half of every batch. Two threads of one process train little faster than one: most operations of
+    so small a network are too short to be divided. A GPU, or a single core, stays with one process.
+    """
+    if torch.cuda.is_available() or usable_cores() < 2:
+        yield
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    of_other = {"RANK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # no warnings of Gloo after the end of rank 0
+    other = subprocess.Popen([sys.executable, "-m", "ds2.cli", *command], env=os.environ | variables | of_other)
+    os.environ.update(variables, RANK="0")
+    try:
+        yield
+    finally:
+        with suppress(subprocess.TimeoutExpired):
+            other.wait(_ENDS_S)
+        other.kill()  # without effect on a process that has ended
+        for name in (*variables, "RANK"):
+            del os.environ[name]
 
 
 def main() -> int:
@@ -41,7 +76,9 @@ def main() -> int:
     )
     began = time.monotonic()
     overrides = [f"recipe={recipe}", f"run_dir={run_dir}", *([f"data.corpus={an4}"] if an4 else []), *options.overrides]
-    status = ds2(["train", *overrides]) or ds2(["evaluate", run_dir])
+    with second_rank(["train", *overrides]):
+        status = ds2(["train", *overrides])
+    status = status or ds2(["evaluate", run_dir])
     if status:
         return status
     print(f"""

@@ -1,0 +1,31 @@
+"""The demo trains on two ranks of one machine, where this has two cores and no GPU, and ends as its training ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import tool
+
+from ds2.system.machine import usable_cores
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available() or usable_cores() < 2, reason="two ranks need two cores and no GPU"),
+]
+
+
+def test_the_demo_trains_on_two_ranks_and_evaluates(tiny_overrides: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run = tool("demo", "--run-dir", str(run_dir), *tiny_overrides, f"run_dir={run_dir}", "train.epochs=1")
+    assert run.returncode == 0, run.stdout
+    assert "2 ranks over gloo" in run.stdout and run.stdout.count("epoch 1: dev WER") == 1
+    assert (run_dir / "ranks" / "rank-0001.log").is_file()
+    assert "demo: finished in" in run.stdout and (run_dir / "best.safetensors").is_file()
+
+
+def test_the_demo_ends_with_the_status_of_its_training(tiny_overrides: list[str], tmp_path: Path) -> None:
+    run = tool("demo", "--run-dir", str(tmp_path / "run"), *tiny_overrides, "train.epoch=1")
+    assert run.returncode == 2, run.stdout
+    assert "did you mean 'train.epochs'?" in run.stdout and "demo: finished" not in run.stdout
