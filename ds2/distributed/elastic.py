@@ -40,6 +40,7 @@ from ds2.distributed.watchdog import SILENT_S
 from ds2.system import UserError
 from ds2.system.files import name_errors
 from ds2.system.plain import from_plain, parse_json
+from ds2.system.signals import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -198,19 +199,18 @@ class Members:
     def _is_silent(self, member: str) -> bool:
         return member != self.me.id and self.silent_s(member) > min(SILENT_S, self._config.timeout_s)
 
-    def next_view(
-        self, position: int, facts: dict[str, str], lost: dict[str, str], hurry: Callable[[], object]
-    ) -> View:
+    def next_view(self, position: int, facts: dict[str, str], lost: dict[str, str], hurry: Callable[[], int]) -> View:
         """Wait for the view that follows; the processes that wait make it.
 
         Args:
             position: the number of this process's last commit, or `JOINER`.
             facts: see `View`.
             lost: ids of processes that this one has lost, with the reasons.
-            hurry: whether to wait for no further processes.
+            hurry: the signal that asked this process to end, so that it waits for no further processes; 0 if none.
 
         Raises:
             LeftBehindError: the next view is without this process; the call after it is that of a `JOINER`.
+            Stopped: a signal asked this process to end, and others that wait for more have its state.
             DisagreementError: this process has other facts than the ranks.
             UserError: `comm.max_ranks` ranks run already.
         """
@@ -231,7 +231,7 @@ class Members:
             if request != written:
                 self._write(f"{self.me.id}.json", asdict(request))
                 written = request
-            view = self._following(newest, request, lost, waited_s, hurry=bool(hurry()))
+            view = self._following(newest, request, lost, waited_s, hurry())
             if view is not None:
                 self._propose(view)
             elif self.view is None and newest is not None and waited_s > _LOOK_S:
@@ -242,7 +242,7 @@ class Members:
             time.sleep(_POLL_S)
 
     def _following(
-        self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, *, hurry: bool
+        self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, hurry: int
     ) -> View | None:
         """Return the view that follows the newest one, or None where this process does not know it yet."""
         requests = {request.member.id: request for request in self._requests()} | {own.member.id: own}
@@ -267,10 +267,13 @@ class Members:
         joiners.sort(key=lambda request: request.member.id)
         chosen = [*present, *joiners][: self._config.max_ranks]
         enough = len(chosen) >= self._config.min_ranks
-        if not (enough or hurry) and waited_s < self._config.wait_s:
-            return None
+        if not enough and waited_s < self._config.wait_s:
+            if not hurry:
+                return None
+            if any(request.position >= own.position for request in chosen if request.member != own.member):
+                raise Stopped(hurry)
         left = [
-            f"rank {rank} on {m.host} (process {m.process}) {declared.get(m.id, 'ended')}"
+            f"rank {rank} on {m.host} (process {m.process}) {declared.get(m.id) or self._how_ended(m.id)}"
             for rank, m in enumerate(old)
             if m.id not in ids
         ]
@@ -283,6 +286,9 @@ class Members:
             fresh=max(request.position for request in chosen) == JOINER,
             facts=own.facts,
         )
+
+    def _how_ended(self, member: str) -> str:
+        return "was killed" if (self._folder / f"{member}.lock").exists() else "left"  # who leaves removes its files
 
     def _propose(self, view: View, name: str = "view") -> None:
         """Create the file of a view unless another process has; `name` is that of a draft, one for each thread."""
@@ -611,17 +617,17 @@ class ElasticCommunicator(OrderedCommunicator):
     def superseded(self) -> bool:
         return self.members.superseded()
 
-    def regroup(self, position: int, hurry: Callable[[], object]) -> View:
+    def regroup(self, position: int, hurry: Callable[[], int]) -> View:
         """Leave the group, wait for the next view, and connect its ranks.
 
         Args:
             position: the number of the last commit of this process, or `JOINER`. The rank with the highest is rank 0.
-            hurry: whether to wait for no further processes.
+            hurry: see `Members.next_view`.
 
         Raises:
             LostRankError: the new group has broken: call this again.
             LeftBehindError: the others went on without this process: call this again as a `JOINER`.
-            DisagreementError, UserError: as `Members.next_view` and `Members.connect`.
+            DisagreementError, UserError, Stopped: as `Members.next_view` and `Members.connect`.
         """
         lost = {}
         if self.view is not None:

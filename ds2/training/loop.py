@@ -20,7 +20,7 @@ from ds2.system.machine import git_commit, short_collections
 from ds2.system.signals import Stopped, kill_workers
 from ds2.training.metrics import LogWindow, RunLog, load_tensorboard, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
-from ds2.training.run_folder import make_folder, sole_use
+from ds2.training.run_folder import check_shared, make_folder, sole_use
 from ds2.training.state import Progress, resolve_position, state_file
 from ds2.training.stopping import Interrupts, report_lost_device
 from ds2.training.trainer import Trainer, TrainingError
@@ -52,6 +52,7 @@ def train(config: Config, run_dir: Path) -> int:
             rank_log(comm, run_dir),
             report_lost_device(comm),
         ):
+            check_shared(run_dir, config, comm)
             return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
         kill_workers()
@@ -67,7 +68,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             with interrupts.at_once():
                 load_tensorboard()  # before the ranks wait for this one, which may be rank 0 some day
                 view = trainer.regroup(interrupts)
-            _end_if_too_few(trainer, view)
+            _end_if_too_few(trainer, view, interrupts)
             if comm.rank == 0 and not state_file(run_dir).is_file():
                 # A process that is left behind and then alone goes on from a file: its own steps may not count.
                 trainer.files.save_and_wait(alone=True)
@@ -139,13 +140,13 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
     )
     if interrupts.agreed:
         trainer.files.save_and_wait(alone=True)
-    _end_if_too_few(trainer, view)
+    _end_if_too_few(trainer, view, interrupts)
     return run_log
 
 
-def _end_if_too_few(trainer: Trainer, view: View) -> None:
-    """Save and raise TrainingError where a view has fewer ranks than `comm.min_ranks`."""
-    if view.enough:
+def _end_if_too_few(trainer: Trainer, view: View, interrupts: Interrupts) -> None:
+    """Save and raise TrainingError where a view has fewer ranks than `comm.min_ranks`, unless a signal ends it."""
+    if view.enough or interrupts.agreed:
         return
     comm, limits = trainer.comm, trainer.config.comm
     trainer.files.save_and_wait(alone=True)
@@ -153,7 +154,8 @@ def _end_if_too_few(trainer: Trainer, view: View) -> None:
         comm.allgather(None)  # rank 0 has saved
     raise TrainingError(
         f"{comm.world} ranks are fewer than comm.min_ranks={limits.min_ranks}, for comm.wait_s={limits.wait_s:g} s; "
-        f"step {trainer.progress.step} is saved: start more with the same command, they go on from there"
+        f"step {trainer.progress.step} is saved: start more with the same command, they go on "
+        "from there; a process on another host counts only if it sees this run_dir, on a shared disk"
     )
 
 
@@ -163,6 +165,8 @@ def _log_start(trainer: Trainer, run_log: RunLog) -> None:
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     run_log.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
+    if comm.elastic and comm.world == 1 < config.comm.max_ranks:
+        log.info("no other rank yet: one on another host joins only if it sees this very folder, on a shared disk")
     _warn_of_short_warm_up(config, len(trainer.plan()))
     _warn_of_early_delay_penalty(config)
     _warn_of_lone_settings(config)

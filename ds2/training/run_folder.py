@@ -60,9 +60,10 @@ def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
         if not os.fstat(file.fileno()).st_nlink:
             raise CheckpointError(f"run folder {run_dir} was just removed by a run that failed: start this one again")
         file.truncate(0)
-        last = f"process {os.getpid()} on {comm.host}"
+        last = _writer(comm)
         file.write(f"ranks that come and go, of which {last} started last" if comm.elastic else last)
         file.flush()
+        os.fsync(file.fileno())  # `check_shared` reads it on other hosts
         remove_stale(run_dir)
         try:
             yield
@@ -71,6 +72,38 @@ def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
                 if os.listdir(run_dir) == ["lock"]:
                     (run_dir / "lock").unlink()
             raise
+
+
+def _writer(comm: Communicator) -> str:
+    return f"process {os.getpid()} on {comm.host}"
+
+
+def check_shared(run_dir: Path, config: Config, comm: Communicator) -> None:
+    """Warn where ranks see another run folder than rank 0, which has locked its own; all ranks call it together.
+
+    Raises:
+        CheckpointError: and each rank is to write a part of the state (`checkpoint.sharded`).
+    """
+    if comm.elastic or comm.world == 1:  # ranks that come and go meet in the folder
+        return
+    written, seen = comm.broadcast(_writer(comm)), ""
+    with suppress(OSError):
+        seen = written if comm.rank == 0 else (run_dir / "lock").read_text()  # to close the own file would unlock it
+    apart = [host for host in comm.allgather("" if seen == written else comm.host) if host]
+    if not apart:
+        return
+    what = f"{len(apart)} of {comm.world} ranks, such as on {apart[0]}, do not see rank 0's run folder {run_dir}"
+    if config.checkpoint.sharded:
+        raise CheckpointError(
+            f"{what}, into which checkpoint.sharded=true lets each rank write: give a run_dir that all hosts share, or "
+            "checkpoint.sharded=false"
+        )
+    if comm.rank == 0:
+        log.warning(
+            "%s: it alone has the checkpoints, and a run whose rank 0 is on another host next time begins anew; give a "
+            "run_dir that all hosts share",
+            what,
+        )
 
 
 @contextmanager

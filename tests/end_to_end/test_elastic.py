@@ -310,6 +310,23 @@ def test_a_rank_0_logs_a_step_that_it_has_from_a_rank_which_was_lost_while_they_
     assert [event["step"] for event in events(tmp_path, "train")] == [54, 55]
 
 
+def test_a_process_that_waits_alone_for_others_ends_by_a_signal_with_a_save_and_not_as_if_it_had_waited(
+    tmp_path: Path,
+) -> None:
+    interrupts = Interrupts()
+    trainer: Any = SimpleNamespace(
+        run_dir=tmp_path,
+        comm=SimpleNamespace(rank=0, world=1, elastic=True, superseded=lambda: False),
+        progress=Progress(step=55),
+        logged=None,
+        files=Mock(),
+        config=Config(),
+        regroup=lambda interrupts: setattr(interrupts, "agreed", signal.SIGTERM) or View(2, [], enough=False),
+    )
+    loop._regroup(trainer, RunLog(tmp_path, writes=False), interrupts).close()
+    trainer.files.save_and_wait.assert_called_once_with(alone=True)
+
+
 def test_a_signal_that_the_former_ranks_agreed_on_does_not_end_a_rank_among_others_that_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -418,7 +435,7 @@ def test_a_killed_rank_is_named_another_takes_its_place_and_signals_end_with_a_s
         assert "optim.learning_rate: 0.123 instead of" in said, said
         first.kill()
         wait_for(lambda: groups()[-1]["ranks"] == 1, jobs)
-        assert f"(process {first.pid})" in groups()[-1]["left"][0]
+        assert f"(process {first.pid}) was killed" in groups()[-1]["left"][0]
         third = start()
         wait_for(lambda: groups()[-1]["ranks"] == 2, jobs)
         second.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from ds2.distributed import elastic
 from ds2.distributed.elastic import JOINER, Members, View
 from ds2.distributed.process_group import LostRankError
 from ds2.system import UserError
+from ds2.system.signals import Stopped
 
 WAIT_S = 600  # a last resort
 SILENT_S = 2.5  # long enough for a process that is not stopped, of which a busy machine may make a false alarm
@@ -189,6 +190,18 @@ def test_a_folder_that_another_process_removes_as_one_enters_is_made_again(
     assert not folder.exists()
 
 
+def test_a_view_says_whether_who_is_gone_was_killed_or_left(members: Members, tmp_path: Path) -> None:
+    gone = [replace(members.me, id=number * 32, process=int(number)) for number in "12"]
+    (tmp_path / f"{gone[0].id}.lock").touch()  # the system has unlocked it
+    members.view = View(0, [members.me, *gone])
+    members._propose(members.view)
+    (tmp_path / f"{gone[0].id}.lock").touch()  # which `_propose` removes
+    assert [text.rpartition(" (")[2] for text in next_view(members).left] == [
+        "process 1) was killed",
+        "process 2) left",
+    ]
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_is_left_behind_while_the_others_regroup(
     members: Members, start: Callable[..., Other], tmp_path: Path
@@ -226,6 +239,20 @@ def test_a_process_that_is_stopped_while_it_waits_to_join_is_not_taken_in_again_
     os.kill(other.process.pid, signal.SIGCONT)
     wait_for(members.others_wait)
     assert len(next_view(members).members) == 2 and other.view() == 2
+
+
+@pytest.mark.parametrize(("position", "received", "leaves"), [(5, 15, True), (6, 15, False), (5, 0, None)])
+def test_a_process_that_a_signal_ends_leaves_the_others_waiting_for_more_unless_it_alone_has_the_state(
+    members: Members, monkeypatch: pytest.MonkeyPatch, position: int, received: int, leaves: bool | None
+) -> None:
+    members._config = CommConfig(max_ranks=4, min_ranks=3)
+    other = elastic._Request(replace(members.me, id="0" * 32), 0, 5, FACTS)
+    own = replace(other, member=members.me, position=position)
+    view = View(0, [members.me, other.member])
+    monkeypatch.setattr(members, "_requests", lambda: [other])
+    with pytest.raises(Stopped, match="SIGTERM") if leaves else nullcontext():
+        following = members._following(view, own, {}, 0.0, received)
+        assert (following is None) is (leaves is None) and not (following and following.enough)
 
 
 @pytest.mark.parametrize(

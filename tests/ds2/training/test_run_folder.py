@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ from ds2.system.files import atomic_file
 from ds2.system.tensor_file import CheckpointError, TensorCopies, load, save, write_copies
 from ds2.training import loop, run_folder
 from ds2.training.loop import train
-from ds2.training.run_folder import BackgroundWriter, RunFiles, make_folder, sole_use
+from ds2.training.run_folder import BackgroundWriter, RunFiles, check_shared, make_folder, sole_use
 from ds2.training.state import Shard, prepare_state, state_file
 from ds2.training.trainer import Trainer
 
@@ -365,6 +368,38 @@ def test_shards_of_a_step_that_former_ranks_held_back_are_not_written(make_ranks
     files.write_held()
     files.wait()
     assert shards(files) == 0
+
+
+def rank_of_two(rank: int, written: str, other: str) -> Any:
+    """A rank to which rank 0 sends what it wrote; `other` is the host of the other one where that sees no such file."""
+    comm = Mock(rank=rank, world=2, elastic=False, host=f"host{rank}")
+    comm.broadcast.side_effect = lambda value: value if rank == 0 else written
+    comm.allgather.side_effect = lambda own: [own, other]
+    return comm
+
+
+def test_ranks_that_do_not_see_the_folder_of_rank_0_are_named_at_the_start(
+    tiny_config: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, sharded = tiny_config(), tiny_config("checkpoint.sharded=true")
+    run_dir, elsewhere, written = tmp_path / "run", tmp_path / "elsewhere", f"process {os.getpid()} on host0"
+    run_dir.mkdir()
+    lock = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with sole_use(run_dir, rank_of_two(0, written, "")):
+        for folder, rank, other in ((run_dir, 0, "host1"), (elsewhere, 1, "")):
+            with pytest.raises(CheckpointError, match=r"1 of 2 ranks, such as on host1, do not see .* that all hosts"):
+                check_shared(folder, sharded, rank_of_two(rank, written, other))
+            caplog.clear()
+            check_shared(folder, whole, rank_of_two(rank, written, other))
+            assert ("host1, do not see" in caplog.text) is (rank == 0)
+        done = subprocess.run(
+            [sys.executable, "-c", lock, run_dir / "lock"], capture_output=True, text=True, check=False
+        )
+        assert "BlockingIOError" in done.stderr  # rank 0 still has it
+        caplog.clear()
+        for rank in (0, 1):
+            check_shared(run_dir, sharded, rank_of_two(rank, written, ""))
+        assert not caplog.text
 
 
 def test_a_run_folder_that_hosts_do_not_share_is_named(make_ranks: MakeRanks) -> None:
