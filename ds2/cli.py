@@ -87,6 +87,12 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
+def let_waiting_threads_sleep() -> None:
+    """Leave cores to others where OpenMP's threads wait, unless the user says how; read when torch is imported."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 on success, 2 for a user error, 128 + n if signal n stopped it."""
     open_missing_streams()
@@ -103,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}? There are" if close else "one of"
         print(f"ds2: unknown command {name!r}; {hint} {', '.join(COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is imported
+    let_waiting_threads_sleep()
     atexit.register(_skip_last_collection)
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
-
+from ds2.cli import let_waiting_threads_sleep
 from ds2.cli import main as ds2
 from ds2.data.corpora.layouts import AN4_SOURCE
 from ds2.system.machine import usable_cores
@@ -38,6 +37,9 @@ def second_rank(command: Sequence[str]) -> Iterator[None]:
     Each rank computes half of every batch. Two threads of one process train little faster than one: most operations of
     so small a network are too short to be divided. A GPU, or a single core, stays with one process.
     """
+    let_waiting_threads_sleep()
+    import torch
+
     if torch.cuda.is_available() or usable_cores() < 2:
         yield
         return
