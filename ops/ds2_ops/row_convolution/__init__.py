@@ -202,10 +202,8 @@ def _shift_backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor |
     grad_y, x = _masked(grad_y, lengths), _masked(x, lengths)
     grad_x = torch.empty_like(x)
     taps = _accumulated(weight.t().contiguous())
-    blocks = _blocks(x)
-    # One sum of products for each tap, as large as a block: half the memory traffic of a product and a sum a block.
-    products = x.new_zeros(len(taps), *x[: blocks[0][1] if blocks else 0].shape, dtype=taps.dtype)
-    for start, stop in blocks:
+    grad_taps = torch.zeros_like(taps)
+    for start, stop in _blocks(x):
         first = max(0, start - len(taps) + 1)
         gradient, source = _accumulated(grad_y[first:stop]), _accumulated(x[start:stop])
         total = torch.zeros_like(source)
@@ -213,9 +211,9 @@ def _shift_backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor |
             missing = max(0, j - start)  # frames of this block without a frame t - j
             delayed = gradient[start - first - j + missing : stop - first - j]
             total[missing:].addcmul_(delayed, taps[j])
-            products[j, missing : stop - start].addcmul_(delayed, source[missing:])
+            grad_taps[j] += (delayed * source[missing:]).sum((0, 1))
         grad_x[start:stop] = total
-    return _masked(grad_x, lengths), products.sum((1, 2)).t().contiguous().to(weight.dtype)
+    return _masked(grad_x, lengths), grad_taps.t().contiguous().to(weight.dtype)
 
 
 def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:
