@@ -36,63 +36,111 @@ _NEVER = -math.inf
 
 
 class PhraseStates:
-    """The states of the search, which are numbered, and the words that may stand before each word.
+    """The states of the search, which are numbered, and for each the states that may come before it.
 
     W words have P labels in all. State p < P writes label p, state P + p the blank after it. State 2 P + w writes the
     space after word w, state 2 P + W + w the silence after that space. The last four states are the space and the
-    silence before a phrase, and the first frame and the other frames of other speech.
+    silence before a phrase, and the first frame and the other frames of other speech. In an alphabet without a space
+    its log-prob is -inf, and words follow each other directly.
+
+    Behind the states come junctions, which take no frame: one for all words that follow the same words, and one for
+    the ends of phrases. With them each state has three predecessors at most.
     """
 
-    def __init__(self, graph: PhraseGraph, alphabet: Alphabet) -> None:
-        words = graph.words
+    def __init__(self, graph: PhraseGraph, alphabet: Alphabet, allowance: float) -> None:
+        words = self.words = graph.words
         sizes = np.array([len(word.labels) for word in words])
-        self.words, self.others = words, graph.others
+        count, total = len(words), int(sizes.sum())
         self.labels = np.array([label for word in words for label in word.labels])  # (P,)
-        self.word_of = np.repeat(np.arange(len(words)), sizes)  # (P,)
+        self.word_of = np.repeat(np.arange(count), sizes)  # (P,)
         self.last = np.cumsum(sizes) - 1  # (W,) position of the last label of each word
         self.first = self.last - sizes + 1
-        repeats = np.concatenate([[False], self.labels[1:] == self.labels[:-1]])
-        self.barred = np.where(repeats, _NEVER, 0.0)  # (P,) added to a step from the label before without a blank
         spaces = [label for label, symbol in enumerate(alphabet.symbols) if symbol and symbol.isspace()]
         self.space = spaces[0] if spaces else -1
         marked = [label for label, symbol in enumerate(alphabet.symbols) if symbol.startswith(WORD_MARK)]
         everything = [label for label in range(1, len(alphabet)) if label not in spaces]
         self.starts = np.array(marked or everything)  # labels that other speech may begin with
-        self._find_sources(graph)
-        count, total = len(words), len(self.labels)
-        self.blank0, self.space0, self.quiet0 = total, 2 * total, 2 * total + count
-        self.root_space, self.root_quiet = 2 * (total + count), 2 * (total + count) + 1
-        self.other_first, self.other = self.root_quiet + 1, self.root_quiet + 2
-        self.count = self.other + 1
+        self.blank0, self.space0, self.count = total, 2 * total, 2 * (total + count) + 4
+        label, blank = np.arange(total), total + np.arange(total)
+        space, quiet = self.space0 + np.arange(count), self.space0 + count + np.arange(count)
+        self.root_space, self.root_quiet, self.other_first, self.other = range(2 * total + 2 * count, self.count)
+        of_space, silence, start, rest = range(len(alphabet), len(alphabet) + 4)  # what `advance` puts behind a frame
+        kinds = np.array([BLANK, of_space, silence, of_space, silence, start, rest])
+        self.writes = np.append(self.labels, kinds.repeat([total, count, count, 1, 1, 1, 1]))  # (states,)
 
-    def _find_sources(self, graph: PhraseGraph) -> None:
-        """List the sources of each word: w is word w, W + w is word w and a blank, 2 W is the start of a phrase.
+        endings = np.stack([self.last, blank[self.last]])  # (2, W) states at the end of each word
+        exits = endings[:, [n for n, word in enumerate(words) if END in graph.reached[word.end]]]
+        self.final = np.array([self.root_quiet, self.root_space, self.other, self.other_first, *exits.flat])
+        others = [self.other, self.other_first]
+        before_phrase = [self.root_space, self.root_quiet] if spaces else [self.root_quiet, *others]
+        after_word = np.stack([space, quiet]) if spaces else endings
+        junctions, of_word = self._junctions(graph, after_word.T, before_phrase)
+        of_word, after_phrase = self.count + of_word, self.count + len(junctions)
+        never = after_phrase + 1
+        junctions.append([*exits.T.flat, *others] if spaces else [*others, *exits.T.flat])
+        sizes = np.array([len(states) for states in junctions])
+        self.before_junctions, self.starts_of_junctions = np.concatenate(junctions), sizes.cumsum() - sizes
+        self.junction_numbers = np.repeat(np.arange(len(sizes)), sizes)
+        self.before = np.full((3, self.count), never)  # of equally good predecessors the first counts
+        self.gains = np.zeros((3, self.count))
+        inner = np.setdiff1d(label, self.first)
+        repeats = inner[self.labels[inner] == self.labels[inner - 1]]
+        self.before[:2, self.first] = self.first, of_word
+        self.before[:, inner] = inner, inner - 1, blank[inner - 1]
+        self.before[1, repeats] = never  # the same label again needs a blank between them
+        self.gains[1:, label] = allowance
+        self.before[:2, blank] = label, blank
+        self.before[:, space] = space, *endings
+        self.before[:2, quiet] = space, quiet
+        self.before[:2, self.root_space] = self.root_space, after_phrase
+        self.before[:2, self.root_quiet] = self.root_space, self.root_quiet
+        if graph.others:
+            self.before[:2, self.other_first] = before_phrase if spaces else (self.root_quiet, after_phrase)
+            self.before[:2, self.other] = self.other, self.other_first
 
-        Words with the same sources share a row. In an alphabet without a space, a word that begins with the last label
-        of the word before needs a blank between them: there, words of a row have their first label in common too, and
-        a word that ends a phrase is a source of the words that begin one.
+    def _junctions(
+        self, graph: PhraseGraph, after_word: NDArray[np.int64], before_phrase: Sequence[int]
+    ) -> tuple[list[list[int]], NDArray[np.int64]]:
+        """Return the states before each junction, and the number of the junction (W,) before each word.
+
+        In an alphabet without a space, a word that begins with the last label of the word before needs a blank between
+        them: there, words of a junction have their first label in common too, and a word that ends a phrase leads to
+        the words that begin one.
+
+        Args:
+            after_word: (W, 2) states after which the next word may begin; without a space the second is a blank.
+            before_phrase: states after which a phrase may begin.
         """
-        words = graph.words
-        spaced = self.space >= 0
-        before: dict[tuple[int, int], list[int]] = {(word.start, 0 if spaced else word.labels[0]): [] for word in words}
-        labels: dict[int, list[int]] = {}  # by point
-        for point, label in before:
-            labels.setdefault(point, []).append(label)
-        ends = [*((n, graph.reached[word.end]) for n, word in enumerate(words)), (2 * len(words), graph.reached[ROOT])]
-        for source, points in ends:
-            following = points | graph.reached[ROOT] if END in points and not spaced else points
-            for point in following:
-                for label in labels.get(point, []):
-                    repeats = not spaced and source < len(words) and words[source].labels[-1] == label
-                    before[point, label].append(source + len(words) if repeats else source)
-        rows = [key for key, sources in before.items() if sources]
-        row_of = {key: row for row, key in enumerate(rows)}
-        counts = [len(before[key]) for key in rows]
-        self.sources = np.array([source for key in rows for source in before[key]])  # rows after each other
-        self.row_starts = np.cumsum([0, *counts[:-1]])
-        self.row_of_source = np.repeat(np.arange(len(rows)), counts)
-        self.row_of_word = np.array([row_of[word.start, 0 if spaced else word.labels[0]] for word in words])
-        self.exits = np.array([n for n, word in enumerate(words) if END in graph.reached[word.end]])
+        spaced, root = self.space >= 0, graph.reached[ROOT]
+        keys = [(word.start, 0 if spaced else word.labels[0]) for word in graph.words]
+        before: dict[tuple[int, int], list[int]] = {key: [] for key in keys}
+        at_point: dict[int, list[tuple[int, int]]] = {}
+        for key in before:
+            at_point.setdefault(key[0], []).append(key)
+        for word, states in zip(graph.words, after_word.tolist(), strict=True):
+            points = graph.reached[word.end]
+            for point in points | root if END in points and not spaced else points:
+                for key in at_point.get(point, []):
+                    before[key] += states[1:] if word.labels[-1] == key[1] else states  # 0 is no label of a word
+        for key in before:
+            before[key] += before_phrase if key[0] in root else []
+        numbers = {key: number for number, key in enumerate(before)}
+        return list(before.values()), np.array([numbers[key] for key in keys])
+
+    def advance(
+        self, scores: NDArray[np.float64], frame: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """Return the next scores of all states, and the state before each, from a frame of log-probs (V,)."""
+        reached = scores[self.before_junctions]
+        highest = np.maximum.reduceat(reached, self.starts_of_junctions)
+        best = np.flatnonzero(reached == highest[self.junction_numbers])[::-1]
+        moves = np.arange(self.count + len(highest) + 1, dtype=np.int32)
+        moves[self.count + self.junction_numbers[best]] = self.before_junctions[best]  # the first one, assigned last
+        reached = np.concatenate([scores, highest, [_NEVER]])[self.before] + self.gains
+        choice, states = reached.argmax(0), np.arange(self.count)
+        space = frame[self.space] if self.space >= 0 else _NEVER
+        values = np.append(frame, [space, max(frame[BLANK], space), frame[self.starts].max(), 0.0])
+        return reached[choice, states] + values[self.writes], moves[self.before[choice, states]]
 
 
 @dataclass
@@ -125,81 +173,13 @@ class _PhraseStream:
         best = frame.max()
         self.free += float(best)
         relative = frame - best
-        self.scores, moves = self._advance(relative)
+        self.scores, moves = self.states.advance(self.scores, relative)
         self.scores[self.scores < self.scores.max() - _BEAM] = _NEVER
         self.moves.append(moves)
         self.losses.append((-relative).astype(np.float32))
         self.frames += 1
         if self.frames % self.trace_every == 0:
             self._finalise()
-
-    def _advance(self, relative: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        s, old = self.states, self.scores
-        total = len(s.labels)
-        label, blank = old[:total], old[s.blank0 : s.space0]
-        in_word = np.maximum(label, blank)
-        in_word_from = np.where(label >= blank, np.arange(total), np.arange(s.blank0, s.space0))
-        ended, ended_from = in_word[s.last], in_word_from[s.last]  # (W,) words that may end here
-        root, root_from = self._root(ended, ended_from)
-        before_phrase = max((s.root_space, s.root_quiet), key=old.__getitem__)
-        if s.space >= 0:
-            space, quiet = old[s.space0 : s.quiet0], old[s.quiet0 : s.root_space]
-            after = np.maximum(space, quiet)
-            after_from = np.where(space >= quiet, np.arange(s.space0, s.quiet0), np.arange(s.quiet0, s.root_space))
-        else:
-            after, after_from = ended, ended_from
-            before_phrase = max((s.root_quiet, s.other, s.other_first), key=old.__getitem__)
-        entry = np.concatenate([after, blank[s.last], old[[before_phrase]]])
-        entry_from = np.concatenate([after_from, s.blank0 + s.last, [before_phrase]])
-        candidates = entry[s.sources]
-        highest = np.maximum.reduceat(candidates, s.row_starts)
-        chosen = np.flatnonzero(candidates == highest[s.row_of_source])[::-1]
-        source = np.zeros(len(highest), np.int64)
-        source[s.row_of_source[chosen]] = chosen  # the first one, as the last assignment counts
-
-        new, moves = np.full(s.count, _NEVER), np.zeros(s.count, np.int32)
-        step = np.empty(total)
-        step[1:] = np.maximum(label[:-1] + s.barred[1:], blank[:-1])
-        step_from = np.empty(total, np.int64)
-        step_from[1:] = np.where(
-            label[:-1] + s.barred[1:] >= blank[:-1], np.arange(total - 1), s.blank0 - 1 + np.arange(1, total)
-        )
-        step[s.first] = highest[s.row_of_word]
-        step_from[s.first] = entry_from[s.sources[source]][s.row_of_word]
-        step += self.allowance
-        emitted = relative[s.labels]
-        new[:total] = np.maximum(label, step) + emitted
-        moves[:total] = np.where(label >= step, np.arange(total), step_from)
-        new[s.blank0 : s.space0] = in_word + relative[BLANK]
-        moves[s.blank0 : s.space0] = in_word_from
-        quietest = relative[BLANK] if s.space < 0 else max(relative[BLANK], relative[s.space])
-        if s.space >= 0:
-            new[s.space0 : s.quiet0] = np.maximum(space, ended) + relative[s.space]
-            moves[s.space0 : s.quiet0] = np.where(space >= ended, np.arange(s.space0, s.quiet0), ended_from)
-            new[s.quiet0 : s.root_space] = after + quietest
-            moves[s.quiet0 : s.root_space] = after_from
-            new[s.root_space], moves[s.root_space] = max(
-                (old[s.root_space] + relative[s.space], s.root_space),
-                (root + relative[s.space], root_from),
-                key=lambda pair: pair[0],
-            )
-            new[s.root_quiet], moves[s.root_quiet] = old[before_phrase] + quietest, before_phrase
-        else:
-            new[s.root_quiet], moves[s.root_quiet] = old[s.root_quiet] + quietest, s.root_quiet
-        if s.others:
-            start = before_phrase if s.space >= 0 else max((before_phrase, root_from), key=old.__getitem__)
-            new[s.other_first], moves[s.other_first] = old[start] + relative[s.starts].max(), start
-            same = max((s.other, s.other_first), key=old.__getitem__)
-            new[s.other], moves[s.other] = old[same], same
-        return new, moves
-
-    def _root(self, ended: NDArray[np.float64], ended_from: NDArray[np.int64]) -> tuple[float, int]:
-        """Return score and state of the best path that has just ended a phrase or other speech."""
-        s, old = self.states, self.scores
-        last = int(s.exits[ended[s.exits].argmax()])
-        ways = [(float(ended[last]), int(ended_from[last]))]
-        ways += [(float(old[state]), state) for state in (s.other, s.other_first)]
-        return max(ways, key=lambda way: way[0])
 
     def _finalise(self) -> None:
         """Read the part that all paths share: its words are final."""
@@ -228,9 +208,7 @@ class _PhraseStream:
         s = self.states
         state = int(self.scores.argmax())
         if at_end:
-            label, blank = s.last[s.exits], s.last[s.exits] + s.blank0
-            ends = np.concatenate([[s.root_quiet, s.root_space, s.other, s.other_first], label, blank])
-            state = int(ends[self.scores[ends].argmax()])
+            state = int(s.final[self.scores[s.final].argmax()])
         reader = self.reader.copy()
         fixed = len(reader.words)
         if self.moves:
@@ -327,8 +305,8 @@ class PhraseDecoder(Decoder):
     ) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
         graph = compile_phrases(phrases, alphabet)
-        self.states = PhraseStates(graph, alphabet)
         self.allowance = allowance if graph.others else 0.0
+        self.states = PhraseStates(graph, alphabet, self.allowance)
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> PhraseDecoding:
         """Begin streams; the result of their chunks is that of the whole."""
