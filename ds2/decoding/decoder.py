@@ -21,8 +21,16 @@ Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs and len
 _SUM_TOLERANCE = 0.02  # of the probabilities of a frame: the error of log-probs rounded to bfloat16
 
 
-class Decoding(Protocol):
-    """Streams that are being decoded chunk by chunk."""
+class Decoding:
+    """Streams that are decoded chunk by chunk.
+
+    Attributes:
+        decoder: which does the work; its methods take several decodings in one batch.
+        streams: what it keeps of each stream.
+    """
+
+    def __init__(self, decoder: Decoder, streams: list[Any]) -> None:
+        self.decoder, self.streams = decoder, streams
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
         """Decode the next frames.
@@ -34,6 +42,7 @@ class Decoding(Protocol):
         Raises:
             DecodeError: NaN or infinite values, or frames that do not sum to one.
         """
+        self.decoder.step([self], log_probs, lengths)
 
     def best(self) -> list[Hypothesis]:
         """Return the best hypothesis of each stream so far; empty before the first frame.
@@ -41,18 +50,15 @@ class Decoding(Protocol):
         A beam search returns text and labels only, as words cost an alignment (`Decoder.best` can return them).
         `fixed_words` says how much of the text no later frame changes; a decoder of whole utterances says 0.
         """
-        ...
+        return self.decoder.best([self])[0]
 
     def finish(self) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each stream, best first, at least one."""
-        return [[hypothesis] for hypothesis in self.best()]
+        return self.decoder.finish([self])[0]
 
 
 class Decoder(Protocol):
     """Decodes batches of utterances, and streams.
-
-    A subclass needs `start` alone. `step`, `best` and `finish` of several decodings, which live recognition calls, then
-    take one after the other; a subclass that is faster on a batch of them overrides these.
 
     Attributes:
         hot_characters: the characters that hot words of a session may have; empty if the decoder takes no hot words.
@@ -61,7 +67,7 @@ class Decoder(Protocol):
     hot_characters: frozenset[str] = frozenset()
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
-        """Begin a decoding of `rows` streams.
+        """Begin a decoding of `rows` streams; the result of their chunks is that of the whole.
 
         Args:
             rows: the number of streams.
@@ -73,17 +79,16 @@ class Decoder(Protocol):
         ...
 
     def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
-        """`Decoding.step` of several decodings in one batch; decoding n, of one stream, gets row n of the log-probs."""
-        for row, decoding in enumerate(decodings):
-            decoding.step(log_probs[:, row : row + 1], lengths[row : row + 1])
+        """`Decoding.step` of several decodings in one batch: the streams of the first one, then those of the next."""
+        ...
 
     def best(self, decodings: Sequence[Any], *, words: bool = False) -> list[list[Hypothesis]]:
         """`Decoding.best` of several decodings in one batch; with `words` also where these cost an alignment."""
-        return [decoding.best() for decoding in decodings]
+        ...
 
     def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
         """`Decoding.finish` of several decodings in one batch."""
-        return [decoding.finish() for decoding in decodings]
+        return [[[hypothesis] for hypothesis in best] for best in self.best(decodings)]
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each utterance, best first, at least one.
@@ -171,18 +176,18 @@ class ChangedDecoder(Decoder):
         if self.hot_words is not None:
             refuse_hot_words(hot_words)
             hot_words = self.hot_words
-        return ChangedDecoding(self.decoder.start(rows, hot_words), self.change)
+        return ChangedDecoding(self, self.decoder.start(rows, hot_words))
+
+    def step(self, decodings: Sequence[ChangedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
+        self.decoder.step([d.inner for d in decodings], log_probs, lengths)
 
     def best(self, decodings: Sequence[ChangedDecoding], *, words: bool = False) -> list[list[Hypothesis]]:
-        best = self.decoder.best([d.decoding for d in decodings], words=words)
+        best = self.decoder.best([d.inner for d in decodings], words=words)
         return [[d.change(h) for h in row] for d, row in zip(decodings, best, strict=True)]
 
     def finish(self, decodings: Sequence[ChangedDecoding]) -> list[list[list[Hypothesis]]]:
-        nbest = self.decoder.finish([d.decoding for d in decodings])
+        nbest = self.decoder.finish([d.inner for d in decodings])
         return [[[d.change(h) for h in row] for row in rows] for d, rows in zip(decodings, nbest, strict=True)]
-
-    def step(self, decodings: Sequence[ChangedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        self.decoder.step([d.decoding for d in decodings], log_probs, lengths)
 
 
 def batch_key(decoder: Decoder) -> tuple[int, int]:
@@ -194,23 +199,18 @@ def batch_key(decoder: Decoder) -> tuple[int, int]:
 
 
 class ChangedDecoding(Decoding):
-    """Streams of a `ChangedDecoder`."""
+    """Streams of a `ChangedDecoder`: those of another decoder, and how their hypotheses change."""
 
-    def __init__(self, decoding: Decoding, change: Callable[[Hypothesis], Hypothesis]) -> None:
-        self.decoding, self.change = decoding, change
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        self.decoding.step(log_probs, lengths)
-
-    def best(self) -> list[Hypothesis]:
-        return [self.change(h) for h in self.decoding.best()]
-
-    def finish(self) -> list[list[Hypothesis]]:
-        return [[self.change(h) for h in row] for row in self.decoding.finish()]
+    def __init__(self, decoder: ChangedDecoder, inner: Decoding) -> None:
+        super().__init__(decoder, inner.streams)
+        self.inner, self.change = inner, decoder.change
 
 
 class SearchDecoder(Decoder):
-    """A decoder on a CPU search of whole utterances; it checks log-probs and adds word times."""
+    """A decoder on a CPU search of whole utterances; it checks log-probs and adds word times.
+
+    It buffers the frames of streams, some kilobytes a second, and searches them all for each result.
+    """
 
     def __init__(
         self, search: Search, alphabet: Alphabet, frame_s: float, times: bool, second_pass: SecondPass | None = None
@@ -227,34 +227,23 @@ class SearchDecoder(Decoder):
         rows = self.second_pass(rows) if self.second_pass is not None else rows
         return add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> BufferedDecoding:
-        """Begin streams; their frames are buffered, and searched by `best` and `finish`."""
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
         refuse_hot_words(hot_words)
-        return BufferedDecoding(self, rows, self.alphabet, self.frame_s)
+        return Decoding(self, [list[Tensor]() for _ in range(rows)])
 
-
-class BufferedDecoding(Decoding):
-    """Streams of a decoder of whole utterances: buffers their frames, some kilobytes per second."""
-
-    def __init__(self, decoder: Decoder, rows: int, alphabet: Alphabet, frame_s: float) -> None:
-        self.decoder, self.alphabet, self.frame_s = decoder, alphabet, frame_s
-        self._frames: list[list[Tensor]] = [[] for _ in range(rows)]
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
+    def step(self, decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
-        for row, length in enumerate(lengths.tolist()):
+        streams = [frames for decoding in decodings for frames in decoding.streams]
+        for row, (frames, length) in enumerate(zip(streams, lengths.tolist(), strict=True)):
             if length:
-                self._frames[row].append(log_probs[:length, row].float())
+                frames.append(log_probs[:length, row].float())
 
-    def best(self) -> list[Hypothesis]:
-        return [row[0] for row in self.finish()]
+    def best(self, decodings: Sequence[Decoding], *, words: bool = False) -> list[list[Hypothesis]]:
+        """Decode all frames by `decode_long`."""
+        return [[self._decoded(frames) for frames in decoding.streams] for decoding in decodings]
 
-    def finish(self) -> list[list[Hypothesis]]:
-        """Decode all frames by `decode_long`, which returns one hypothesis."""
-        return [
-            [decode_long(self.decoder, torch.cat(frames), self.alphabet, self.frame_s)] if frames else [EMPTY]
-            for frames in self._frames
-        ]
+    def _decoded(self, frames: list[Tensor]) -> Hypothesis:
+        return decode_long(self, torch.cat(frames), self.alphabet, self.frame_s) if frames else EMPTY
 
 
 def decode_long(

@@ -104,26 +104,14 @@ class GreedyDecoder(Decoder):
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> GreedyDecoding:
-        """Begin streams; the result of their chunks is that of the whole."""
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
         refuse_hot_words(hot_words)
-        return GreedyDecoding(self, rows)
+        return Decoding(self, [BestPath(self.alphabet, self.frame_s) for _ in range(rows)])
 
-    def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
+    def step(self, decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
-        step_paths([path for decoding in decodings for path in decoding.paths], log_probs, lengths)
+        step_paths([path for decoding in decodings for path in decoding.streams], log_probs, lengths)
 
-
-class GreedyDecoding(Decoding):
-    """Streams of a greedy decoder; no frames are kept."""
-
-    def __init__(self, decoder: GreedyDecoder, rows: int) -> None:
-        self.decoder = decoder
-        self.paths = [BestPath(decoder.alphabet, decoder.frame_s) for _ in range(rows)]
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        self.decoder.step([self], log_probs, lengths)
-
-    def best(self) -> list[Hypothesis]:
-        """Return the hypotheses so far, with words."""
-        return [path.hypothesis() for path in self.paths]
+    def best(self, decodings: Sequence[Decoding], *, words: bool = False) -> list[list[Hypothesis]]:
+        """Return the hypotheses so far, always with words."""
+        return [[path.hypothesis() for path in decoding.streams] for decoding in decodings]

@@ -308,29 +308,21 @@ class PhraseDecoder(Decoder):
         self.allowance = allowance if graph.others else 0.0
         self.states = PhraseStates(graph, alphabet, self.allowance)
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> PhraseDecoding:
-        """Begin streams; the result of their chunks is that of the whole."""
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
         refuse_hot_words(hot_words)
-        return PhraseDecoding(self, rows)
+        return Decoding(self, [_PhraseStream(self.states, self.allowance, self.frame_s) for _ in range(rows)])
 
-
-class PhraseDecoding(Decoding):
-    """Streams of a phrase decoder."""
-
-    def __init__(self, decoder: PhraseDecoder, rows: int) -> None:
-        self.decoder = decoder
-        self.streams = [_PhraseStream(decoder.states, decoder.allowance, decoder.frame_s) for _ in range(rows)]
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        check_log_probs(log_probs, lengths, len(self.decoder.alphabet), allow_empty=True)
+    def step(self, decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
+        check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
         frames = log_probs.double().cpu().numpy()
-        for row, (stream, length) in enumerate(zip(self.streams, lengths.tolist(), strict=True)):
+        streams = [stream for decoding in decodings for stream in decoding.streams]
+        for row, (stream, length) in enumerate(zip(streams, lengths.tolist(), strict=True)):
             for frame in frames[:length, row]:
                 stream.step(frame)
 
-    def best(self) -> list[Hypothesis]:
-        """Return the hypotheses so far, with words."""
-        return [stream.hypothesis(at_end=False) for stream in self.streams]
+    def best(self, decodings: Sequence[Decoding], *, words: bool = False) -> list[list[Hypothesis]]:
+        """Return the hypotheses so far, always with words."""
+        return [[stream.hypothesis(at_end=False) for stream in decoding.streams] for decoding in decodings]
 
-    def finish(self) -> list[list[Hypothesis]]:
-        return [[stream.hypothesis(at_end=True)] for stream in self.streams]
+    def finish(self, decodings: Sequence[Decoding]) -> list[list[list[Hypothesis]]]:
+        return [[[stream.hypothesis(at_end=True)] for stream in decoding.streams] for decoding in decodings]

@@ -6,8 +6,9 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times
 from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
-from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, Slots, read_labels
-from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, first_of_rows, join, search, split
+from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
+from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
-from ds2.decoding.frames import NONE, OpenRun, pack, pack_next
+from ds2.decoding.frames import NONE, pack
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
 from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written, check_hot_words
 from ds2.decoding.postprocess import SecondPass
@@ -30,7 +31,6 @@ from ds2.text.alphabet import WORD_MARK, Alphabet
 
 log = logging.getLogger(__name__)
 Labels = tuple[int, ...]
-SearchState = Beams | list[Slots]  # of streams: of the search in PyTorch, or of the kernel
 _ENTRY = 3  # column of the kernel's `names`: the last entry of the prefix in the trace
 _MAX_BEAM = 10_000
 _CPU_FRAMES = 64  # searched at a time on a CPU, between removals of shared labels; a GPU takes a whole chunk
@@ -50,7 +50,13 @@ class BatchedBeamSearch:
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.fusion, self.options = fusion, options
         self.kernel = KernelSearch(fusion, options) if fusion.device.type == "cuda" else None
-        self.streams: KernelStreams | None = None
+
+    @cached_property
+    def streams(self) -> TorchStreams | KernelStreams:
+        """The search of streams, by the kernel if it takes them."""
+        if self.kernel is not None and self.kernel.fits(1):
+            return KernelStreams(self.kernel, self.options)
+        return TorchStreams(self.fusion, self.options)
 
     def search(self, log_probs: Tensor, lengths: Tensor, root: int = ROOT) -> NBest:
         """Find the best label sequences of whole utterances, with one launch of the kernel if it takes them.
@@ -60,95 +66,26 @@ class BatchedBeamSearch:
             lengths: (B,) CPU int64, at least 1.
             root: of the trie, where words start.
         """
-        if self.kernel is not None and self.kernel.fits(log_probs):
+        if self.kernel is not None and self.kernel.fits(len(log_probs)):
             packed, counts = pack(log_probs, lengths, self.options)
             roots = torch.full((len(lengths),), root, dtype=torch.int32, device=log_probs.device)
             end = self.kernel.search(packed, counts, roots=roots)
             table, slots = _rank(self.fusion, torch.logaddexp(*end.halves), end, self.options.nbest)
             entries = end.names[..., _ENTRY].gather(1, slots)
             return NBest(read_labels(kernel.trace_labels(entries, end.grown)), table.cpu().numpy())
-        start = Beams.start(self.fusion, len(lengths), self.options.beam, log_probs.shape[2], root)
-        state, shared = self.step(start, log_probs, lengths)
-        return self.nbest(self.flushed(state), shared)
-
-    def start(self, batch: int, alphabet_size: int, root: int = ROOT) -> SearchState:
-        """Return the first state of streams whose words start at a root of the trie."""
-        fits = self.kernel is not None and self.kernel.fits(torch.empty(1, 1, alphabet_size, device="meta"))
-        if self.kernel is None or not fits:
-            return Beams.start(self.fusion, batch, self.options.beam, alphabet_size, root)
-        if self.streams is None:
-            self.streams = KernelStreams(self.kernel, self.options, alphabet_size)
-        return [self.streams.start(batch, root)]
-
-    def join(self, parts: Sequence[SearchState]) -> SearchState:
-        """Concatenate the streams of several states into one batch."""
-        if isinstance(parts[0], Beams):
-            return join(cast(Sequence[Beams], parts))
-        return [slots for part in parts for slots in cast(list[Slots], part)]
-
-    def split(self, state: SearchState, parts: Sequence[SearchState], sizes: Sequence[int]) -> Sequence[SearchState]:
-        """Undo `join` after steps: `parts` are the states that were joined, `sizes` their numbers of streams."""
-        return split(state, sizes) if isinstance(state, Beams) else parts
-
-    def step(self, state: SearchState, log_probs: Tensor, lengths: Tensor) -> tuple[SearchState, list[list[int]]]:
-        """Search the next frames; a run of blanks at their end stays open.
-
-        Args:
-            state: of B streams; it must not be used again.
-            log_probs: as `search`.
-            lengths: (B,) CPU int64, 0 too.
-
-        Returns:
-            The next state, and the first labels that all prefixes of a stream share: the state no longer holds them.
-        """
-        if not isinstance(state, Beams):
-            assert self.streams is not None
-            return state, self.streams.step(state, log_probs, lengths)
-        packed, counts, run = pack_next(log_probs, lengths, self.options, state.run)
-        beams = search(self.fusion, state, packed, counts, self.options.prune)
-        return _without_shared(replace(beams, run=run))
-
-    def flushed(self, state: SearchState) -> Beams:
-        """Return the beams after the open runs of blanks, as if the streams ended; the state stays valid."""
-        if not isinstance(state, Beams):
-            assert self.streams is not None
-            return self.streams.flushed(state)
-        run = state.run
-        beams = search(self.fusion, state, run.log_probs[None], run.exists.long(), self.options.prune)
-        batch, labels = run.log_probs.shape
-        return replace(beams, run=OpenRun.none(batch, labels, run.log_probs.device))
-
-    def beams(self, state: SearchState) -> Beams:
-        if isinstance(state, Beams):
-            return state
-        assert self.streams is not None
-        return self.streams.beams(state)
-
-    def mask(self, state: SearchState, wanted: Tensor) -> tuple[SearchState, list[list[int]]]:
-        """Drop prefixes that are not `wanted` (B, K); returns as `step`."""
-        if not isinstance(state, Beams):
-            assert self.streams is not None
-            return state, self.streams.mask(state, wanted)
-        return _without_shared(state.masked(wanted))
+        streams = TorchStreams(self.fusion, self.options)
+        state = streams.start(len(lengths), root)
+        shared = streams.step([state], log_probs, lengths)
+        return self.nbest(streams.flushed([state]), shared)
 
     def nbest(self, beams: Beams, shared: Sequence[Sequence[int]] = ()) -> NBest:
-        """Rank prefixes; `shared` are the labels of each utterance that `step` took away from its prefixes."""
+        """Rank prefixes; `shared` are the labels of each utterance that were taken away from its prefixes."""
         table, slots = _rank(self.fusion, beams.acoustic, beams, self.options.nbest)
         rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).flatten(0, 1)
         flat = iter(first_of_rows(rows.cpu().numpy(), beams.counts.gather(1, slots).flatten().cpu().numpy()))
         before = shared or [[]] * len(slots)
         labels = [[(*first, *rest) for rest in islice(flat, slots.shape[1])] for first in before]
         return NBest(labels, table.cpu().numpy())
-
-
-def _without_shared(beams: Beams) -> tuple[Beams, list[list[int]]]:
-    """Remove the first labels that all prefixes of a stream share; return the beams, and the labels by stream."""
-    counts = beams.shared_counts()
-    if not counts.any():
-        return beams, [[] for _ in counts]
-    slots = (beams.acoustic > NONE).int().argmax(1)
-    shared = beams.labels[torch.arange(len(slots), device=slots.device), slots].cpu().numpy()
-    return beams.without_first(counts), first_of_rows(shared, counts.cpu().numpy())
 
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:
@@ -225,7 +162,7 @@ class BeamDecoder(Decoder):
         if not len(lengths):
             return []
         log_probs = self._searched(log_probs)
-        if self.search.kernel is not None and self.search.kernel.fits(log_probs):
+        if self.search.kernel is not None and self.search.kernel.fits(len(log_probs)):
             rows = self._rescored(self.hypotheses(self.search.search(log_probs, lengths, self.root)))
             if self.options.times:
                 rows = add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s)
@@ -248,16 +185,16 @@ class BeamDecoder(Decoder):
         self._step(decodings, self._searched(log_probs), lengths)
 
     def best(self, decodings: Sequence[BeamDecoding], *, words: bool = False) -> list[list[Hypothesis]]:
-        rows = [row for d in decodings for row in d.rows]
-        nbest = self._stream_hypotheses(self.search.beams(self.search.join([d.state for d in decodings])), rows)
+        rows = [row for d in decodings for row in d.streams]
+        nbest = self._stream_hypotheses(self.search.streams.beams([d.state for d in decodings]), rows)
         if words:
             nbest = self._with_words([hypotheses[:1] for hypotheses in nbest], rows)
         return _by_decoding([self._in_words(row)[0] for row in nbest], decodings)
 
     def finish(self, decodings: Sequence[BeamDecoding]) -> list[list[list[Hypothesis]]]:
-        rows = [row for d in decodings for row in d.rows]
-        state = self.search.join([d.state for d in decodings])
-        nbest = self._with_words(self._rescored(self._stream_hypotheses(self.search.flushed(state), rows)), rows)
+        rows = [row for d in decodings for row in d.streams]
+        beams = self.search.streams.flushed([d.state for d in decodings])
+        nbest = self._with_words(self._rescored(self._stream_hypotheses(beams, rows)), rows)
         return _by_decoding([self._in_words(row) for row in nbest], decodings)
 
     def _with_words(self, nbest: list[list[Hypothesis]], rows: Sequence[StreamRow]) -> list[list[Hypothesis]]:
@@ -287,31 +224,28 @@ class BeamDecoder(Decoder):
         return hypotheses if self.pronounced is None else [self.pronounced.in_words(h) for h in hypotheses]
 
     def _step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        parts = [d.state for d in decodings]
-        state, rows = self.search.join(parts), [row for d in decodings for row in d.rows]
+        parts, rows = [d.state for d in decodings], [row for d in decodings for row in d.streams]
         longest = len(log_probs) if log_probs.is_cuda else _CPU_FRAMES
         start, counts = 0, lengths.tolist()
         while start < max(counts, default=0):
             active = [(i, row, count) for i, (row, count) in enumerate(zip(rows, counts, strict=True)) if count > start]
             until_due = min(row.aligner.due_at - row.aligner.total_frames for _, row, _ in active)
             end = start + min(longest, until_due)
-            state, shared = self.search.step(state, log_probs[start:end], (lengths - start).clamp(0, end - start))
-            self._append(shared, rows)
+            clamped = (lengths - start).clamp(0, end - start)
+            self._append(self.search.streams.step(parts, log_probs[start:end], clamped), rows)
             for index, row, count in active:
                 if self.options.times:
                     row.aligner.append(log_probs, index, start, min(end, count))
                 row.frames += min(end, count) - start
             if end - start == until_due:
                 due = [i for i, row, count in active if row.aligner.total_frames == row.aligner.due_at]
-                state = self._finalise(state, rows, due) if due else state
+                if due:
+                    self._finalise(parts, rows, due)
             start = end
-        states = self.search.split(state, parts, [len(d.rows) for d in decodings])
-        for decoding, own in zip(decodings, states, strict=True):
-            decoding.state = own
 
-    def _finalise(self, state: SearchState, rows: Sequence[StreamRow], due: Sequence[int]) -> SearchState:
+    def _finalise(self, parts: Sequence[Any], rows: Sequence[StreamRow], due: Sequence[int]) -> None:
         """Fix the word times of the streams at indices `due`, and drop prefixes that contradict them."""
-        beams = self.search.beams(state)
+        beams = self.search.streams.beams(parts)
         best = self.search.nbest(beams, [row.shared for row in rows]).labels
         agrees = torch.ones_like(beams.blank, dtype=torch.bool)
         for index in due:
@@ -322,11 +256,8 @@ class BeamDecoder(Decoder):
                 wanted = torch.tensor(labels[first:final], dtype=torch.int16, device=self.device)
                 own = beams.labels[index, :, : len(wanted)]
                 agrees[index] = (own == wanted).all(1) & (beams.counts[index] >= len(wanted))
-        if agrees.all():
-            return state
-        state, shared = self.search.mask(state, agrees)
-        self._append(shared, rows)
-        return state
+        if not agrees.all():
+            self._append(self.search.streams.mask(parts, agrees), rows)
 
     def _rescored(self, rows: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
         return rows if self.second_pass is None else self.second_pass(rows)
@@ -412,33 +343,21 @@ class BeamDecoding(Decoding):
     """Streams of a `BeamDecoder`."""
 
     def __init__(self, decoder: BeamDecoder, rows: int, hot_words: HotWords) -> None:
-        self.decoder, root = decoder, decoder.root
+        root = decoder.root
         if hot_words:
             trie = decoder.search.fusion.trie
             root = trie.add_phrases({**decoder.hot_words, **hot_words})
             weakref.finalize(self, trie.remove_phrases, root)
-        self.state = decoder.search.start(rows, len(decoder.alphabet), root)
+        self.state: Any = decoder.search.streams.start(rows, root)
         silent, hot = decoder.options.label_min_log_prob, frozenset(" ".join(hot_words).split())
-        self.rows = [
-            StreamRow(IncrementalAligner(decoder.alphabet, decoder.frame_s, silent), hot=hot) for _ in range(rows)
-        ]
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        self.decoder.step([self], log_probs, lengths)
-
-    def best(self) -> list[Hypothesis]:
-        """Return the best hypotheses so far, without words, which cost an alignment, and without the last blanks."""
-        return self.decoder.best([self])[0]
-
-    def finish(self) -> list[list[Hypothesis]]:
-        """Return the N best hypotheses."""
-        return self.decoder.finish([self])[0]
+        aligners = (IncrementalAligner(decoder.alphabet, decoder.frame_s, silent) for _ in range(rows))
+        super().__init__(decoder, [StreamRow(aligner, hot=hot) for aligner in aligners])
 
 
 def _by_decoding(values: Sequence[Any], decodings: Sequence[BeamDecoding]) -> list[list[Any]]:
     """Split one value per stream into lists, one per decoding."""
     rows = iter(values)
-    return [list(islice(rows, len(decoding.rows))) for decoding in decodings]
+    return [list(islice(rows, len(decoding.streams))) for decoding in decodings]
 
 
 def _distinct(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:

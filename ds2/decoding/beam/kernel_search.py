@@ -49,10 +49,9 @@ class KernelSearch:
         )
         self._warned = False
 
-    def fits(self, log_probs: Tensor) -> bool:
-        """Return whether the kernel takes log-probs (T, B, V); if not, log the reason once."""
-        frames, _, labels = log_probs.shape
-        device = self.fusion.device
+    def fits(self, frames: int) -> bool:
+        """Return whether the kernel takes so many frames at once; if not, log the reason once."""
+        device, labels = self.fusion.device, self.fusion.spelling.counts.numel()
         reason = kernel.why_not(self.beam, labels, frames, self.grams.order if self.grams else 0, device)
         if reason is not None and not self._warned:
             self._warned = True
@@ -151,9 +150,9 @@ class KernelStreams:
     Tables are written in inference mode only, as they may be inference tensors.
     """
 
-    def __init__(self, search: KernelSearch, options: DecodeConfig, alphabet_size: int) -> None:
+    def __init__(self, search: KernelSearch, options: DecodeConfig) -> None:
         self.search, self.options, self.device = search, options, search.fusion.device
-        self._first = Beams.start(search.fusion, 1, search.beam, alphabet_size)
+        self._first = Beams.start(search.fusion, 1, search.beam)
         self._lock = threading.Lock()
         self.used, self.free = 0, list[int]()
         self._halves, self.tables = self._allocate(_FIRST_SLOTS, _FIRST_CAPACITY)

@@ -7,7 +7,8 @@ probability has two halves: alignments that end in a blank, and those that end i
 ranked and pruned separately.
 
 The state after a frame is a value, `Beams`, with the batch as first dimension: chunks may have any length, and
-utterances join and leave the batch between chunks. No Python loop runs over utterances or prefixes within a frame.
+utterances join and leave the batch between chunks (`TorchStreams`). No Python loop runs over utterances or prefixes
+within a frame.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import LENGTH, Fusion
-from ds2.decoding.frames import NONE, OpenRun
+from ds2.decoding.frames import NONE, OpenRun, pack_next
 from ds2.decoding.lexicon import ROOT
 from ds2.system.cuda_graph import GraphRecorder
 from ds2.text.alphabet import BLANK
@@ -48,7 +50,7 @@ class Beams:
     run: OpenRun
 
     @classmethod
-    def start(cls, fusion: Fusion, batch: int, beam: int, alphabet_size: int, root: int = ROOT) -> Beams:
+    def start(cls, fusion: Fusion, batch: int, beam: int, root: int = ROOT) -> Beams:
         """Return the state before the first frame: one empty prefix per utterance."""
         device = fusion.device
         blank = torch.full((batch, beam), NONE, dtype=torch.float64, device=device)
@@ -61,7 +63,7 @@ class Beams:
         integers, floats = fusion.start(batch, beam, root)
         labels = torch.zeros(batch, beam, _CAPACITY_STEP, dtype=torch.int16, device=device)
         counts = torch.zeros(batch, beam, dtype=torch.int64, device=device)
-        run = OpenRun.none(batch, alphabet_size, device)
+        run = OpenRun.none(batch, fusion.spelling.counts.numel(), device)
         return cls(blank, label, names.repeat(batch, 1, 1), integers, floats, labels, counts, run)
 
     @property
@@ -92,6 +94,15 @@ class Beams:
         shifted = padded.gather(2, positions.clamp(max=length)[:, None].expand(-1, self.labels.shape[1], -1))
         return replace(self, labels=shifted, counts=(self.counts - counts[:, None]).clamp(min=0))
 
+    def without_shared(self) -> tuple[Beams, list[list[int]]]:
+        """Return the beams without the first labels that all prefixes of an utterance share, and these labels."""
+        counts = self.shared_counts()
+        if not counts.any():
+            return self, [[] for _ in counts]
+        slots = (self.acoustic > NONE).int().argmax(1)
+        shared = self.labels[torch.arange(len(slots), device=slots.device), slots].cpu().numpy()
+        return self.without_first(counts), first_of_rows(shared, counts.cpu().numpy())
+
     def masked(self, wanted: Tensor) -> Beams:
         """Return the same beams without the prefixes that are not `wanted` (B, K)."""
         slots = torch.arange(wanted.shape[1], device=wanted.device)
@@ -108,6 +119,51 @@ def first_of_rows(rows: NDArray[Any], counts: NDArray[Any]) -> list[list[int]]:
     """Return the first `counts` (B,) numbers of each of the rows (B, L) as lists."""
     numbers, ends = rows[np.arange(rows.shape[1]) < counts[:, None]].tolist(), counts.cumsum().tolist()
     return [numbers[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
+
+
+@dataclass(eq=False)
+class TorchState:
+    """The streams of one decoding."""
+
+    beams: Beams
+
+
+class TorchStreams:
+    """The search of streams in PyTorch. Its calls, also those of `KernelStreams`, take the states of decodings."""
+
+    def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
+        self.fusion, self.options = fusion, options
+
+    def start(self, rows: int, root: int) -> TorchState:
+        """Begin streams whose words start at a root of the trie."""
+        return TorchState(Beams.start(self.fusion, rows, self.options.beam, root))
+
+    def step(self, parts: Sequence[TorchState], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
+        """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
+        beams = self.beams(parts)
+        packed, counts, run = pack_next(log_probs, lengths, self.options, beams.run)
+        beams = search(self.fusion, beams, packed, counts, self.options.prune)
+        return self._store(parts, replace(beams, run=run))
+
+    def flushed(self, parts: Sequence[TorchState]) -> Beams:
+        """Return the beams after the open runs as well; the streams themselves do not change."""
+        beams = self.beams(parts)
+        run = beams.run
+        return search(self.fusion, beams, run.log_probs[None], run.exists.long(), self.options.prune)
+
+    def beams(self, parts: Sequence[TorchState]) -> Beams:
+        """Return the beams of streams."""
+        return join([part.beams for part in parts])
+
+    def mask(self, parts: Sequence[TorchState], wanted: Tensor) -> list[list[int]]:
+        """Drop the prefixes that are not `wanted` (B, K); remove and return the first labels that the others share."""
+        return self._store(parts, self.beams(parts).masked(wanted))
+
+    def _store(self, parts: Sequence[TorchState], beams: Beams) -> list[list[int]]:
+        beams, shared = beams.without_shared()
+        for part, own in zip(parts, split(beams, [len(part.beams.counts) for part in parts]), strict=True):
+            part.beams = own
+        return shared
 
 
 def join(parts: Sequence[Beams]) -> Beams:

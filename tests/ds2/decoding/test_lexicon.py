@@ -139,7 +139,7 @@ def test_a_lexicon_holds_the_search_whatever_the_models_weight(hot: HotWords, al
     decoding = BeamDecoder(CHARACTERS, options, lm, 0.02, CPU).start(1, hot)
     for frame in random_log_probs(30, 1, 4):
         decoding.step(frame[None], torch.tensor([1]))
-        beams = decoding.decoder.search.beams(decoding.state)
+        beams = decoding.decoder.search.streams.beams([decoding.state])
         assert (beams.integers[..., NODE][beams.acoustic > NONE] != OFF).all()
 
 

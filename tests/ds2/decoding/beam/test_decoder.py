@@ -126,8 +126,8 @@ def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
     decoding, kept, room = decoder.start(), 0, 0
     for start, end in cuts(len(log_probs), 30, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        kept = max(kept, decoding.rows[0].aligner.pending_frames)
-        room = max(room, decoding.state.labels.shape[2])
+        kept = max(kept, decoding.streams[0].aligner.pending_frames)
+        room = max(room, decoding.state.beams.labels.shape[2])
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
     assert kept * SLOW_S <= kept_s
@@ -139,14 +139,14 @@ def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
 
 def test_a_chunk_is_one_search_until_words_are_to_be_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, searches, size = make(SURE, CHARACTERS, "", tmp_path, SLOW_S), 0, 7
-    heard = decoder.search.step
+    heard = decoder.search.streams.step
 
     def counted(*given: Any) -> Any:
         nonlocal searches
         searches += 1
         return heard(*given)
 
-    monkeypatch.setattr(decoder.search, "step", counted)
+    monkeypatch.setattr(decoder.search.streams, "step", counted)
     log_probs, decoding = spoken(12), decoder.start()
     longest = round(SINGLE_ALIGNMENT_S / SLOW_S)
     for start in range(0, longest - size, size):
@@ -164,7 +164,7 @@ def test_endless_silence_is_not_kept(tmp_path: Path) -> None:
     decoding = decoder.start()
     for start, end in cuts(len(log_probs), 20, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        assert decoding.rows[0].aligner.pending_frames * SLOW_S <= SINGLE_ALIGNMENT_S + PERIOD_S + GUARD_S
+        assert decoding.streams[0].aligner.pending_frames * SLOW_S <= SINGLE_ALIGNMENT_S + PERIOD_S + GUARD_S
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
     assert len(found.words) == 4
@@ -186,8 +186,8 @@ def test_hypotheses_that_never_agree_are_settled_for_the_best_after_a_minute(tmp
     decoding = decoder.start()
     for start, end in cuts(len(log_probs), 30, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        assert decoding.rows[0].aligner.pending_frames * SLOW_S <= MAX_PENDING_S + PERIOD_S
-        undecided_yet = not decoding.rows[0].shared
+        assert decoding.streams[0].aligner.pending_frames * SLOW_S <= MAX_PENDING_S + PERIOD_S
+        undecided_yet = not decoding.streams[0].shared
         assert undecided_yet == (end * SLOW_S < MAX_PENDING_S + PERIOD_S)
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([400]))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BeamDecoder, BeamDecoding
-from ds2.decoding.beam.kernel_search import KernelSearch
+from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams
 from ds2.decoding.hypothesis import Hypothesis
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
             assert_same(hypotheses, alone.finish()[0])
     del leaving
     placed = found.search.streams
-    assert placed is not None
+    assert isinstance(placed, KernelStreams)
     gc.collect()
     assert len(set(placed.free)) == placed.used
 
@@ -115,6 +115,6 @@ def test_prefixes_that_never_agree_are_bounded(where: str, tmp_path: Path, monke
     for _ in range(150):
         decoding.step(torch.cat([frames, blank]).to(where), torch.tensor([2]))
     placed = found.search.streams
-    assert placed is not None
+    assert isinstance(placed, KernelStreams)
     assert placed.tables.labels.shape[2] <= 128
     assert len(decoding.finish()[0][0].labels) == 150
