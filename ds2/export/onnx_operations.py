@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,15 @@ _IR_VERSION = 8
 _TO_THE_END = np.iinfo(np.int64).max
 
 
+def _method(kind: str) -> Callable[..., OnnxValue]:
+    """A method that adds a node of a kind; its arguments are the further inputs."""
+
+    def method(self: OnnxValue, *inputs: Any) -> OnnxValue:
+        return self.graph.node(kind, self, *inputs)
+
+    return method
+
+
 class OnnxValue:
     """A tensor of the graph with some operators and methods of torch's tensors, which add nodes."""
 
@@ -29,32 +38,13 @@ class OnnxValue:
         """A function of torch, such as `torch.relu_`, is the method of its name."""
         return getattr(arguments[0], function.__name__)(*arguments[1:], **(options or {}))
 
-    def __add__(self, other: Any) -> OnnxValue:
-        return self.graph.node("Add", self, other)
-
-    def __sub__(self, other: Any) -> OnnxValue:
-        return self.graph.node("Sub", self, other)
+    __add__, __sub__, __mul__, __floordiv__ = map(_method, ("Add", "Sub", "Mul", "Div"))
+    __ge__, __lt__, __and__ = map(_method, ("GreaterOrEqual", "Less", "And"))
+    __matmul__, log, sigmoid, tanh = map(_method, ("MatMul", "Log", "Sigmoid", "Tanh"))
+    tanh_ = tanh
 
     def __rsub__(self, other: Any) -> OnnxValue:
         return self.graph.node("Sub", other, self)
-
-    def __mul__(self, other: Any) -> OnnxValue:
-        return self.graph.node("Mul", self, other)
-
-    def __floordiv__(self, other: Any) -> OnnxValue:
-        return self.graph.node("Div", self, other)
-
-    def __matmul__(self, other: Any) -> OnnxValue:
-        return self.graph.node("MatMul", self, other)
-
-    def __ge__(self, other: Any) -> OnnxValue:
-        return self.graph.node("GreaterOrEqual", self, other)
-
-    def __lt__(self, other: Any) -> OnnxValue:
-        return self.graph.node("Less", self, other)
-
-    def __and__(self, other: Any) -> OnnxValue:
-        return self.graph.node("And", self, other)
 
     def relu_(self) -> OnnxValue:
         return self.clamp(0.0, None)
@@ -73,9 +63,6 @@ class OnnxValue:
     def float(self) -> OnnxValue:
         return self.graph.node("Cast", self, to=TensorProto.FLOAT)
 
-    def log(self) -> OnnxValue:
-        return self.graph.node("Log", self)
-
     def log_softmax(self, axis: int) -> OnnxValue:
         return self.graph.node("LogSoftmax", self, axis=axis)
 
@@ -85,16 +72,8 @@ class OnnxValue:
     def permute(self, *axes: int) -> OnnxValue:
         return self.graph.node("Transpose", self, perm=list(axes))
 
-    def sigmoid(self) -> OnnxValue:
-        return self.graph.node("Sigmoid", self)
-
     def sum(self, axis: int) -> OnnxValue:
         return self.graph.node("ReduceSum", self, [axis], keepdims=0)
-
-    def tanh(self) -> OnnxValue:
-        return self.graph.node("Tanh", self)
-
-    tanh_ = tanh
 
 
 class OnnxOperations:
