@@ -494,7 +494,6 @@ def _lexicon(options: argparse.Namespace) -> None:
 def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
     """The words of texts, manifests and language models, with their frequency in texts; no letter is left out."""
     from ds2.lm.files import load_ngram  # imported late, as above
-    from ds2.lm.ngram import END, START, UNKNOWN
     from ds2.lm.sentences import SentenceReader
 
     counts: Counter[str] = Counter()
@@ -506,5 +505,5 @@ def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
             model = load_ngram(path)
             if model.unit != "word":
                 raise UserError(f"{path} is a model of {model.unit}s: give one of words")
-            counts.update(dict.fromkeys(set(model.vocabulary) - {UNKNOWN, START, END} - counts.keys(), 0))
+            counts.update(dict.fromkeys(set(model.tokens) - counts.keys(), 0))
     return counts

@@ -23,7 +23,7 @@ from ds2.decoding.frames import pack
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import LexiconError, Spelling, as_written
 from ds2.lm.files import arpa_file
-from ds2.lm.ngram import END, START, UNKNOWN, NGram
+from ds2.lm.ngram import UNKNOWN, NGram
 from ds2.system.machine import usable_cores
 from ds2.system.terminal import stderr_without
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -46,6 +46,12 @@ def find_package(name: str, project: str, method: str) -> Any:
         raise DecodeError(
             f"decode.method={method} needs the package {project}: pip install {project}, or take decode.method=beam"
         ) from error
+
+
+def check_unit(lm: NGram | None, method: str) -> None:
+    """Raise a DecodeError if a model is not one of words, for methods that read no other."""
+    if lm is not None and lm.unit != "word":
+        raise DecodeError(f"decode.method={method} reads models of words, not of {lm.unit}s: take decode.method=beam")
 
 
 def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:
@@ -90,8 +96,7 @@ class NativeSearch:
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
         package = find_package("ctc_beam_decoder", "ctc-beam-decoder", "native")
-        if lm is not None and lm.unit != "word":
-            raise DecodeError(f"decode.method=native reads models of words, not of {lm.unit}s: take decode.method=beam")
+        check_unit(lm, "native")
         if lm is not None:
             lm.check_alphabet(alphabet)
         options = replace(options, hot_words=list(as_written(dict.fromkeys(options.hot_words), alphabet)))
@@ -111,7 +116,7 @@ class NativeSearch:
             self.decoder = package.BeamSearchDecoder(
                 list(alphabet.symbols),
                 kenlm_model_path=str(arpa),
-                unigrams=[word for word in lm.vocabulary if word not in (UNKNOWN, START, END)],
+                unigrams=lm.tokens,
                 alpha=options.alpha,
                 beta=options.beta,
                 unk_score_offset=options.unknown_score / math.log(10),
@@ -174,7 +179,7 @@ class LexiconSearch:
         lm.check_alphabet(alphabet)
         self.options, self.alphabet, self.space = options, alphabet, spelling.space
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
-        self.words = [w for w in lm.vocabulary if w not in (UNKNOWN, START, END) and labels.keys() >= set(w)]
+        self.words = [word for word in lm.tokens if labels.keys() >= set(word)]
         known = dictionary.Dictionary([*self.words, UNKNOWN])
         with arpa_file(lm, options.lm) as arpa, stderr_without(_KENLM_PROGRESS):
             try:
@@ -253,10 +258,7 @@ class CtcdecodeSearch:
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
         package = find_package("ctcdecode", "ctcdecode", "ctcdecode")
-        if lm is not None and lm.unit != "word":
-            raise DecodeError(
-                f"decode.method=ctcdecode reads models of words, not of {lm.unit}s: take decode.method=beam"
-            )
+        check_unit(lm, "ctcdecode")
         if options.hot_words or options.lexicon:
             raise DecodeError(
                 "decode.method=ctcdecode has no hot words and no lexicon apart from its model: take decode.method=beam"

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ds2.lm.ngram import (
     END,
+    RESERVED,
     SPACE,
     START,
     TENSORS,
@@ -44,7 +45,7 @@ from ds2.text.alphabet import Alphabet, AlphabetError
 log = logging.getLogger(__name__)
 FORMAT_VERSION = 2  # 1 had no digest of the header
 _HEAD_BYTES = 4096  # an ARPA file has its first header line in these
-_FORMAT = 1  # change it when `write_arpa` changes, which makes cached files invalid
+_CACHE_VERSION = 1  # change it when `write_arpa` changes, which makes cached files invalid
 CACHE_LIMIT_BYTES = 4 << 30  # of cached files; the newest one is never deleted
 _LN10 = math.log(10.0)
 _ABSENT_LOG10 = -100.0  # of -inf, and of <unk> in a file without it
@@ -217,8 +218,7 @@ class _Reader:
     def _next(self, expected: str) -> str:
         for number, line in self._lines:
             self._number = number
-            if stripped := line.strip():
-                return stripped
+            return line.strip()
         raise self._error(f"the file ends where {expected} is expected: it is truncated, copy it again")
 
     def _check_size(self, n: int, count: int) -> None:
@@ -257,7 +257,7 @@ class _Reader:
             line = self._next("\\end\\" if n == len(counts) else f"\\{n + 1}-grams:")
         if line != "\\end\\":
             raise self._error(f"{line!r} instead of \\end\\: the header promises {counts} n-grams")
-        letters = [token for token in self._ids if token not in (UNKNOWN, START, END, SPACE)]
+        letters = [token for token in self._ids if token not in (*RESERVED, SPACE)]
         unit = "character" if SPACE in self._ids and all(len(token) == 1 for token in letters) else "word"
         return from_levels(levels, list(self._ids), unit)
 
@@ -392,7 +392,7 @@ def _cached_file(lm: NGram) -> Path:
 
 
 def _content_key(lm: NGram) -> str:
-    digest = hashlib.sha256(json.dumps([_FORMAT, lm.vocabulary, lm.entry_starts, lm.state_starts]).encode())
+    digest = hashlib.sha256(json.dumps([_CACHE_VERSION, lm.vocabulary, lm.entry_starts, lm.state_starts]).encode())
     for name in TENSORS:
         digest.update(getattr(lm, name).cpu().contiguous().numpy())
     return digest.hexdigest()[:24]

@@ -33,9 +33,9 @@ from ds2.system.files import temporary_folder
 
 log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 UNKNOWN_ID, START_ID, END_ID = 0, 1, 2
 _BYTES_PER_TOKEN = 64  # of a chunk, including temporary arrays
-Floats = NDArray[np.float64]
 MAX_ORDER = 20
 DEFAULT_MEMORY_BYTES = 512 << 20
 _FALLBACK_DISCOUNTS = (0.0, 0.5, 1.0, 1.5)
@@ -346,7 +346,7 @@ def _pruned_level(
     """Return the n-grams of one order after pruning; for all n-grams the probability and the position after pruning."""
     probability = scratch.zeros(len(counts), np.float64)
     position = scratch.zeros(len(counts))
-    parts: list[Level] = []
+    parts: list[tuple[NDArray[Any], ...]] = []  # the first three columns of `Level`
     done = 0
     for part in slices(len(counts)):
         prefix, word = np.divmod(level.keys[part], size)
@@ -360,14 +360,9 @@ def _pruned_level(
         position[part] = np.where(stays, done - 1 + np.cumsum(stays), -1)
         done += int(np.count_nonzero(stays))
         logs = np.minimum(0.0, np.log(p[stays])).astype(np.float32)
-        parts.append(Level(new_position[prefix[stays]], word[stays].astype(np.int32), logs, np.zeros(0, np.float32)))
-    whole = Level(
-        np.concatenate([part.prefix for part in parts]),
-        np.concatenate([part.word for part in parts]),
-        np.concatenate([part.log_prob for part in parts]),
-        np.zeros(done, np.float32),
-    )
-    return whole, probability, position
+        parts.append((new_position[prefix[stays]], word[stays].astype(np.int32), logs))
+    prefixes, words, log_probs = map(np.concatenate, zip(*parts, strict=True))
+    return Level(prefixes, words, log_probs, np.zeros(done, np.float32)), probability, position
 
 
 def _masses(

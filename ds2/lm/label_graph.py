@@ -13,7 +13,7 @@ import torch
 from ds2_ops.ctc.denominator import LabelGraph, round_weights
 
 from ds2.lm.kneser_ney import estimate
-from ds2.lm.ngram import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
+from ds2.lm.ngram import END, RESERVED, SPACE, UNKNOWN, LanguageModelError, NGram
 from ds2.lm.sentences import SentenceReader
 from ds2.text.alphabet import BLANK, Alphabet
 
@@ -41,7 +41,7 @@ def label_model(
     Raises:
         LanguageModelError: as `estimate`; or a symbol of the alphabet is reserved.
     """
-    if reserved := {UNKNOWN, START, END}.intersection(alphabet.symbols):
+    if reserved := set(RESERVED).intersection(alphabet.symbols):
         raise LanguageModelError(f"the alphabet has the reserved symbol {', '.join(sorted(reserved))}: rename it")
     sentences = (
         SentenceReader(texts, alphabet.unit, alphabet)

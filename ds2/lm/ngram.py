@@ -24,7 +24,7 @@ from torch import Tensor
 from ds2.system import UserError
 from ds2.text.alphabet import Alphabet, describe
 
-UNKNOWN, START, END = "<unk>", "<s>", "</s>"
+RESERVED = UNKNOWN, START, END = "<unk>", "<s>", "</s>"
 SPACE = "<space>"  # the space in character-level models: tokens of ARPA files contain no spaces
 UNITS = ("word", "character", "piece")
 DENSE_LIMIT_BYTES = 2**30
@@ -69,7 +69,7 @@ class NGram:
         ids = {token: index for index, token in enumerate(self.vocabulary)}
         if len(ids) < len(self.vocabulary):
             raise LanguageModelError("the language model's vocabulary lists a token twice")
-        missing = [token for token in (UNKNOWN, START, END) if token not in ids]
+        missing = [token for token in RESERVED if token not in ids]
         if missing:
             raise LanguageModelError(f"the language model's vocabulary lacks {', '.join(missing)}")
         object.__setattr__(self, "ids", ids)
@@ -78,6 +78,11 @@ class NGram:
     def order(self) -> int:
         """Tokens of the longest n-gram."""
         return len(self.entry_starts) - 1
+
+    @property
+    def tokens(self) -> list[str]:
+        """The vocabulary without reserved tokens."""
+        return [token for token in self.vocabulary if token not in RESERVED]
 
     def check(self) -> NGram:
         """Check all tensors and return the model. Searches that use it afterwards check nothing.
@@ -237,8 +242,7 @@ class NGram:
         if self.unit == "piece":
             self._check_pieces(alphabet)
             return
-        entries = [" " if token == SPACE and self.unit == "character" else token for token in self.vocabulary]
-        entries = [token for token in entries if token not in (UNKNOWN, START, END)]
+        entries = [" " if token == SPACE and self.unit == "character" else token for token in self.tokens]
         symbols = set("".join(alphabet.symbols))
         unwritable = [token for token in entries if not symbols.issuperset(token)]
         if not unwritable:
@@ -256,11 +260,10 @@ class NGram:
         log.warning("%s; the network never writes them", message)
 
     def _check_pieces(self, alphabet: Alphabet) -> None:
-        entries = [token for token in self.vocabulary if token not in (UNKNOWN, START, END)]
-        labels = set(alphabet.symbols)
-        others = [token for token in entries if token not in labels]
-        message = f"{len(others)} of the language model's {len(entries)} pieces are no labels of the network, such as"
-        if 2 * len(others) > len(entries):
+        tokens, labels = self.tokens, set(alphabet.symbols)
+        others = [token for token in tokens if token not in labels]
+        message = f"{len(others)} of the language model's {len(tokens)} pieces are no labels of the network, such as"
+        if 2 * len(others) > len(tokens):
             raise LanguageModelError(
                 f"{message} {others[0]!r}: it has other pieces. Build it with those of the network: ds2 lm build "
                 "--unit piece --model MODEL"

@@ -109,7 +109,7 @@ class RecurrentLM(nn.Module):
         labels = torch.from_numpy(np.fromiter(chain.from_iterable(spelled), np.int32, int(sizes.sum()))).to(device)
         spans = torch.from_numpy(np.stack([starts, sizes], 1)).to(device)
         order, parts = np.argsort(-sizes, kind="stable"), []
-        for rows in _batches(sizes[order] + 1, _BATCH_TOKENS[device.type]):
+        for rows in batches(sizes[order] + 1, _BATCH_TOKENS[device.type]):
             targets, lengths = pad_texts(labels, spans[torch.from_numpy(order[rows]).to(device)], sizes[order[rows][0]])
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 parts.append(self.log_probs(targets, lengths).double().sum(0))
@@ -146,7 +146,7 @@ def pad_texts(labels: Tensor, spans: Tensor, longest: int) -> tuple[Tensor, Tens
     return torch.where(at < sizes, texts, BOUNDARY), sizes + 1
 
 
-def _batches(sizes: NDArray[np.int64], budget: int) -> Iterator[slice]:
+def batches(sizes: NDArray[np.int64], budget: int) -> Iterator[slice]:
     """Split texts, longest first, into batches of at most `budget` padded tokens, at least one text each."""
     start = 0
     while start < len(sizes):

@@ -19,7 +19,7 @@ from torch.nn import utils
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, number
 from ds2.config.check import check_allowed
 from ds2.lm.ngram import SPACE, LanguageModelError
-from ds2.lm.recurrent import BOUNDARY, RecurrentLM, pad_texts
+from ds2.lm.recurrent import BOUNDARY, RecurrentLM, batches, pad_texts
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import (
     CheckpointError,
@@ -100,12 +100,9 @@ def plan_batches(spans: NDArray[np.int64], batch_tokens: int, rng: np.random.Gen
     """Group spans (S, 2) of similar length into batches (B, 2) of at most `batch_tokens` padded tokens, shuffled."""
     sizes = spans[:, 1]
     order = np.argsort(sizes * (1 + _JITTER * rng.random(len(sizes))), kind="stable")[::-1]
-    batches, at = [], 0
-    while at < len(order):
-        longest = int(sizes[order[at : at + 1]].max() * (1 + _JITTER)) + 2  # with the boundary
-        batches.append(order[at : at + max(1, batch_tokens // longest)])
-        at += len(batches[-1])
-    return [spans[batches[index]] for index in rng.permutation(len(batches))]
+    longest = (sizes[order] * (1 + _JITTER)).astype(np.int64) + 2  # that follow in a batch, with the boundary
+    planned = [spans[order[rows]] for rows in batches(longest, batch_tokens)]
+    return [planned[index] for index in rng.permutation(len(planned))]
 
 
 @dataclass(frozen=True)
@@ -164,8 +161,8 @@ def train(
     window = _ReportWindow(device)
     progress = TrainingProgress(position.epoch, position.step, 0.0, math.nan, 0.0, position.elapsed_s)
     model.train()
-    for epoch, done, batches, batch in _batches(text, settings, position):
-        part = (epoch - 1 + done / batches) / settings.epochs
+    for epoch, done, count, batch in _remaining_batches(text, settings, position):
+        part = (epoch - 1 + done / count) / settings.epochs
         if settings.max_minutes:
             part = max(part, (time.monotonic() - start_s) / (60 * settings.max_minutes))
         stopped = stop()
@@ -224,15 +221,15 @@ class _ReportWindow:
         return closed
 
 
-def _batches(
+def _remaining_batches(
     text: TrainingText, settings: TrainingSettings, start: TrainingPosition
 ) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
     """Yield (epoch, completed batches of the epoch, batches of the epoch, spans of the batch) from a position on."""
     for epoch in range(start.epoch, settings.epochs + 1):
         rng = np.random.default_rng([settings.seed, epoch])
-        batches = plan_batches(text.draw_spans(settings.join, settings.longest, rng), settings.batch_tokens, rng)
-        for done in range(start.batch if epoch == start.epoch else 0, len(batches)):
-            yield epoch, done, len(batches), batches[done]
+        planned = plan_batches(text.draw_spans(settings.join, settings.longest, rng), settings.batch_tokens, rng)
+        for done in range(start.batch if epoch == start.epoch else 0, len(planned)):
+            yield epoch, done, len(planned), planned[done]
 
 
 @dataclass(frozen=True)

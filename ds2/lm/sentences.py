@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ds2.lm.ngram import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError, NGram
+from ds2.lm.ngram import END, RESERVED, SPACE, UNITS, UNKNOWN, LanguageModelError, NGram
 from ds2.system.files import read_lines
 from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet, describe
@@ -107,7 +107,7 @@ class SentenceReader:
         tokens = tokenise(line, self.unit, self.alphabet)
         if not tokens:
             self.empty_lines += 1
-        elif reserved := {UNKNOWN, START, END}.intersection(tokens):
+        elif reserved := set(RESERVED).intersection(tokens):
             raise LanguageModelError(f"{where} has the reserved token {', '.join(sorted(reserved))}: remove it")
         return tokens
 

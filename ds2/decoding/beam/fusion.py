@@ -24,7 +24,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.lexicon import OFF, ROOT, SPARE_NODES, LexiconError, SessionTrie, Spelling, build_trie, walk
-from ds2.lm.ngram import END, START, UNKNOWN, NGram
+from ds2.lm.ngram import END, RESERVED, UNKNOWN, NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 from ds2.text.pronunciations import Phones
 
@@ -83,7 +83,7 @@ class Fusion:
             unigrams = lm.log_prob[: len(lm.vocabulary)].cpu().numpy()
             unknown = float(unigrams[self._unknown_id]) + self.unknown_score
             ids = lm.ids if pronounced is None else pronounced.ids
-            words = {w: i for w, i in ids.items() if w not in _SPECIAL}
+            words = {word: number for word, number in ids.items() if word not in RESERVED}
             trie = build_trie(words, self.spelling, unigrams, SPARE_NODES)
         else:
             unknown, trie = 0.0, build_trie({}, self.spelling, spare=SPARE_NODES)
@@ -223,9 +223,6 @@ class Fusion:
         return scores.view(batch, beam, -1), following.view(batch, beam, -1)
 
 
-_SPECIAL = (UNKNOWN, START, END)
-
-
 _FIRST_CHARACTER = 0xE000  # Unicode's private use area: a copy of a phone is written as one character
 _MAX_CHARACTERS = 6400
 
@@ -276,8 +273,7 @@ class PronouncedWords:
                 "no word of the language model has a pronunciation in the network's lexicon: build the model with the "
                 "network's normalisation, `ds2 lm build --model MODEL`, and the lexicon with its words"
             )
-        special = {UNKNOWN, START, END}
-        self.missing = sum(word not in known and word not in special for word in lm.vocabulary)
+        self.missing = sum(word not in known for word in lm.tokens)
         self.spelled: dict[str, tuple[str, ...]] = {}
         self.ids: dict[str, int] = {}
         self._vocabulary = lm.vocabulary
