@@ -19,8 +19,8 @@ from ds2.decoding.hypothesis import word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import Interval, text_grid
 from ds2.recognition.evaluate import recognition_loader
-from ds2.recognition.latency import AlignedTranscript, align_utterances, suspicious
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.transcripts import AlignedTranscript, align_utterances, suspicious
 from ds2.system.files import check_writable, write_text
 
 _SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times

@@ -1,155 +1,26 @@
-"""Word times of transcripts aligned to their audio: transcripts that are probably wrong, and the latency of words.
+"""The latency of words: how long after its end a word of a stream is first shown, and how long until it stays.
 
-Latency is how long after its end a word of a stream is first shown, and how long until it stays, in seconds of audio.
+Times are seconds of audio.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DataConfig
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
-from ds2.decoding.alignment import Alignment, force_align
-from ds2.decoding.hypothesis import Word, spell_words
-from ds2.recognition.captions import Interval
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import BLOCK_S, decode_sessions, final_results, results
+from ds2.recognition.transcripts import align_batch, transcript_batches
 from ds2.scoring.wer import CORRECT, DELETION, INSERTION, align
-from ds2.text.alphabet import WORD_MARK, Alphabet
-
-_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_DEVIATIONS = 6.0  # above the median: listed where there is no measured limit
-_SWAPPED_SHARE = 0.05  # of swapped transcripts that are below the limit
-_FEWEST_SWAPPED = 20
-_MIN_SURPRISE = 2.0  # nats a label: smaller surprises are never listed
-
-
-@dataclass(frozen=True)
-class AlignedTranscript:
-    """A transcript on its audio.
-
-    `surprise` is how much less probable the transcript's best path is than the best path of all, in natural log a
-    label: 0 if the network would have written the same, infinite if the transcript is too long for the audio.
-    """
-
-    words: tuple[Word, ...]
-    surprise: float
-    labels: tuple[Interval, ...] = ()  # of characters or pieces without their word mark; none of white space
-
-
-def align_batch(
-    log_probs: Tensor,
-    lengths: Tensor,
-    targets: Sequence[Sequence[int]],
-    alphabet: Alphabet,
-    frame_s: float,
-    texts: Sequence[str] = (),
-) -> list[AlignedTranscript]:
-    """Align transcripts; arguments as `force_align`, `frame_s` is seconds an output frame.
-
-    `texts`, as `Alphabet.written` returns them, say which phones are a word; without them each phone is one.
-    """
-    valid = torch.arange(len(log_probs), device=log_probs.device)[:, None] < lengths.to(log_probs.device)
-    best = torch.where(valid, log_probs.amax(2), 0.0).sum(0, dtype=torch.float64).tolist()
-    alignments = force_align(log_probs, lengths, targets)
-    return [
-        _aligned(alignment, top, len(target), alphabet, frame_s, text)
-        for alignment, top, target, text in zip(alignments, best, targets, texts or [""] * len(targets), strict=True)
-    ]
-
-
-def _aligned(
-    alignment: Alignment | None, best: float, labels: int, alphabet: Alphabet, frame_s: float, text: str
-) -> AlignedTranscript:
-    if alignment is None:
-        return AlignedTranscript((), math.inf)
-    surprise = max(0.0, best - alignment.log_prob) / max(1, labels)
-    runs = alignment.runs()
-    written = (
-        Interval(first * frame_s, end * frame_s, alphabet.symbols[label].strip().removeprefix(WORD_MARK))
-        for label, first, end, _ in runs
-    )
-    spelled = tuple(interval for interval in written if interval.text)
-    words = spell_words(runs, alphabet, frame_s)
-    if text and alphabet.pronunciations is not None:
-        words = _pronounced(words, text, alphabet)
-    return AlignedTranscript(words, surprise, spelled)
-
-
-def _pronounced(phones: Sequence[Word], text: str, alphabet: Alphabet) -> tuple[Word, ...]:
-    """Join the phones of each word of a text."""
-    left, words = iter(phones), []
-    for word in text.split():
-        own = list(islice(left, len(alphabet.spell(word))))
-        words.append(Word(word, own[0].start_s, own[-1].end_s, math.prod(phone.confidence for phone in own)))
-    return tuple(words)
-
-
-def suspicious(surprises: Iterable[float], swapped: Sequence[float] = ()) -> list[int]:
-    """Return the indices of transcripts that are probably wrong, worst first: above two nats, and above a limit.
-
-    Args:
-        surprises: of the transcripts, nats a label.
-        swapped: of transcripts on the audio of other utterances: the limit is what 95 % of them exceed. Of fewer than
-            20 no limit is taken: it is then six median deviations above the median of `surprises`.
-    """
-    values = list(surprises)
-    finite = [value for value in values if math.isfinite(value)]
-    others = sorted(value for value in swapped if math.isfinite(value))
-    limit = 0.0
-    if len(others) >= _FEWEST_SWAPPED:
-        limit = max(_MIN_SURPRISE, others[int(_SWAPPED_SHARE * len(others))])
-    elif finite:
-        median = statistics.median(finite)
-        deviation = _MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in finite)
-        limit = max(_MIN_SURPRISE, median + _DEVIATIONS * deviation)
-    return sorted((i for i, value in enumerate(values) if value > limit), key=lambda i: -values[i])
-
-
-def align_utterances(recogniser: Recogniser, loader: SpeechLoader) -> tuple[list[AlignedTranscript], list[float]]:
-    """Align the transcripts of a loader's utterances to their audio; errors as `Recogniser.logits`.
-
-    Characters outside the alphabet are left out.
-
-    Returns:
-        The aligned transcripts, in order; and the surprises of transcripts on the audio of another utterance of about
-        the same length, as `suspicious` takes them.
-    """
-    alphabet, frame_s = recogniser.alphabet, recogniser.frame_s
-    aligned: dict[int, AlignedTranscript] = {}
-    swapped: list[float] = []
-    for indices, log_probs, lengths, targets, texts in _transcripts(recogniser, loader):
-        transcripts = align_batch(log_probs, lengths, targets, alphabet, frame_s, texts)
-        aligned.update(zip(indices, transcripts, strict=True))
-        others = targets[1:] + targets[:1]  # a batch holds utterances of about one length
-        on_others = align_batch(log_probs, lengths, others, alphabet, frame_s)
-        swapped += [x.surprise for own, target, x in zip(targets, others, on_others, strict=True) if own != target]
-    return [aligned[i] for i in range(len(loader.utterances))], swapped
-
-
-def _transcripts(
-    recogniser: Recogniser, loader: SpeechLoader
-) -> Iterator[tuple[list[int], Tensor, Tensor, list[list[int]], list[str]]]:
-    """Yield batches: indices, log-probs (T', B, V), lengths (B,), labels and texts; unknown characters are left out."""
-    alphabet = replace(recogniser.alphabet, unknown="drop")
-    written = [alphabet.written(u.text) for u in loader.utterances]  # raises before the model runs
-    for indices, logits, lengths in recogniser.logits(loader):
-        texts = [written[index] for index in indices]
-        yield indices, logits.float().log_softmax(2), lengths, [alphabet.spell(text) for text in texts], texts
-
 
 _STREAMS = 32  # in one batch
 End = tuple[str, float]
@@ -285,7 +156,7 @@ def aligned_ends(recogniser: Recogniser, loader: SpeechLoader) -> list[list[End]
     Where the recogniser writes phones, each phone is a word. Errors as `Recogniser.logits`.
     """
     ends: dict[int, list[End]] = {}
-    for indices, log_probs, lengths, targets, texts in _transcripts(recogniser, loader):
+    for indices, log_probs, lengths, targets, texts in transcript_batches(recogniser, loader):
         joined = () if recogniser.writes_phones else texts
         aligned = align_batch(log_probs, lengths, targets, recogniser.alphabet, recogniser.frame_s, joined)
         ends.update((i, [(w.text, w.end_s) for w in a.words]) for i, a in zip(indices, aligned, strict=True))

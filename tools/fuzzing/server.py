@@ -39,8 +39,8 @@ from ds2.data.shards import write_shards
 from ds2.data.splits import scored_utterances
 from ds2.model.checkpoint import load_model
 from ds2.recognition.evaluate import recognition_loader
-from ds2.recognition.latency import align_utterances
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.transcripts import align_utterances
 from ds2.serve.engine import LocalRecogniser
 from ds2.serve.http import application
 from ds2.serve.limits import Limits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,18 +17,18 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times
-from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
+from ds2.decoding.beam.fusion import LENGTH, Fusion
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
+from ds2.decoding.beam.pronounced import pronounced_words
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
 from ds2.decoding.frames import NONE, pack
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
-from ds2.decoding.lexicon import ROOT, HotWords, LexiconError, as_written, check_hot_words
+from ds2.decoding.lexicon import ROOT, HotWords, as_written, check_hot_words
 from ds2.decoding.postprocess import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
-log = logging.getLogger(__name__)
 Labels = tuple[int, ...]
 _ENTRY = 3  # column of the kernel's `names`: the last entry of the prefix in the trace
 _MAX_BEAM = 10_000
@@ -143,7 +142,7 @@ class BeamDecoder(Decoder):
         self.network_alphabet, self.options = alphabet, options
         self.frame_s, self.device = frame_s, device
         self.second_pass = second_pass
-        self.pronounced = _pronounced(alphabet, lm)
+        self.pronounced = pronounced_words(alphabet, lm)
         self.alphabet = alphabet if self.pronounced is None else self.pronounced.alphabet
         options = replace(options, lexicon=options.lexicon or self.pronounced is not None)
         fusion = Fusion(alphabet, options, lm, device, self.pronounced)
@@ -319,24 +318,6 @@ class BeamDecoder(Decoder):
         text = self.alphabet.decode(labels[at] for at in word).replace(WORD_MARK, "")
         assert self.lexicon is not None
         return labels if not word or text in self.lexicon or text in hot else labels[: word[0]]
-
-
-def _pronounced(alphabet: Alphabet, lm: NGram | None) -> PronouncedWords | None:
-    """Return the words of a search whose network writes phones; None if it writes characters or pieces."""
-    if alphabet.pronunciations is None:
-        return None
-    if lm is None or lm.unit != "word":
-        raise LexiconError(
-            "the network writes phones: a search needs decode.lm, a model of words (`ds2 lm build`); decode=greedy "
-            "shows the phones"
-        )
-    words = PronouncedWords(alphabet, lm)
-    if words.missing:
-        log.warning(
-            "%d of the language model's %d words have no pronunciation and are never recognised; `ds2 data lexicon` "
-            "adds them", words.missing, len(lm.vocabulary),
-        )  # fmt: skip
-    return words
 
 
 class BeamDecoding(Decoding):

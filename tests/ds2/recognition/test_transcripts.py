@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds2.decoding.alignment import force_align
-from ds2.recognition.latency import align_batch, suspicious
+from ds2.recognition.transcripts import align_batch, suspicious
 from ds2.text.alphabet import Alphabet
 from ds2.text.pronunciations import parse_pronunciations
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BatchedBeamSearch, BeamDecoder
-from ds2.decoding.beam.fusion import Fusion, PronouncedWords
+from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.beam.kernel_search import KernelSearch
+from ds2.decoding.beam.pronounced import PronouncedWords
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.methods import make_decoder
