@@ -36,9 +36,9 @@ class BestPath:
         self._open: Run = (BLANK, 0, 0, 0.0)  # the last run, which the next frame may extend
         self._unfinished: tuple[Word, ...] | None = ()  # of the last two; None: they have changed
 
-    def step(self, runs: Sequence[Run], frames: int) -> None:
-        """Add the next frames: runs of one label each, in order, with frames that count from 0."""
-        before = self._frames
+    def step(self, runs: Sequence[Run], frames: int, score: float) -> None:
+        """Add the next frames: runs of one label each, in order, with frames that count from 0; `score` is of all."""
+        before, self.score = self._frames, score
         for label, start, end, peak in runs:
             open_label = self._open[0]
             if label == open_label:
@@ -94,8 +94,7 @@ def step_paths(paths: Sequence[BestPath], frames: Tensor, lengths: Tensor) -> No
     runs = list(zip(*(column.tolist() for column in columns), strict=True))
     at = [0, *begins.sum(1).cumsum().tolist()]
     for row, (path, count, score) in enumerate(zip(paths, counts.tolist(), scores.tolist(), strict=True)):
-        path.step(runs[at[row] : at[row + 1]], count)
-        path.score = score
+        path.step(runs[at[row] : at[row + 1]], count, score)
 
 
 class GreedyDecoder(Decoder):

@@ -85,6 +85,7 @@ _RIDGE = 1e-3
 
 
 def calibrated(hypothesis: Hypothesis, calibration: Sequence[float]) -> Hypothesis:
+    """Return a hypothesis with calibrated confidences of its words."""
     if not hypothesis.words:
         return hypothesis
     values = calibrate(np.array([word.confidence for word in hypothesis.words]), calibration).tolist()

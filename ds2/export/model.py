@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -154,8 +154,7 @@ class Network:
             power = ops.conv(power, ops.constant(signal.mel), None, (1, 1), 0)
         power = power + signal.floor if signal.adds_floor else power.clamp(signal.floor, None)
         known = (at.known + (window.past - window.length + window.stride)) // window.stride
-        progress = SourcePosition(at.before // window.stride, known, self._delay(window))
-        return power.log().permute(0, 2, 1, 3), progress
+        return power.log().permute(0, 2, 1, 3), SourcePosition(at.before // window.stride, known, self._delay(window))
 
     def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
         """Return log-probs (B, T, V) of log energies (B, 1, F, T); invalid frames have a certain blank."""
@@ -164,8 +163,7 @@ class Network:
         frames = self._masked(normalised, at, _IMAGE)
         for conv in network.convs:
             frames = self._conv(frames, conv)
-        x = ops.reshape(frames.x.permute(0, 3, 1, 2), (0, 0, -1))
-        frames = LayerFrames(x, frames.at, frames.valid)
+        frames = replace(frames, x=ops.reshape(frames.x.permute(0, 3, 1, 2), (0, 0, -1)))
         for module in network.modules:
             frames = self._module(frames, module)
         x = self._rms_norm(frames.x, network.rms_eps)
@@ -173,8 +171,7 @@ class Network:
         blank = torch.full((len(network.bias),), NEVER)
         blank[BLANK] = 0.0
         valid = ops.reshape(frames.valid, (0, -1, 1))
-        log_probs = ops.where(valid, logits.log_softmax(-1), ops.constant(blank))
-        return LayerFrames(log_probs, frames.at, frames.valid)
+        return replace(frames, x=ops.where(valid, logits.log_softmax(-1), ops.constant(blank)))
 
     def _conv(self, frames: LayerFrames, conv: ConvWeights) -> LayerFrames:
         ops, at, window = self.ops, frames.at, conv.window
@@ -192,7 +189,7 @@ class Network:
                 self._recur(frames, layer, direction, reverse=bool(number))
                 for number, direction in enumerate(layer.directions)
             ]
-            frames = LayerFrames(outputs[0] + outputs[1] if outputs[1:] else outputs[0], frames.at, frames.valid)
+            frames = replace(frames, x=outputs[0] + outputs[1] if outputs[1:] else outputs[0])
         for weight in module.row_convs:
             frames = self._row_conv(frames, weight)
         if not module.residual:
@@ -203,7 +200,7 @@ class Network:
             waiting = TimeWindow(module.lookahead + 1, 0, 1, 0)
             joined = self._with_past(skip, _SEQUENCE, (module.layers[0].hidden,), waiting)
             skip = ops.slice(joined, _SEQUENCE, 0, -waiting.cached)
-        return LayerFrames(frames.x + skip, frames.at, frames.valid)
+        return replace(frames, x=frames.x + skip)
 
     def _row_conv(self, frames: LayerFrames, weight: Tensor) -> LayerFrames:
         """r_t = sum_j w_j x_(t+j), j from 0 to tau, of weights (tau + 1, H)."""

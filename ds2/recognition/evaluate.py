@@ -159,11 +159,7 @@ def worst_recordings(evaluation: Evaluation, data: DataConfig, count: int) -> di
 
 def counting(progress: ProgressBar) -> Callable[[list[int], Tensor, Tensor], None]:
     """Return a function that counts the utterances of the batches that `Recogniser.logits` yields."""
-
-    def count(indices: list[int], logits: Tensor, lengths: Tensor) -> None:
-        progress.update(progress.done + len(indices))
-
-    return count
+    return lambda indices, logits, lengths: progress.update(progress.done + len(indices))
 
 
 def recognition_loader(

@@ -37,6 +37,7 @@ def decode_settings(
         ConfigError: an unknown key, a wrong type or value, or a tuned file that does not fit.
     """
     file = tuned_file(model_file)
+    place = ", ".join([str(file)] * file.is_file() + list(changes))
     _refuse_interpolation(model_file, repr(config.decode))
     try:
         base: DictConfig | ListConfig = to_tree(Config(decode=config.decode, run_dir=""))
@@ -49,10 +50,8 @@ def decode_settings(
             listed = isinstance(OmegaConf.select(merged, key), ListConfig)
             OmegaConf.update(merged, key, _words(key, value) if listed else value)
     except OverflowError as error:  # a number of 400 digits
-        place = ", ".join([str(file)] * file.is_file() + list(changes))
         raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from error
     except OmegaConfBaseException as error:
-        place = ", ".join([str(file)] * file.is_file() + list(changes))
         unknown = isinstance(error, ConfigKeyError | ConfigAttributeError)
         near = nearest_key(str(error.full_key)) if unknown else None
         hint = f"; did you mean {near!r}?" if near else ""
@@ -82,9 +81,7 @@ def _read(file: Path) -> DictConfig:
             raise ConfigError(f"{file}: has {size} bytes, {_MAX_BYTES} at most; delete it or run `ds2 lm tune` again")
         text = file.read_text(encoding="utf-8")
         _refuse_interpolation(file, text)
-        if any(
-            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)
-        ):  # aliases: a few lines can expand to gigabytes
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines may become gigabytes
             raise ConfigError(f"{file}: holds an alias (*NAME); write the value out, or run `ds2 lm tune` again")
         values = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, numbers of 5000 digits

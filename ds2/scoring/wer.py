@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -315,10 +315,9 @@ def corpus_report(
 
 
 def _grouped(utterances: Iterable[AlignedUtterance], key: Callable[[AlignedUtterance], Key]) -> dict[Key, ErrorCounts]:
-    groups: dict[Key, ErrorCounts] = {}
+    groups = defaultdict[Key, ErrorCounts](ErrorCounts)
     for utterance in utterances:
-        label = key(utterance)
-        groups[label] = groups.get(label, ErrorCounts()) + utterance.words
+        groups[key(utterance)] += utterance.words
     return groups
 
 

@@ -122,8 +122,8 @@ class Alphabet:
     _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # cache: the pieces of each word
     _replacement: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
     _written: _Table = field(init=False, repr=False, compare=False)  # label as a character -> symbol
-    _starts_word: tuple[bool, ...] = field(init=False, repr=False, compare=False)
-    _writes: tuple[bool, ...] = field(init=False, repr=False, compare=False)
+    _starts_word: list[bool] = field(init=False, repr=False, compare=False)
+    _writes: list[bool] = field(init=False, repr=False, compare=False)
     _read: _Table = field(init=False, repr=False, compare=False)  # symbol of one character -> label as a character
 
     def __post_init__(self) -> None:
@@ -157,17 +157,17 @@ class Alphabet:
             characters.add(" ")
         if self.has_pieces:
             characters = characters - {WORD_MARK} | {" "}
-        object.__setattr__(self, "_labels", labels)
-        object.__setattr__(self, "_characters", frozenset(characters))
-        object.__setattr__(self, "_spelled", {})
-        object.__setattr__(self, "_written", _Table(enumerate(self.symbols)))
         phones = self.pronunciations is not None
-        starts = tuple(symbol.isspace() or symbol.startswith(WORD_MARK) or phones for symbol in self.symbols)
-        object.__setattr__(self, "_starts_word", starts)
-        writes = tuple(bool(symbol.strip().removeprefix(WORD_MARK)) for symbol in self.symbols)
-        object.__setattr__(self, "_writes", writes)
-        object.__setattr__(self, "_read", _Table((ord(s), chr(n)) for s, n in labels.items() if len(s) == 1))
-        object.__setattr__(self, "_replacement", re.compile("|".join(map(re.escape, keys))) if keys else None)
+        vars(self).update(  # as fields are frozen
+            _labels=labels,
+            _characters=frozenset(characters),
+            _spelled={},
+            _replacement=re.compile("|".join(map(re.escape, keys))) if keys else None,
+            _written=_Table(enumerate(self.symbols)),
+            _starts_word=[symbol.isspace() or symbol.startswith(WORD_MARK) or phones for symbol in self.symbols],
+            _writes=[bool(symbol.strip().removeprefix(WORD_MARK)) for symbol in self.symbols],
+            _read=_Table((ord(s), chr(n)) for s, n in labels.items() if len(s) == 1),
+        )
 
     @classmethod
     def from_config(cls, config: AlphabetConfig) -> Alphabet:

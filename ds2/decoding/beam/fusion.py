@@ -26,7 +26,7 @@ _TYPICAL_WORD_CHARACTERS = 6  # a longer unfinished unknown word is charged in p
 
 
 @dataclass(frozen=True)
-class Extensions:
+class WordScores:
     """Scores of every prefix and of its extension by every label, and the values that `select` needs."""
 
     stay: Tensor  # (B, K) float64
@@ -90,7 +90,7 @@ class Fusion:
         integers[..., STATE], integers[..., NODE], integers[..., SESSION_ROOT] = self._start, root, root
         return integers, torch.zeros(batch, beam, 2, dtype=torch.float64, device=self.device)
 
-    def extend(self, integers: Tensor, floats: Tensor) -> Extensions:
+    def score(self, integers: Tensor, floats: Tensor) -> WordScores:
         """Score prefixes, and their extensions by every label; the caller ignores the blank.
 
         Args:
@@ -109,16 +109,16 @@ class Fusion:
         by_label = self._by_label(state, (length == 0) & (words > 0)) if self.by_label else None
         if by_label is not None:
             extended += self.alpha * by_label[0]
-        return Extensions(base + self._unfinished(node, length), extended, word, by_label)
+        return WordScores(base + self._unfinished(node, length), extended, word, by_label)
 
     def select(
-        self, integers: Tensor, floats: Tensor, extensions: Extensions, source: Tensor, label: Tensor
+        self, integers: Tensor, floats: Tensor, word_scores: WordScores, source: Tensor, label: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the integers and floats of K selected prefixes.
 
         Args:
             integers, floats: of the prefixes that were extended.
-            extensions: of these prefixes.
+            word_scores: of these prefixes.
             source: (B, K) int64, the prefix that each selected one extends.
             label: (B, K) int64, the label that extends it, 0 for none.
         """
@@ -128,12 +128,12 @@ class Fusion:
         log_prob, hot = floats.unbind(-1)
         starts = self.spelling.starts_word[label]
         done = starts & (length > 0)  # the unfinished word is complete
-        if extensions.word is not None:
-            scores, following = extensions.word
+        if word_scores.word is not None:
+            scores, following = word_scores.word
             log_prob = log_prob + scores.gather(1, source).masked_fill(~done, 0.0)
             state = torch.where(done, following.gather(1, source), state)
-        if extensions.label is not None:
-            scores, following = extensions.label
+        if word_scores.label is not None:
+            scores, following = word_scores.label
             at = source * self.spelling.counts.numel() + label
             longer = label > 0
             log_prob = log_prob + scores.flatten(1).gather(1, at).masked_fill(~longer, 0.0)
@@ -167,7 +167,7 @@ class Fusion:
         return log_prob, bonus, total
 
     def _complete(self, state: Tensor, node: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return what the unfinished word adds when it is complete, and `Extensions.word`."""
+        """Return what the unfinished word adds when it is complete, and `WordScores.word`."""
         gain = self.beta + self.trie.nodes.hot[node]
         if not self.by_word or self.lm is None:
             return gain, None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.beam.fusion import Fusion
+from ds2.decoding.beam.fusion import NODE, SESSION_ROOT, Fusion
 from ds2.decoding.beam.torch_search import Beams, first_of_rows
 from ds2.decoding.frames import OpenRun, pack_next
 from ds2.lm.ngram import UNKNOWN, NGram
@@ -233,9 +233,7 @@ class KernelStreams:
         shared: list[list[int]] = [[] for _ in rows]
         more = [[0] * MAX_REMOVED]
         while any(len(labels) == MAX_REMOVED for labels in more):
-            more = self._search(
-                frame, torch.zeros_like(rows), numbers, rows
-            )  # no frames: shared labels are removed only
+            more = self._search(frame, torch.zeros_like(rows), numbers, rows)  # of no frames: it only removes labels
             shared = [before + labels for before, labels in zip(shared, more, strict=True)]
         return shared
 
@@ -272,8 +270,8 @@ class KernelStreams:
         rows, roots = torch.tensor(pairs, device=self.device).unbind(1)
         tables.blank[rows], tables.label[rows], tables.floats[rows] = first.blank, first.label, first.floats
         tables.names[rows] = torch.nn.functional.pad(first.names, (0, 1))
-        integers = first.integers[..., :4].repeat(len(pairs), 1, 1)
-        integers[..., 1] = roots[:, None]
+        integers = first.integers[..., :SESSION_ROOT].repeat(len(pairs), 1, 1)
+        integers[..., NODE] = roots[:, None]
         tables.integers[rows] = integers
         tables.roots[rows] = roots.int()
         for table, value in ((tables.counts, 0), (tables.open_runs, 0), (tables.has_open_run, False)):

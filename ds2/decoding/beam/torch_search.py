@@ -260,8 +260,8 @@ def prune_beams(fusion: Fusion, beams: Beams, extended: Extended, prune: float) 
     """Keep the K best halves of prefixes that lie within `prune` of the best."""
     beam, labels = beams.counts.shape[1], extended.longer.shape[1] // beams.counts.shape[1]
     slots = torch.arange(beam, device=beams.counts.device)
-    extensions = fusion.extend(beams.integers, beams.floats)
-    stay, grow = extensions.stay, extensions.extended.flatten(1)
+    word_scores = fusion.score(beams.integers, beams.floats)
+    stay, grow = word_scores.stay, word_scores.extended.flatten(1)
     scores = torch.cat([extended.blank + stay, extended.label + stay, extended.longer + grow], 1)
     top, chosen = scores.topk(beam, 1)
     alive = (top >= top[:, :1] - prune) & (top > NONE)
@@ -277,7 +277,7 @@ def prune_beams(fusion: Fusion, beams: Beams, extended: Extended, prune: float) 
     stays = extended.label.gather(1, source).masked_fill_(~has_label | is_longer, NONE)
     label = torch.where(is_longer, extended.longer.gather(1, (chosen - 2 * beam).clamp_(min=0)), stays)
 
-    integers, floats = fusion.select(beams.integers, beams.floats, extensions, source, by)
+    integers, floats = fusion.select(beams.integers, beams.floats, word_scores, source, by)
     hashes, parents, last = beams.names.gather(1, source[..., None].expand(-1, -1, 3)).unbind(-1)
     longer = ((hashes ^ (by + 1) * _PRIMES[0]) * _PRIMES[1]) ^ (hashes >> 29)
     names = [
