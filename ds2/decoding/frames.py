@@ -65,17 +65,17 @@ def pack_next(
     lengths = lengths.to(device, non_blocking=True)
     valid = torch.arange(frames, device=device)[:, None] < lengths
     best = log_probs.argmax(2, keepdim=True)
-    followed = (log_probs >= options.label_min_log_prob).scatter_(2, best, True)
+    followed = (log_probs >= options.label_min_log_prob).scatter_(2, best, True)  # labels that the search follows
     if options.lexicon:  # the only extension of a prefix that no word continues with the other labels
         followed[:, :, BLANK] = True
-    silent = ~followed[:, :, BLANK + 1 :].any(2)
+    silent = ~followed[:, :, BLANK + 1 :].any(2)  # only the blank remains
     starts = valid.clone()  # the first frames of packed ones
     starts[1:] &= ~(silent[1:] & silent[:-1])
-    packed = torch.zeros(frames + 2, batch, labels, device=device)
     starts[:1] &= ~(silent[:1] & before.exists)
+    packed = torch.zeros(frames + 2, batch, labels, device=device)
     packed[0] = before.log_probs
-    opened = before.exists.long()
-    rows = starts.long().cumsum(0) - 1 + opened
+    opened = before.exists.long()  # 1 where row 0 holds the open run
+    rows = starts.long().cumsum(0) - 1 + opened  # of `packed`, of each frame
     rows = torch.where(valid, rows, frames + 1)  # padding goes to a row that is cut off
     packed.scatter_add_(0, rows[..., None].expand_as(log_probs), log_probs.masked_fill(~followed, NONE))
     packed, counts = packed[:-1], starts.sum(0) + opened

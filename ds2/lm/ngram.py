@@ -154,6 +154,7 @@ class NGram:
 
     @cached_property
     def _dense(self) -> tuple[Tensor, Tensor]:
+        """What `score_all` returns for all states, from the shortest histories to the longest."""
         size, states = len(self.vocabulary), self.backoff.numel()
         log_probs = torch.empty(states, size, device=self.keys.device)
         following = torch.empty(states, size, dtype=torch.int32, device=self.keys.device)

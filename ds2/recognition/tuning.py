@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +41,20 @@ class DevLogProbs:
 
     @classmethod
     def of(
-        cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str], *common: Any
+        cls,
+        batches: Iterable[tuple[list[int], Tensor, Tensor]],
+        references: Sequence[str],
+        frame_s: float,
+        alphabet: Alphabet,
+        lm: NGram,
+        device: torch.device,
     ) -> DevLogProbs:
         """Collect the log-probs of `Recogniser.logits` on their device; utterances without frames are dropped.
 
         Args:
             batches: indices of utterances, logits (T', B, V) and lengths (B,) CPU int64.
             references: text of each utterance.
-            common: the other attributes.
+            frame_s, alphabet, lm, device: the attributes.
         """
         log_probs: list[tuple[Tensor, Tensor]] = []
         texts: list[str] = []
@@ -57,7 +62,7 @@ class DevLogProbs:
             nonempty = lengths.nonzero()[:, 0]
             log_probs.append((logits.float().log_softmax(2)[:, nonempty.to(logits.device)], lengths[nonempty]))
             texts += [references[indices[row]] for row in nonempty.tolist()]
-        return cls(log_probs, texts, *common)
+        return cls(log_probs, texts, frame_s, alphabet, lm, device)
 
     def decode(self, options: DecodeConfig) -> list[tuple[list[Hypothesis], str]]:
         """Return the N best hypotheses of each utterance with these settings, and its reference."""
