@@ -66,11 +66,12 @@ class PhraseStates:
         self.root_space, self.root_quiet, self.other_first, self.other = range(2 * total + 2 * count, self.count)
         of_space, silence, start, rest = range(len(alphabet), len(alphabet) + 4)  # what `advance` puts behind a frame
         kinds = np.array([BLANK, of_space, silence, of_space, silence, start, rest])
-        self.writes = np.append(self.labels, kinds.repeat([total, count, count, 1, 1, 1, 1]))  # (states,)
+        self.writes = np.append(self.labels, kinds.repeat([total, count, count, 1, 1, 1, 1]))  # by state
 
         endings = np.stack([self.last, blank[self.last]])  # (2, W) states at the end of each word
         exits = endings[:, [n for n, word in enumerate(words) if END in graph.reached[word.end]]]
-        self.final = np.array([self.root_quiet, self.root_space, self.other, self.other_first, *exits.flat])
+        # States in which a stream may end.
+        self.ends = np.array([self.root_quiet, self.root_space, self.other, self.other_first, *exits.flat])
         others = [self.other, self.other_first]
         before_phrase = [self.root_space, self.root_quiet] if spaces else [self.root_quiet, *others]
         after_word = np.stack([space, quiet]) if spaces else endings
@@ -79,10 +80,11 @@ class PhraseStates:
         never = after_phrase + 1
         junctions.append([*exits.T.flat, *others] if spaces else [*others, *exits.T.flat])
         sizes = np.array([len(states) for states in junctions])
-        self.before_junctions, self.starts_of_junctions = np.concatenate(junctions), sizes.cumsum() - sizes
+        self.before_junctions = np.concatenate(junctions)  # the states before the first junction, the second, ...
+        self.starts_of_junctions = sizes.cumsum() - sizes
         self.junction_numbers = np.repeat(np.arange(len(sizes)), sizes)
-        self.before = np.full((3, self.count), never)  # of equally good predecessors the first counts
-        self.gains = np.zeros((3, self.count))
+        self.before = np.full((3, self.count), never)  # the predecessors; of equally good ones the first counts
+        self.gains = np.zeros((3, self.count))  # log-prob that a step from one adds
         inner = np.setdiff1d(label, self.first)
         repeats = inner[self.labels[inner] == self.labels[inner - 1]]
         self.before[:2, self.first] = self.first, of_word
@@ -208,7 +210,7 @@ class _PhraseStream:
         s = self.states
         state = int(self.scores.argmax())
         if at_end:
-            state = int(s.final[self.scores[s.final].argmax()])
+            state = int(s.ends[self.scores[s.ends].argmax()])
         reader = self.reader.copy()
         fixed = len(reader.words)
         if self.moves:
