@@ -154,7 +154,8 @@ class Network:
             power = ops.conv(power, ops.constant(signal.mel), None, (1, 1), 0)
         power = power + signal.floor if signal.adds_floor else power.clamp(signal.floor, None)
         known = (at.known + (window.past - window.length + window.stride)) // window.stride
-        return power.log().permute(0, 2, 1, 3), SourcePosition(at.before // window.stride, known, self._delay(window))
+        after = SourcePosition(at.before // window.stride, known, self._delay(window))
+        return power.log().permute(0, 2, 1, 3), after
 
     def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
         """Return log-probs (B, T, V) of log energies (B, 1, F, T); invalid frames have a certain blank."""
