@@ -138,11 +138,13 @@ class PhraseStates:
         best = np.flatnonzero(reached == highest[self.junction_numbers])[::-1]
         moves = np.arange(self.count + len(highest) + 1, dtype=np.int32)
         moves[self.count + self.junction_numbers[best]] = self.before_junctions[best]  # the first one, assigned last
-        reached = np.concatenate([scores, highest, [_NEVER]])[self.before] + self.gains
-        choice, states = reached.argmax(0), np.arange(self.count)
+        first, second, third = np.concatenate([scores, highest, [_NEVER]])[self.before] + self.gains
+        before = np.where(second > first, self.before[1], self.before[0])
+        higher = np.maximum(first, second)
+        before = np.where(third > higher, self.before[2], before)
         space = frame[self.space] if self.space >= 0 else _NEVER
         values = np.append(frame, [space, max(frame[BLANK], space), frame[self.starts].max(), 0.0])
-        return reached[choice, states] + values[self.writes], moves[self.before[choice, states]]
+        return np.maximum(higher, third) + values[self.writes], moves[before]
 
 
 @dataclass

@@ -209,6 +209,6 @@ def test_without_times_no_frame_is_kept(tmp_path: Path) -> None:
     decoder = make(replace(SURE, times=False), CHARACTERS, "word", tmp_path)
     decoding = in_chunks(decoder, speechlike(60, 2, 4), torch.tensor([60, 9]), 11, 0)
     found: list[list[Hypothesis]] = decoding.finish()
-    assert all(row.aligner.pending_frames == 0 for row in decoding.rows)
+    assert all(row.aligner.pending_frames == 0 for row in decoding.streams)
     assert all(h.text and not h.words for h in found[0])
     assert found == decoder.decode(speechlike(60, 2, 4), torch.tensor([60, 9]))
