@@ -188,8 +188,8 @@ def _run(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
         # An evaluation may be long: a process that is killed in it loses no step.
         if interrupts.agree(comm) or not complete or due:
             trainer.files.save_and_wait()
-        if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
-            continue
+            if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
+                continue
         metrics: dict[str, float] = {}
         if due:
             with comm.status.slow("evaluation"), interrupts.at_once():

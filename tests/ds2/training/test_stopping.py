@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ds2.config.schema import Config
+from ds2.distributed.communicator import Communicator
 from ds2.system.signals import Stopped
+from ds2.system.tensor_file import read_metadata
+from ds2.training.loop import train
+from ds2.training.state import state_file
 from ds2.training.stopping import DeviceError, Interrupts, report_lost_device
 
 COMM: Any = SimpleNamespace(device=torch.device("cuda:1"), host="here", status="step 7, backward")
@@ -56,3 +64,30 @@ def test_of_ranks_that_are_signalled_one_after_the_other_the_last_one_stays_to_s
     assert not second.agreed
     second.receive(second.send(), SimpleNamespace(elastic=True, world=1))  # type: ignore[arg-type]
     assert second.agreed == signal.SIGTERM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [(), ("checkpoint.every_epochs=2",)], ids=str)
+def test_no_step_is_lost_wherever_between_two_epochs_a_signal_comes(
+    settings: tuple[str, ...],
+    tiny_config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, agree = 0, Interrupts.agree
+
+    def signalled_at_last(interrupts: Interrupts, comm: Communicator) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == last_call:
+            interrupts.received = signal.SIGTERM
+        return agree(interrupts, comm)
+
+    monkeypatch.setattr(Interrupts, "agree", signalled_at_last)
+    for last_call in range(1, 6):
+        calls, run_dir = 0, tmp_path / str(last_call)
+        config = tiny_config("train.epochs=9", "train.evaluate_every_epochs=9", *settings)
+        config.run_dir = str(run_dir)
+        assert train(config, run_dir) == 128 + signal.SIGTERM
+        steps = [json.loads(line)["step"] for line in (run_dir / "log.jsonl").read_text().splitlines()]
+        assert read_metadata(state_file(run_dir))["progress"]["step"] == max(steps)
