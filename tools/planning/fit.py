@@ -96,12 +96,14 @@ def fit(problems: Iterable[Measured]) -> Constants:
     )
 
 
-def held_out(record: Record) -> list[Measured]:
-    """Return the problems of a record that are in no half to which the constants of its capability were fitted."""
-    others = [read(FIGURES / name) for name in contents()["fitted to"]]
-    halves_fitted = [halves(other.problems)[0] for other in others if other.facts.capability == record.facts.capability]
-    fitted = {measured.problem for half in halves_fitted for measured in half}
-    return [measured for measured in record.problems if measured.problem not in fitted]
+def held_out(records: Iterable[Record]) -> list[Measured]:
+    """Return the problems of records that are in no half to which the constants of their capability were fitted."""
+    fitted = {
+        (other.facts.capability, measured.problem)
+        for other in (read(FIGURES / name) for name in contents()["fitted to"])
+        for measured in halves(other.problems)[0]
+    }
+    return [m for record in records for m in record.problems if (record.facts.capability, m.problem) not in fitted]
 
 
 def judge(
@@ -150,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     constants = fit(fitted_by) if options.write else None
     for name, problems in (("fitted by", fitted_by), ("judged by", judged_by)):
         print(name, judge(problems, constants))
-    if constants is None and (unseen := [problem for record in whole for problem in held_out(record)]):
+    if constants is None and (unseen := held_out(whole)):
         print("held out", judge(unseen))
     worst(judged_by, constants, options.worst)
     if constants is not None:

@@ -80,7 +80,7 @@ def test_halves_share_no_problem_and_miss_none() -> None:
 
 def test_held_out_problems_are_those_that_nothing_was_fitted_to() -> None:
     swept = read(ROOT / "ops" / "figures" / "plans_h100_gated.json")
-    unseen = fit.held_out(swept)
+    unseen = fit.held_out([swept])
     of_h200 = [problem for name in ("gated", "streams") for problem in halves(record(name).problems)[0]]
     assert {m.problem for m in unseen} == {m.problem for m in swept.problems} - {m.problem for m in of_h200}
     assert 0 < len(unseen) < len(swept.problems)
