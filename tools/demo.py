@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from local_ranks import variables_of_ranks
 
 from ds2.cli import let_waiting_threads_sleep
 from ds2.cli import main as ds2
@@ -32,9 +33,9 @@ def find_an4(folder: str) -> Path | None:
 
 @contextmanager
 def second_rank(command: Sequence[str]) -> Iterator[None]:
-    """Run a ds2 command in a process of its own too, on half of the cores: it becomes rank 1, and this process rank 0.
+    """Start a ds2 command a second time, as rank 1; this process becomes rank 0. Each rank has half of the cores.
 
-    Each rank computes half of every batch. Two threads of one process train little faster than one: most operations of
+    Each computes half of every batch. Two threads of one process train little faster than one: most operations of
     so small a network are too short to be divided. A GPU, or a single core, stays with one process.
     """
     let_waiting_threads_sleep()
@@ -43,20 +44,17 @@ def second_rank(command: Sequence[str]) -> Iterator[None]:
     if torch.cuda.is_available() or usable_cores() < 2:
         yield
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    of_other = {"RANK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # no warnings of Gloo after the end of rank 0
-    other = subprocess.Popen([sys.executable, "-m", "ds2.cli", *command], env=os.environ | variables | of_other)
-    os.environ.update(variables, RANK="0")
+    own, others = variables_of_ranks(2)
+    others["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # no warnings of Gloo after the end of rank 0
+    other = subprocess.Popen([sys.executable, "-m", "ds2.cli", *command], env=os.environ | others)
+    os.environ.update(own)
     try:
         yield
     finally:
         with suppress(subprocess.TimeoutExpired):
             other.wait(_ENDS_S)
         other.kill()  # without effect on a process that has ended
-        for name in (*variables, "RANK"):
+        for name in own:
             del os.environ[name]
 
 

@@ -199,14 +199,16 @@ class Members:
     def _is_silent(self, member: str) -> bool:
         return member != self.me.id and self.silent_s(member) > min(SILENT_S, self._config.timeout_s)
 
-    def next_view(self, position: int, facts: dict[str, str], lost: dict[str, str], hurry: Callable[[], int]) -> View:
+    def next_view(
+        self, position: int, facts: dict[str, str], lost: dict[str, str], stop_signal: Callable[[], int]
+    ) -> View:
         """Wait for the view that follows; the processes that wait make it.
 
         Args:
             position: the number of this process's last commit, or `JOINER`.
             facts: see `View`.
             lost: ids of processes that this one has lost, with the reasons.
-            hurry: the signal that asked this process to end, so that it waits for no further processes; 0 if none.
+            stop_signal: returns the signal that asked this process to end, which then waits for no others; 0: none.
 
         Raises:
             LeftBehindError: the next view is without this process; the call after it is that of a `JOINER`.
@@ -231,7 +233,7 @@ class Members:
             if request != written:
                 self._write(f"{self.me.id}.json", asdict(request))
                 written = request
-            view = self._following(newest, request, lost, waited_s, hurry())
+            view = self._following(newest, request, lost, waited_s, stop_signal())
             if view is not None:
                 self._propose(view)
             elif self.view is None and newest is not None and waited_s > _LOOK_S:
@@ -242,7 +244,7 @@ class Members:
             time.sleep(_POLL_S)
 
     def _following(
-        self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, hurry: int
+        self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, stop_signal: int
     ) -> View | None:
         """Return the view that follows the newest one, or None where this process does not know it yet."""
         requests = {request.member.id: request for request in self._requests()} | {own.member.id: own}
@@ -268,10 +270,10 @@ class Members:
         chosen = [*present, *joiners][: self._config.max_ranks]
         enough = len(chosen) >= self._config.min_ranks
         if not enough and waited_s < self._config.wait_s:
-            if not hurry:
+            if not stop_signal:
                 return None
             if any(request.position >= own.position for request in chosen if request.member != own.member):
-                raise Stopped(hurry)
+                raise Stopped(stop_signal)
         left = [
             f"rank {rank} on {m.host} (process {m.process}) {declared.get(m.id) or self._how_ended(m.id)}"
             for rank, m in enumerate(old)
@@ -617,12 +619,12 @@ class ElasticCommunicator(OrderedCommunicator):
     def superseded(self) -> bool:
         return self.members.superseded()
 
-    def regroup(self, position: int, hurry: Callable[[], int]) -> View:
+    def regroup(self, position: int, stop_signal: Callable[[], int]) -> View:
         """Leave the group, wait for the next view, and connect its ranks.
 
         Args:
             position: the number of the last commit of this process, or `JOINER`. The rank with the highest is rank 0.
-            hurry: see `Members.next_view`.
+            stop_signal: see `Members.next_view`.
 
         Raises:
             LostRankError: the new group has broken: call this again.
@@ -643,7 +645,7 @@ class ElasticCommunicator(OrderedCommunicator):
         self.rank, self.world = 0, 1
         try:
             with self.status.waiting("a group of ranks"):
-                view = self.members.next_view(position, self._facts, lost, hurry)
+                view = self.members.next_view(position, self._facts, lost, stop_signal)
                 group = self.members.connect(view)
         except BaseException:
             self._use(alone(platform.node()))

@@ -39,7 +39,7 @@ _TYPES = {  # names in the format, in the order of its contents: the widest numb
 }  # fmt: skip
 _JSON_KEY = "ds2"  # a single entry: safetensors writes several in any order, and equal files would differ
 _HASHING_THREADS = 4  # each takes the interpreter lock for every tensor, for which steps that run meanwhile wait
-_PIECE, _PAUSE_S = 128, 1e-3  # tensors that are listed at a time; steps that wait for the lock then have it
+_PIECE, _PAUSE_S = 128, 1e-3  # tensors a header lists at a time; in the pause a step gets the interpreter lock
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
 _DIGEST = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
 
@@ -285,7 +285,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     header: dict[str, Any] = {"__metadata__": metadata}
     pieces, end = [], 0
     for first in range(0, max(1, len(ordered)), _PIECE):
-        time.sleep(_PAUSE_S)
+        if first:
+            time.sleep(_PAUSE_S)
         for name, value in ordered[first : first + _PIECE]:
             start, end = end, end + value.nbytes
             header[name] = {"dtype": _TYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}

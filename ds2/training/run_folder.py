@@ -88,7 +88,8 @@ def check_shared(run_dir: Path, config: Config, comm: Communicator) -> None:
         return
     written, seen = comm.broadcast(_writer(comm)), ""
     with suppress(OSError):
-        seen = written if comm.rank == 0 else (run_dir / "lock").read_text()  # to close the own file would unlock it
+        # Rank 0 would lose its lock by closing the file.
+        seen = written if comm.rank == 0 else (run_dir / "lock").read_text()
     apart = [host for host in comm.allgather("" if seen == written else comm.host) if host]
     if not apart:
         return

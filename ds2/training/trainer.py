@@ -291,7 +291,7 @@ class Trainer:
         self.files.give_up_shards()
         while True:
             try:
-                view = comm.regroup(self._last_commit.number, hurry=lambda: interrupts.received)
+                view = comm.regroup(self._last_commit.number, stop_signal=lambda: interrupts.received)
                 self._take_state(view)
                 if comm.rank != 0:
                     self.files.wait()  # if this process was rank 0, its files are older than those of the next rank 0

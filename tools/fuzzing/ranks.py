@@ -25,7 +25,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -44,6 +43,7 @@ import torch.utils.tensorboard  # noqa: F401  both once, for all forked processe
 from dispatch import new_parser, parse
 from fuzzing.kills import corpus, last_output, trained, training_settings
 from fuzzing.virtual import Fault
+from local_ranks import variables_of_ranks
 
 from ds2.commands.compose import compose_config
 from ds2.system.files import read_log
@@ -304,12 +304,8 @@ def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> No
     run = (*settings, f"run_dir={folder / 'whole' / 'run'}")
     for world, steps in groupby(sorted(ranks), ranks.__getitem__):
         last = max(steps)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         job = [f"train.max_steps={last}", "comm=gloo" if world > 1 else "comm=single"]
-        group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world > 1 else {}
-        environments = [{**group, "RANK": str(rank)} if group else {} for rank in range(world)]
+        environments = variables_of_ranks(world) if world > 1 else [{}]
         processes = [start((*run, *job), folder / "whole.txt", environment) for environment in environments]
         for process in processes:
             if status := os.waitpid(process, 0)[1]:

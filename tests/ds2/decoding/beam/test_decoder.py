@@ -123,14 +123,14 @@ def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
     log_probs = spoken(45, margin=margin)
     seconds = len(log_probs) * SLOW_S
     assert seconds > 2 * MAX_PENDING_S
-    decoding, kept, room = decoder.start(), 0, 0
+    decoding, pending, room = decoder.start(), 0, 0
     for start, end in cuts(len(log_probs), 30, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        kept = max(kept, decoding.streams[0].aligner.pending_frames)
+        pending = max(pending, decoding.streams[0].aligner.pending_frames)
         room = max(room, decoding.state.beams.labels.shape[2])
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
-    assert kept * SLOW_S <= kept_s
+    assert pending * SLOW_S <= kept_s
     assert room * SLOW_S <= kept_s
     in_one_piece = add_word_times([[found]], log_probs, torch.tensor([len(log_probs)]), CHARACTERS, SLOW_S)[0][0]
     assert len(found.words) > 40
@@ -139,12 +139,12 @@ def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
 
 def test_a_chunk_is_one_search_until_words_are_to_be_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, searches, size = make(SURE, CHARACTERS, "", tmp_path, SLOW_S), 0, 7
-    heard = decoder.search.streams.step
+    step = decoder.search.streams.step
 
     def counted(*given: Any) -> Any:
         nonlocal searches
         searches += 1
-        return heard(*given)
+        return step(*given)
 
     monkeypatch.setattr(decoder.search.streams, "step", counted)
     log_probs, decoding = spoken(12), decoder.start()

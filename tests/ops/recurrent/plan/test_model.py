@@ -22,6 +22,7 @@ from tools.planning.fit import Measured, Record, halves, read
 RECORDS = {"relu": "plans_h200.json"}
 RECORDS |= {name: f"plans_h200_{name}.json" for name in ("gated", "gru_before", "small", "streams")}
 RECORDS |= {"portable": "plans_h100_portable.json", "portable, gated": "plans_h100_portable_gated.json"}
+MISSED = Problem(4, 1001, "bfloat16", "lstm", True)  # its first choice is further off than GRNN's at the worst: 1.14
 
 
 @functools.cache
@@ -37,8 +38,9 @@ def judged(name: str) -> list[Measured]:
 def test_choices_are_near_the_fastest(name: str) -> None:
     found = fit.judge(judged(name))
     assert found["top-1 mean"] <= 1.03
-    # GRNN's bound, but for one of all 448 problems of LSTM and GRU, with rows of an odd number of units (H 1001, B 4).
     assert found["top-1 worst"] <= (1.18 if name == "gated" else 1.14)
+    others = [measured for measured in judged(name) if measured.problem != MISSED]
+    assert fit.judge(others)["top-1 worst"] <= 1.14
     assert found["top-5 mean"] <= 1.02
     assert found["top-5 worst"] <= 1.08
 
@@ -52,13 +54,13 @@ def test_choices_are_near_the_fastest_of_all_tiles_of_a_gpu_that_nothing_was_fit
     assert of_all["top-5 mean"] <= 1.02 and of_all["top-5 worst"] <= 1.08
 
 
-@pytest.mark.parametrize("name", ["relu", "gated"])
+@pytest.mark.parametrize("name", ["relu", "gated", "gru_before"])
 def test_the_sweep_is_wide_enough_to_be_wrong_in(name: str) -> None:
     problems = [measured.problem for measured in record(name).problems]
     for cell in {problem.nonlinearity for problem in problems}:
         for backward in (False, True):
             of_it = [p for p in problems if (p.nonlinearity, p.backward) == (cell, backward)]
-            assert len({p.hidden for p in of_it}) >= (5 if cell == "gru_before" else 14)  # swept up to 256
+            assert len({p.hidden for p in of_it}) >= 14
             assert len({p.batch for p in of_it}) >= 8
     for measured in record(name).problems:
         assert len(measured.times) >= (4 if name == "relu" else 2), measured.problem
