@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed
-	$(BIN)/python tools/demo.py $(if $(AN4),--an4 $(AN4))
+	$(BIN)/python tools/demo.py $(if $(AN4),--an4 '$(AN4)')
 
 # Tests start a hundred interpreters, each of which would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from local_ranks import variables_of_ranks
@@ -19,21 +19,25 @@ from ds2.data.corpora.layouts import AN4_SOURCE
 from ds2.system.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
+_USER_ERROR = 2  # status of a ds2 command
 _ENDS_S = 30.0  # a rank ends by itself within this time after the other has ended
 
 
 def find_an4(folder: str) -> Path | None:
     """The AN4 folder (with etc/ and wav/) that the user named, or one in or beside the checkout; None without one."""
-    candidates = [folder] if folder else [os.environ.get("DS2_AN4", ""), str(ROOT / "an4"), str(ROOT.parent / "an4")]
-    corpus = next((Path(c) for c in candidates if c and (Path(c) / "etc" / "an4_train.fileids").is_file()), None)
-    if folder and corpus is None:
-        sys.exit(f"demo: {folder} is not an AN4 folder: it has no etc/an4_train.fileids")
+    named = folder or os.environ.get("DS2_AN4", "")
+    candidates = [Path(named)] if named else [ROOT / "an4", ROOT.parent / "an4"]
+    corpus = next((path for path in candidates if (path / "etc" / "an4_train.fileids").is_file()), None)
+    if named and corpus is None:
+        sys.exit(
+            f"demo: {'' if folder else 'DS2_AN4='}{named} is not an AN4 folder: it has no etc/an4_train.fileids. Name "
+            f"the folder that holds etc/ and wav/, or none for a synthesised corpus. To get AN4: {AN4_SOURCE}"
+        )
     return corpus
 
 
-@contextmanager
-def second_rank(command: Sequence[str]) -> Iterator[None]:
-    """Start a ds2 command a second time, as rank 1; this process becomes rank 0. Each rank has half of the cores.
+def train(command: Sequence[str]) -> int:
+    """Run a ds2 command and return its status: on two ranks, of which this process is rank 0, or on one.
 
     Each computes half of every batch. Two threads of one process train little faster than one: most operations of
     so small a network are too short to be divided. A GPU, or a single core, stays with one process.
@@ -42,17 +46,19 @@ def second_rank(command: Sequence[str]) -> Iterator[None]:
     import torch
 
     if torch.cuda.is_available() or usable_cores() < 2:
-        yield
-        return
+        return ds2(command)
     own, others = variables_of_ranks(2)
     others["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # no warnings of Gloo after the end of rank 0
     other = subprocess.Popen([sys.executable, "-m", "ds2.cli", *command], env=os.environ | others)
     os.environ.update(own)
+    status = 0
     try:
-        yield
+        status = ds2(command)
+        return status
     finally:
-        with suppress(subprocess.TimeoutExpired):
-            other.wait(_ENDS_S)
+        if status != _USER_ERROR:  # launchers end the other ranks at once too: they would print the same message
+            with suppress(subprocess.TimeoutExpired):
+                other.wait(_ENDS_S)
         other.kill()  # without effect on a process that has ended
         for name in own:
             del os.environ[name]
@@ -76,9 +82,7 @@ def main() -> int:
     )
     began = time.monotonic()
     overrides = [f"recipe={recipe}", f"run_dir={run_dir}", *([f"data.corpus={an4}"] if an4 else []), *options.overrides]
-    with second_rank(["train", *overrides]):
-        status = ds2(["train", *overrides])
-    status = status or ds2(["evaluate", run_dir])
+    status = train(["train", *overrides]) or ds2(["evaluate", run_dir])
     if status:
         return status
     print(f"""

@@ -61,11 +61,14 @@ def index_file(shard: Path) -> Path:
 class Shard:
     """The members of a tar file; forked processes and threads may share an object.
 
+    Args:
+        use_index: take the members from the index, where there is one; it lists audio alone.
+
     Raises:
         ShardError: the file cannot be read, or does not match its index.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, use_index: bool = True) -> None:
         self.path, self.made_from = path, ""
         try:
             status = path.stat()
@@ -73,7 +76,7 @@ class Shard:
                 raise ShardError(f"{path}: is a pipe or device, not a shard")
             self._bytes, self._version = status.st_size, (status.st_ino, status.st_mtime_ns)
             index = index_file(path)
-            members = self._read_index(index) if index.is_file() else self._read_headers()
+            members = self._read_index(index) if use_index and index.is_file() else self._read_headers()
         except OSError as error:
             raise ShardError(f"{path}: {error.strerror or error}") from error
         self._check(members)

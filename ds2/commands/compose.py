@@ -319,9 +319,9 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
         raise ConfigError(f"{wanted.replace('/', '=')} is called {new} now; an earlier run goes on with run_dir=FOLDER")
     options = list(error.options or [])
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], options, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    listing = f" Available: {', '.join(options)}." if options else ""
-    raise ConfigError(f"there is no config {wanted!r}{hint}{listing}") from error
+    hint = f"; did you mean {close[0]!r}? There are" if close else "; there are"
+    listing = f"{hint} {', '.join(options)}" if options else ""
+    raise ConfigError(f"there is no config {wanted!r}{listing}") from error
 
 
 @functools.cache  # reading the schema takes a seventh of a composition

@@ -38,6 +38,7 @@ from ds2.data.shards import MANIFEST, write_shards
 from ds2.data.splits import ensure_manifests, require_files, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, write_text
+from ds2.system.plain import counted, shortened
 from ds2.system.signals import default_signals
 from ds2.text.alphabet import Alphabet, describe, unread_message
 from ds2.text.pieces import learn_pieces
@@ -150,7 +151,7 @@ def _import(options: argparse.Namespace) -> None:
         options.format, options.folder, options.split, skip_bad=options.skip_bad, encoding=options.encoding
     )
     write_manifest(options.manifest, utterances)
-    print(f"{options.manifest}: {len(utterances)} utterances, {hours(utterances):.2f} h")
+    print(f"{options.manifest}: {counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h")
 
 
 def _add_pieces(commands: Any) -> None:
@@ -189,7 +190,8 @@ def _pieces(options: argparse.Namespace) -> None:
     write_text(output, "".join(piece + "\n" for piece in pieces))
     alphabet = Alphabet.from_config(replace(characters, pieces=pieces))
     labels, words = sum(len(alphabet.encode(text)) for text in texts), sum(len(text.split()) for text in texts)
-    print(f"wrote {output}: {len(pieces)} pieces, {labels / max(1, words):.2f} per word of the training transcripts")
+    per_word = labels / max(1, words)
+    print(f"wrote {output}: {counted(len(pieces), 'piece')}, {per_word:.2f} per word of the training transcripts")
 
 
 def _add_export_kaldi(commands: Any) -> None:
@@ -235,8 +237,9 @@ def _split(options: argparse.Namespace) -> None:
     total = hours(utterances)
     for name, part in parts.items():
         write_manifest(outputs[name], part)
-        share, speakers = f"{100 * hours(part) / total:.1f} %", len({u.speaker for u in part if u.speaker})
-        print(f"{outputs[name]}: {len(part)} utterances, {hours(part):.2f} h ({share}), {speakers} speakers")
+        share = f"{100 * hours(part) / total:.1f} %"
+        speakers = counted(len({u.speaker for u in part if u.speaker}), "speaker")
+        print(f"{outputs[name]}: {counted(len(part), 'utterance')}, {hours(part):.2f} h ({share}), {speakers}")
     read = {path.resolve() for path in (*options.manifests, *outputs.values())}
     others = sorted(path.name for path in options.out.glob("*.jsonl") if path.resolve() not in read)
     if others:
@@ -322,11 +325,12 @@ def _shards(options: argparse.Namespace) -> None:
     )
     for error in written.left_out:
         print(f"left out: {error}")
+    utterances = written.utterances
     print(
-        f"{options.out / MANIFEST}: {len(written.utterances)} utterances, {hours(written.utterances):.2f} h, "
-        f"in {written.shards} shards"
+        f"{options.out / MANIFEST}: {counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h, "
+        f"in {counted(written.shards, 'shard')}"
         + (f", {written.reused} of them reused" if written.reused else "")
-        + (f"; {len(written.left_out)} utterances left out" if written.left_out else "")
+        + (f"; {counted(len(written.left_out), 'utterance')} left out" if written.left_out else "")
     )
 
 
@@ -370,14 +374,14 @@ def _alphabet(options: argparse.Namespace) -> None:
     symbols = counts.keys() - digits.keys() - rare.keys()
     content = "\n".join(alphabet_lines({*symbols, " "}, alphabet, alphabet.rules())) + "\n"
     print(content, end="")
-    print(f"{len(symbols)} symbols, by count: {describe(Counter({c: counts[c] for c in symbols}))}")
+    print(f"{counted(len(symbols), 'symbol')}, by count: {describe(Counter({c: counts[c] for c in symbols}))}")
     if digits and alphabet.numbers:
         unread = [part for text in texts for part in alphabet.unread_numbers(text)]
-        print(f"left out, {sum(digits.values())} digits: {unread_message(unread, alphabet.numbers)}")
+        print(f"left out, {counted(sum(digits.values()), 'digit')}: {unread_message(unread, alphabet.numbers)}")
     elif digits:
         language = text_language(texts) or "LANGUAGE (en, de, tr, ...)"
         print(
-            f"left out, {sum(digits.values())} digits: make them words with alphabet.numbers={language}, "
+            f"left out, {counted(sum(digits.values()), 'digit')}: make them words with alphabet.numbers={language}, "
             f"or keep them with alphabet.symbols={''.join(sorted(digits))}"
         )
     if rare:
@@ -445,7 +449,8 @@ def _add_lexicon(commands: Any) -> None:
 
 
 def _lexicon(options: argparse.Namespace) -> None:
-    from ds2.lm.letters_to_phones import LettersToPhones  # imported late: the other data commands need no torch
+    # imported late: the other data commands need no torch
+    from ds2.lm.letters_to_phones import MAX_LETTERS, LettersToPhones
     from ds2.model.checkpoint import find_model
     from ds2.model.shipped import folder_of
 
@@ -471,9 +476,10 @@ def _lexicon(options: argparse.Namespace) -> None:
         raise UserError(f"no word of {', '.join(map(str, options.words))} has a pronunciation")
     written = Pronunciations.of(listed)
     write_text(options.output, "".join(line + "\n" for line in written.lines()))
+    words, phones_of_words = counted(len(listed), "word"), counted(len(written.phones), "phone")
     print(
-        f"wrote {options.output}: {len(listed)} words, {len(written.phones)} phones; {len(guessed)} words are not in "
-        f"{options.dictionary} and were guessed from their letters"
+        f"wrote {options.output}: {words}, {phones_of_words}; guessed from their letters, as {options.dictionary} "
+        f"lacks them: {len(guessed)}"
     )
     if options.dictionary.suffix == ".safetensors" and (lost := [p for p in phones if p not in written.phones]):
         log.warning(
@@ -488,7 +494,10 @@ def _lexicon(options: argparse.Namespace) -> None:
     if without:
         lacking = sorted(set("".join(without)).difference(*dictionary.words))
         why = f"; the dictionary has no word with {' '.join(lacking)}" if lacking else ""
-        print(f"without a pronunciation: {len(without)} words, such as {', '.join(without[:_SHOWN_WORDS])}{why}")
+        long = sum(len(word) > MAX_LETTERS for word in without)
+        why += f"; {counted(long, 'word')} of more than {MAX_LETTERS} letters: a text without spaces?" if long else ""
+        shown = ", ".join(map(shortened, without[:_SHOWN_WORDS]))
+        print(f"without a pronunciation: {counted(len(without), 'word')}, such as {shown}{why}")
 
 
 def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:

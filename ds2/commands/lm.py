@@ -46,6 +46,7 @@ from ds2.recognition.tuning import (
 )
 from ds2.system.files import STANDARD_INPUT, check_writable
 from ds2.system.machine import git_commit
+from ds2.system.plain import counted
 from ds2.system.signals import Stopped
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces
@@ -144,10 +145,10 @@ def _build(arguments: argparse.Namespace) -> int:
         temp_dir=arguments.temp_dir,
     )
     print(f"read {reader.report()}")
-    for n, (size, counted, discounts) in enumerate(
+    for n, (size, before, discounts) in enumerate(
         zip(result.remaining_counts, result.counts, result.discounts, strict=True), start=1
     ):
-        print(f"{n}-grams {size} of {counted}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
+        print(f"{n}-grams {size} of {before}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
     save_ngram(result.model, output)
     print(f"wrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
     if arguments.arpa:
@@ -228,7 +229,7 @@ def _train(arguments: argparse.Namespace) -> int:
         facts = {"epoch": progress.epoch, "step": progress.step, "minutes": minutes, "git_commit": git_commit()}
         save_recurrent(output, model, facts)
         size_mib = output.stat().st_size / 2**20
-        print(f"wrote {output}, {size_mib:.1f} MiB, after {progress.step} steps in {minutes:.1f} minutes")
+        print(f"wrote {output}, {size_mib:.1f} MiB, after {counted(progress.step, 'step')} in {minutes:.1f} minutes")
         if interrupts.received:
             raise Stopped(interrupts.received)
         state.remove()

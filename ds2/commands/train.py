@@ -233,11 +233,12 @@ def ranking(jobs: Sequence[Job], metric: str) -> str:
     Args:
         metric: wer or cer.
     """
+    first, second = ("cer", "wer") if metric == "cer" else ("wer", "cer")  # as training chooses the best model
     rows = []
     for job in jobs:
         events = job.evaluations()
-        best = min(events, key=lambda event: event[metric], default=None)
-        key = best[metric] if best else math.inf
+        best = min(events, key=lambda event: (event[first], event[second]), default=None)
+        key = (best[first], best[second]) if best else (math.inf, math.inf)
         scores = (f"{100 * best['wer']:.2f}", f"{100 * best['cer']:.2f}", f"{best['step']}") if best else ("-",) * 3
         rows.append((key, (*scores, job.name + ("" if job.status == 0 else f" (status {job.status})"))))
     rows.sort(key=lambda row: row[0])

@@ -36,6 +36,7 @@ from ds2.data.manifest import Utterance, hours
 from ds2.system import UserError
 from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import usable_cores
+from ds2.system.plain import counted
 
 log = logging.getLogger(__name__)
 VERSION = 3
@@ -442,14 +443,15 @@ def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: Data
     """
     started, errors = time.monotonic(), list[AudioError]()
     duration_h = hours(utterances.values())
-    log.info("decoding %d utterances, %.2f h, into the audio cache %s", len(utterances), duration_h, folder)
+    log.info("decoding %s, %.2f h, into the audio cache %s", counted(len(utterances), "utterance"), duration_h, folder)
     with tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None) as progress:
         for keys in _parts(utterances, data.sample_rate_hz):
             with suppress(AudioError), atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
                 errors += _fill(writer, keys, utterances, data, progress)
                 if not len(writer):
                     raise errors[-1]  # an empty file is not published
-    log.info("audio cache: %d utterances, %.1f s", len(utterances) - len(errors), time.monotonic() - started)
+    decoded = counted(len(utterances) - len(errors), "utterance")
+    log.info("audio cache: %s, %.1f s", decoded, time.monotonic() - started)
     return errors
 
 

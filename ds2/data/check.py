@@ -26,6 +26,7 @@ from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance, hours
 from ds2.system.files import write_text
 from ds2.system.machine import usable_cores
+from ds2.system.plain import counted
 from ds2.system.signals import worker_processes
 from ds2.text.alphabet import Alphabet, describe, fewest_frames, unread_message
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
@@ -84,9 +85,10 @@ class CheckReport:
         Args:
             shown: number of findings printed of each kind, the worst ones where the kind has an order; None prints all.
         """
-        lines = [f"{self.utterances} utterances, {self.hours:.2f} h"]
-        lines += [f"  {count:6d} {severity}s: {kind}" for (severity, kind), count in sorted(self.counts.items())]
-        for (severity, kind), count in sorted(self.counts.items()):
+        lines = [f"{counted(self.utterances, 'utterance')}, {self.hours:.2f} h"]
+        counts = sorted(self.counts.items())
+        lines += [f"  {count:6d} {severity}{'s' * (count != 1)}: {kind}" for (severity, kind), count in counts]
+        for (severity, kind), count in counts:
             same_kind = [f for f in self.findings if (f.severity, f.kind) == (severity, kind)]
             same_kind.sort(key=lambda f: -f.excess)
             lines += [f"{severity}: {f.source or f.name}: {f.name}: {kind}: {f.message}" for f in same_kind[:shown]]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ds2.system import UserError
 from ds2.system.files import atomic_file, read_byte_lines
-from ds2.system.plain import parse_object, short_repr
+from ds2.system.plain import counted, parse_object, short_repr
 from ds2.system.signals import time_limit
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,8 @@ def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
         except ManifestError as error:
             errors.append(f"{source}: {error}")
     if errors:
-        more = [f"... and {len(errors) - _MAX_ERRORS_SHOWN} more lines"] if len(errors) > _MAX_ERRORS_SHOWN else []
+        others = len(errors) - _MAX_ERRORS_SHOWN
+        more = [f"... and {counted(others, 'more line')}"] if others > 0 else []
         raise ManifestError("\n".join([*errors[:_MAX_ERRORS_SHOWN], *more]))
     if not utterances:
         raise ManifestError(f"{path}: holds no utterances; expected one JSON object a line")
@@ -257,7 +258,7 @@ def split(
         )
     if len(groups) < len(shares):
         raise ManifestError(
-            f"{len(groups)} {by}s cannot make {len(shares)} parts: "
+            f"{counted(len(groups), by)} cannot make {len(shares)} parts: "
             + ("ask for fewer parts" if by == "utterance" else "split with --by utterance, or ask for fewer parts")
         )
     order = sorted(groups)
@@ -302,7 +303,7 @@ class Statistics:
         shown = list(known.items())[:_SPEAKERS_SHOWN]
         lines += [f"{'':<14}{name}: {60 * hours:.1f} min" for name, hours in shown]
         if len(known) > len(shown):
-            lines.append(f"{'':<14}... and {len(known) - len(shown)} speakers more")
+            lines.append(f"{'':<14}... and {counted(len(known) - len(shown), 'more speaker')}")
         return "\n".join(lines)
 
 

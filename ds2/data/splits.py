@@ -22,7 +22,7 @@ from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
 from ds2.data.manifest import ManifestError, Utterance, hours, read_manifests
 from ds2.system.files import write_text
-from ds2.system.plain import from_plain, parse_json
+from ds2.system.plain import counted, from_plain, parse_json
 from ds2.text.alphabet import Alphabet
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
@@ -162,15 +162,15 @@ class ScoredData:
 
     def describe(self) -> str:
         """The data in one line: name, utterances, hours."""
-        return f"{self.manifests}, {self.utterances} utterances, {self.hours:.2f} h"
+        return f"{self.manifests}, {counted(self.utterances, 'utterance')}, {self.hours:.2f} h"
 
     def warning(self) -> str:
         """Why the error rates promise too much for other speech; empty where nothing is in the training data."""
         parts = []
         if self.trained_utterances:
-            parts.append(f"{self.trained_utterances} of its {self.utterances} utterances")
+            parts.append(f"{self.trained_utterances} of its {counted(self.utterances, 'utterance')}")
         if self.trained_speakers:
-            parts.append(f"{self.trained_speakers} of its {self.speakers} speakers")
+            parts.append(f"{self.trained_speakers} of its {counted(self.speakers, 'speaker')}")
         if not parts:
             return ""
         return (
@@ -266,9 +266,9 @@ def _difference(before: _Record, now: _Record) -> str:
     compared = before.get("content", {}).keys() & now["content"].keys()
     other = len(compared) - len(read)
     if not (changed or added or removed or other):
-        return f"unchanged ({len(new)} utterances, and the content of {len(compared)} recordings)"
+        return f"unchanged ({counted(len(new), 'utterance')}, and the content of {counted(len(compared), 'recording')})"
     example = f", such as {[*changed, *added][0]}" if changed or added else ""
     return (
-        f"{len(added)} utterances added, {removed} removed, {len(changed)} changed (text, times, size or date of the "
-        f"file){example}; {other} of {len(compared)} sampled recordings have other content"
+        f"{counted(len(added), 'utterance')} added, {removed} removed, {len(changed)} changed (text, times, size or "
+        f"date of the file){example}; {other} of {len(compared)} sampled recordings have other content"
     )

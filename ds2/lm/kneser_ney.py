@@ -260,7 +260,14 @@ def estimate(
             _adjusted_counts(level, above, scratch) for level, above in zip(counted, [*counted[1:], None], strict=True)
         ]
         adjusted[0][[UNKNOWN_ID, START_ID]] = 0  # neither is predicted from counts
-        discounts = [_discounts(counts, n) for n, counts in enumerate(adjusted, start=1)]
+        estimated = [_discounts(counts) for counts in adjusted]
+        if without := [f"{n}-grams" for n, values in enumerate(estimated, start=1) if values is None]:
+            log.warning(
+                "%s: too few occur once, twice and three times to estimate discounts from, so D1, D2, D3+ are %s, %s, "
+                "%s. This is normal for short texts and for characters",
+                ", ".join(without), *_FALLBACK_DISCOUNTS[1:],
+            )  # fmt: skip
+        discounts = [np.array(_FALLBACK_DISCOUNTS) if values is None else values for values in estimated]
         thresholds[0] = -1  # no unigram is pruned, not even <unk>, which does not occur
         levels = _levels(counted, adjusted, discounts, thresholds, len(vocabulary), scratch)
     model = from_levels(levels, vocabulary, unit, alphabet)
@@ -282,8 +289,8 @@ def _adjusted_counts(level: NgramCounts, above: NgramCounts | None, scratch: Scr
     return adjusted
 
 
-def _discounts(adjusted: Ints, n: int) -> Floats:
-    """Return D(0) = 0, D(1), D(2), D(3 and more) by Chen and Goodman, equation (26)."""
+def _discounts(adjusted: Ints) -> Floats | None:
+    """Return D(0) = 0, D(1), D(2), D(3 and more) by Chen and Goodman, equation (26), or None if there are none."""
     t = sum((np.bincount(adjusted[part].clip(max=5), minlength=6) for part in slices(len(adjusted))), np.zeros(6))
     if t[1:4].all():
         y = t[1] / (t[1] + 2 * t[2])
@@ -291,12 +298,7 @@ def _discounts(adjusted: Ints, n: int) -> Floats:
         discounts = j - (j + 1) * y * t[2:5] / t[1:4]
         if ((discounts >= 0) & (discounts <= j)).all():
             return np.concatenate(([0.0], discounts))
-    log.warning(
-        "the numbers of %d-grams with adjusted counts 1, 2 and 3 (%s) give no discounts; using D1, D2, D3+ = %s, %s, "
-        "%s. This is normal for short texts and for characters",
-        n, ", ".join(f"{value:.0f}" for value in t[1:4]), *_FALLBACK_DISCOUNTS[1:],
-    )  # fmt: skip
-    return np.array(_FALLBACK_DISCOUNTS)
+    return None
 
 
 def _levels(

@@ -21,6 +21,7 @@ from ds2.text.pronunciations import Phones, PronunciationError, Pronunciations
 
 Unit = tuple[str, Phones]  # a letter and its phones
 _MAX_PHONES = 2  # of a letter
+MAX_LETTERS = 200  # of a word: the time grows with their square. No language has longer words; lines without spaces do
 _ROUNDS = 5  # of hard EM
 _FIRST_WORDS = 20_000  # that all rounds but the last align: the counts of units need no more
 _ORDER = 7
@@ -35,7 +36,7 @@ class LettersToPhones:
     """A joint model, estimated from a dictionary.
 
     Args:
-        dictionary: at least some thousand words.
+        dictionary: at least some thousand words; those of more than MAX_LETTERS letters or phones are not learnt from.
         order: of the n-gram model, in units; of a dictionary of short words less.
 
     Raises:
@@ -43,7 +44,8 @@ class LettersToPhones:
     """
 
     def __init__(self, dictionary: Pronunciations, order: int = _ORDER) -> None:
-        pairs = [(word, phones) for word, variants in dictionary.words.items() for phones in variants]
+        every = [(word, phones) for word, variants in dictionary.words.items() for phones in variants]
+        pairs = [(word, phones) for word, phones in every if max(len(word), len(phones)) <= MAX_LETTERS]
         sample = pairs if len(pairs) <= _FIRST_WORDS else random.Random(0).sample(pairs, _FIRST_WORDS)
         scores = _first_scores(sample)
         for _ in range(_ROUNDS - 1):
@@ -65,11 +67,15 @@ class LettersToPhones:
         ).model
         ids = self.model.ids
         self._ids = {letter: torch.tensor([ids[name] for name in own.values()]) for letter, own in names.items()}
-        self.unaligned = len(pairs) - len(aligned)
+        self.unaligned = len(every) - len(aligned)
 
     def pronounce(self, words: Iterable[str]) -> dict[str, Phones]:
-        """The most probable pronunciation of each word; words of unknown letters, or without a phone, are left out."""
-        known = sorted(w for w in set(words) if w and self._units.keys() >= set(w))  # neighbours begin alike
+        """The most probable pronunciation of each word.
+
+        Words of unknown letters, of more than MAX_LETTERS, or without a phone are left out.
+        """
+        words = {word for word in words if 0 < len(word) <= MAX_LETTERS}
+        known = sorted(word for word in words if self._units.keys() >= set(word))  # neighbours begin alike
         result: dict[str, Phones] = {}
         for start in range(0, len(known), _WORDS_AT_ONCE):
             part = known[start : start + _WORDS_AT_ONCE]

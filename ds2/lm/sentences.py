@@ -13,7 +13,7 @@ import torch
 
 from ds2.lm.ngram import END, RESERVED, SPACE, UNITS, UNKNOWN, LanguageModelError, NGram
 from ds2.system.files import read_lines
-from ds2.system.plain import parse_json
+from ds2.system.plain import counted, parse_json
 from ds2.text.alphabet import Alphabet, describe
 
 _BATCH_SENTENCES = 4096
@@ -113,9 +113,11 @@ class SentenceReader:
 
     def report(self) -> str:
         """Return the numbers of lines, tokens and skipped lines as a sentence."""
-        text = f"{self.lines} lines, {self.tokens} {self.unit}s, {self.empty_lines} empty lines"
+        text = ", ".join(
+            (counted(self.lines, "line"), counted(self.tokens, self.unit), counted(self.empty_lines, "empty line"))
+        )
         if self.characters:
-            action = f"{self.skipped_lines} lines skipped for" if self.unknown == "skip" else "dropped"
+            action = f"{counted(self.skipped_lines, 'line')} skipped for" if self.unknown == "skip" else "dropped"
             common = dict(self.characters.most_common(20))
             more = f" and {len(self.characters) - len(common)} others" if len(self.characters) > len(common) else ""
             text += f", {action} characters outside the alphabet: {describe(common)}{more}"

@@ -30,6 +30,7 @@ from ds2.scoring.report import kaldi_line, most_errors, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
 from ds2.system.machine import VERSION
+from ds2.system.plain import counted
 from ds2.system.terminal import ProgressBar
 from ds2.text.alphabet import Alphabet, fold
 
@@ -123,7 +124,7 @@ def evaluate(
             watch = counting(progress)
             hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm, watch=watch)
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
-        log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
+        log.info("%s: %s, %.0f s of audio in %.1f s", path, counted(len(utterances), "utterance"), audio_s, elapsed_s)
         report = score(utterances, hypotheses, recogniser.alphabet, phones=recogniser.writes_phones)
         yield Evaluation(path, utterances, hypotheses, report, score_words(report, recogniser.alphabet))
 

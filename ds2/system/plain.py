@@ -117,12 +117,22 @@ def _mapping(value: object, field: str) -> dict[str, object]:
     return value
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, for a message: 1 utterance, 2 utterances."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def short_repr(value: object) -> str:
     """Return the repr of a value from a file, for a message: its first 60 characters."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
         text = f"a {type(value).__name__}"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Return the first 60 characters of a text, for a message."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

@@ -246,7 +246,7 @@ def _read_once(path: Path, device: str, *, tensors: bool, digest: str = "") -> t
         if digest not in ("", _digest_in(header)):
             raise ValueError("is another file than was written there; copy all files of the folder again")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}; {WAY_OUT}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     for name, own_digest in shards.items() if tensors else ():
@@ -267,7 +267,7 @@ def read_digest(path: Path) -> str:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             return _digest_in(opened.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}; {WAY_OUT}") from error
 
 
 def _digest_in(header: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from ds2.system.plain import counted
 from ds2.text.alphabet import Alphabet
 from ds2.text.numbers import number_words, numbers_languages
 
@@ -41,7 +42,7 @@ def propose_alphabet(unknown: Mapping[str, int], alphabet: Alphabet, texts: Iter
     if not unknown:
         return ""
     ordered = sorted(unknown.items(), key=lambda item: (-item[1], item[0]))
-    lines = [f"{len(ordered)} characters are not in the alphabet:", "   count  character"]
+    lines = [f"{counted(len(ordered), 'character')} outside the alphabet:", "   count  character"]
     for character, count in ordered[:_ROWS]:
         name = unicodedata.name(character, "without a name")
         lines.append(f"{count:8d}  {character if character.isprintable() else ' '}  U+{ord(character):04X} {name}")

@@ -17,6 +17,7 @@ from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
 from ds2.distributed.process_group import LostRankError
 from ds2.system.machine import git_commit, short_collections
+from ds2.system.plain import counted
 from ds2.system.signals import Stopped, kill_workers
 from ds2.training.metrics import LogWindow, RunLog, load_tensorboard, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
@@ -134,8 +135,8 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
         _log_again(trainer, run_log)
     run_log.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
     log.info(
-        "step %d: %d ranks go on after %.1f s, this is rank %d; %d joined%s",
-        *(step, comm.world, time.monotonic() - began_s, comm.rank, view.joined),
+        "step %d: going on with %s after %.1f s, this is rank %d; %d joined%s",
+        *(step, counted(comm.world, "rank"), time.monotonic() - began_s, comm.rank, view.joined),
         "".join(f"; {text}" for text in view.left),
     )
     if interrupts.agreed:
@@ -357,14 +358,14 @@ def why_finished(config: Config, progress: Progress) -> str:
     """Return why training is complete, or ''; it depends on the state only, so a resumed run agrees."""
     limits, epochs_done = config.train, progress.epoch - 1
     if epochs_done >= limits.epochs:
-        return f"{epochs_done} epochs trained (train.epochs)"
+        return f"{counted(epochs_done, 'epoch')} trained (train.epochs)"
     if limits.max_steps and progress.step >= limits.max_steps:
-        return f"{progress.step} steps taken (train.max_steps)"
+        return f"{counted(progress.step, 'step')} taken (train.max_steps)"
     if limits.max_minutes and progress.elapsed_s >= 60 * limits.max_minutes:
         return f"{progress.elapsed_s / 60:.1f} minutes trained (train.max_minutes)"
     patience = limits.early_stop_epochs
     if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
-        return f"no better dev {limits.metric.upper()} for {patience} epochs (train.early_stop_epochs)"
+        return f"no better dev {limits.metric.upper()} for {counted(patience, 'epoch')} (train.early_stop_epochs)"
     return ""
 
 
@@ -398,8 +399,8 @@ def _warn_of_short_warm_up(config: Config, batches: int) -> None:
     divisor = round(warm_up_part(config, Progress(), 1.0))
     if config.optim.warmup_steps > max(1, steps // divisor):
         log.warning(
-            "this training has %d steps, so the warm-up ends after %d of them (1/%d), not after optim.warmup_steps=%d",
-            *(steps, max(1, steps // divisor), divisor, config.optim.warmup_steps),
+            "this training has %s, so the warm-up ends after %d of them (1/%d), not after optim.warmup_steps=%d",
+            *(counted(steps, "step"), max(1, steps // divisor), divisor, config.optim.warmup_steps),
         )
 
 

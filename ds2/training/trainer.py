@@ -34,6 +34,7 @@ from ds2.model.structure import check_backend
 from ds2.model.wavefront import Wavefront
 from ds2.model.wavefront import why_not as why_no_wavefront
 from ds2.system import UserError
+from ds2.system.plain import counted
 from ds2.system.tensor_file import counting_modules
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import Crf
@@ -345,9 +346,9 @@ class Trainer:
     def describe(self) -> str:
         """One line: data, device, precision and size."""
         parameters = sum(p.numel() for p in self.model.parameters())
-        dev = len(self.dev.utterances)
+        utterances, dev = counted(len(self.utterances), "utterance"), len(self.dev.utterances)
         return (
-            f"training {len(self.utterances)} utterances ({hours(self.utterances):.2f} h), {dev} dev, on {self.device} "
+            f"training {utterances} ({hours(self.utterances):.2f} h), {dev} dev, on {self.device} "
             f"in {self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 

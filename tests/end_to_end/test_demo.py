@@ -28,4 +28,11 @@ def test_the_demo_trains_on_two_ranks_and_evaluates(tiny_overrides: list[str], t
 def test_the_demo_ends_with_the_status_of_its_training(tiny_overrides: list[str], tmp_path: Path) -> None:
     run = tool("demo", "--run-dir", str(tmp_path / "run"), *tiny_overrides, "train.epoch=1")
     assert run.returncode == 2, run.stdout
-    assert "did you mean 'train.epochs'?" in run.stdout and "demo: finished" not in run.stdout
+    assert run.stdout.count("did you mean 'train.epochs'?") == 1 and "demo: finished" not in run.stdout
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_folder_without_an4_is_refused(by_variable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS2_AN4", str(tmp_path) if by_variable else "")
+    run = tool("demo", *(() if by_variable else ("--an4", str(tmp_path))))
+    assert run.returncode == 1 and f"{tmp_path} is not an AN4 folder" in run.stdout and "etc/ and wav/" in run.stdout

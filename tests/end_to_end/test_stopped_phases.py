@@ -111,7 +111,7 @@ def test_a_language_model_in_training_is_written_as_far_as_it_is(
     steps = signalled(monkeypatch, recurrent_training, "pad_texts")
     assert main(["lm", "train", str(tmp_path / "t.txt"), "--output", str(model), *sizes]) == 143
     said = capsys.readouterr()
-    assert len(steps) == 1 and "after 1 steps" in said.out and "ds2: stopped by SIGTERM" in said.err
+    assert len(steps) == 1 and "after 1 step" in said.out and "ds2: stopped by SIGTERM" in said.err
     load_recurrent(model)
 
 

@@ -22,6 +22,7 @@ from ds2.data.corpora.layouts import (
 from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.synthetic import make_corpus
 from ds2.data.manifest import Utterance, hours, read_manifest, write_manifest
+from ds2.system.plain import counted
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,10 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
         ImporterError: an unknown recipe, the corpus is not at `corpus`, or it cannot be imported.
     """
     if name not in RECIPES:
-        raise ImporterError(f"data.prepare={name!r} is not one of {', '.join(RECIPES)}; or set data.train")
+        raise ImporterError(
+            f"data.prepare={name!r} is not one of {', '.join(RECIPES)}: choose a recipe (recipe=an4), or write "
+            "manifests with `ds2 data import` and set data.train"
+        )
     work_dir = Path(work_dir)
     splits = RECIPES[name](work_dir / "audio" if name == "synthetic" else corpus)
     written = {}
@@ -93,7 +97,8 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
         written[part] = work_dir / f"{part}.jsonl"
         write_manifest(written[part], utterances)
         speakers = len({u.speaker for u in utterances})
-        log.info("%s: %d utterances, %.2f h, %d speakers", written[part], len(utterances), hours(utterances), speakers)
+        facts = f"{counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h, {counted(speakers, 'speaker')}"
+        log.info("%s: %s", written[part], facts)
     return written
 
 

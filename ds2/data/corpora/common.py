@@ -20,6 +20,7 @@ from ds2.audio.shard import member_of
 from ds2.data.manifest import Utterance
 from ds2.system import UserError, files
 from ds2.system.machine import usable_cores
+from ds2.system.plain import counted
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: S
                 f"{len(problems)} of {len(utterances) + len(problems)} utterances cannot be imported:\n  {shown}\n"
                 "Correct the corpus, or leave them out (--skip-bad)"
             )
-        log.warning("%d utterances left out of the import:\n  %s", len(problems), "\n  ".join(problems))
+        log.warning("%s left out of the import:\n  %s", counted(len(problems), "utterance"), "\n  ".join(problems))
     if not utterances:
         raise ImporterError("the corpus lists no utterances with audio")
     return utterances
@@ -151,9 +152,8 @@ def read_transcripts(paths: Iterable[Path], encoding: str) -> tuple[dict[Path, s
         read = [path for path in members if path in texts]
         if read and name not in ("utf-8", "utf-8-sig"):
             guess = "; this is a guess, --encoding NAME sets another" if name == _LATIN and not encoding else ""
-            log.warning(
-                "%d transcripts are read as %s, such as %s: %r%s", len(read), name, read[0], texts[read[0]][:60], guess
-            )
+            what = counted(len(read), "transcript")
+            log.warning("read %s as %s, such as %s: %r%s", what, name, read[0], texts[read[0]][:60], guess)
     return texts, problems
 
 
@@ -204,9 +204,10 @@ def corpus_folder(folder: str | Path, source: str = "") -> Path:
     """
     path = Path(folder).expanduser().resolve()
     if not str(folder) or not path.is_dir():
-        hint = f". To get it: {source}" if source else ""
+        what = "is a file" if path.is_file() else "does not exist"
+        hint = f", as published. To get it: {source}" if source else ""
         raise ImporterError(
-            f"no corpus folder at {str(folder)!r}; give the folder as published (data.corpus=FOLDER){hint}"
+            f"the folder {str(folder)!r} {what}: give the folder of the corpus (of a recipe: data.corpus=FOLDER){hint}"
         )
     return path
 

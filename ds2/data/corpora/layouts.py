@@ -29,7 +29,7 @@ from ds2.data.corpora.common import (
 )
 from ds2.data.manifest import ManifestError, Utterance, write_manifest
 from ds2.system import files
-from ds2.system.plain import parse_json
+from ds2.system.plain import counted, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str =
     second = [path for path in unused if _composed(path.with_suffix("")) in names]
     without = [path for path in unused if _composed(path.with_suffix("")) not in names]
     if without:
-        log.warning("%d recordings without a transcript are left out, such as %s", len(without), min(without))
+        log.warning("left out: %s without a transcript, such as %s", counted(len(without), "recording"), min(without))
     if second:
-        log.warning("%d recordings are left out as another one has their name, such as %s", len(second), min(second))
+        log.warning("left out: %s of another one's name, such as %s", counted(len(second), "recording"), min(second))
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
 
 

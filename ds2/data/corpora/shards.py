@@ -29,7 +29,7 @@ def import_webdataset(folder: str | Path, *, skip_bad: bool = False) -> list[Utt
     entries, problems = list[CorpusEntry](), list[str]()
     for path in _find_files(root, "*.tar", "NAME.tar with samples KEY.flac and KEY.json or KEY.txt"):
         try:
-            shard = Shard(path)
+            shard = Shard(path, use_index=False)  # an index lists audio alone
             for key, members in _samples(shard).items():
                 try:
                     entries.append(_sample(shard, key, members))

@@ -57,6 +57,20 @@ def test_stress_stays_and_nothing_is_guessed_if_asked(dictionary: Path, text: Pa
     }
 
 
+def test_a_line_without_spaces_is_no_word_and_is_not_printed_whole(
+    dictionary: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text.write_text("a cat " + "tac" * 100_000 + "\n", encoding="utf-8")
+    out = text.parent / "lexicon.txt"
+    with dictionary.open("a", encoding="utf-8") as file:
+        file.write("TA" * 50_000 + " T AE1" * 50_000 + "\n")
+    assert main(["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text)]) == 0
+    assert set(read_pronunciations(out).words) == {"a", "cat"}
+    printed = capsys.readouterr().out
+    assert "1 word, such as tactac" in printed and "1 word of more than 200 letters" in printed
+    assert len(printed) < 600
+
+
 def test_without_words_the_whole_dictionary_is_written(dictionary: Path, tmp_path: Path) -> None:
     assert main(["data", "lexicon", str(tmp_path / "all.txt"), "--dictionary", str(dictionary)]) == 0
     assert set(read_pronunciations(tmp_path / "all.txt").words) == {"a", "at", "cat", "tact"}

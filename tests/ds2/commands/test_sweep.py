@@ -29,6 +29,12 @@ def test_jobs_are_ranked_by_their_best_evaluation(tmp_path: Path) -> None:
     assert by_cer[0].split() == ["1", "60.00", "10.00", "20", "a=1"]
 
 
+def test_equal_rates_are_ranked_by_the_other_one(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, "a=1", (10, 1.0, 0.9), (20, 1.0, 0.8)), job(tmp_path, "a=2", (10, 1.0, 0.7))]
+    rows = [line.split()[1:] for line in ranking(jobs, "wer").splitlines()[1:]]
+    assert rows == [["100.00", "70.00", "10", "a=2"], ["100.00", "80.00", "20", "a=1"]]
+
+
 def test_the_table_and_a_picture_lie_in_the_sweeps_folder(tmp_path: Path) -> None:
     shown = finish(tmp_path, [job(tmp_path, "a=1", (10, 0.5, 0.2))], "wer")
     assert (tmp_path / "ranking.txt").read_text().rstrip("\n") == shown.rsplit("\n", 1)[0]

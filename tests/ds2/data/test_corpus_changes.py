@@ -94,7 +94,7 @@ def test_files_texts_and_sizes_are_counted(tmp_path: Path, utterances: list[Utte
     describe_changes(record, utterances[:4])
     rewrite(utterances[1].audio_filepath, b"RIFF", same_time=True)
     line = describe_changes(record, utterances[1:])
-    assert "1 utterances added, 1 removed, 1 changed (" in line and "such as corpus/1.wav" in line
+    assert "1 utterance added, 1 removed, 1 changed (" in line and "such as corpus/1.wav" in line
     assert "1 of 3 sampled recordings have other content" in line
     other = [*utterances[1:-1], replace(utterances[-1], text="corrected")]
     assert "0 utterances added, 0 removed, 1 changed (" in describe_changes(record, other)

@@ -49,7 +49,7 @@ def test_segments_of_a_recording_stay_together() -> None:
 @pytest.mark.parametrize(
     ("speakers", "shares", "by", "message"),
     [
-        (1, {"train": 0.9, "dev": 0.1}, "speaker", "1 speakers cannot make 2 parts: split with --by utterance"),
+        (1, {"train": 0.9, "dev": 0.1}, "speaker", "1 speaker cannot make 2 parts: split with --by utterance"),
         (3, {"train": 0.9, "dev": 0.0}, "speaker", "share above 0"),
         (3, {"train": 1.0}, "speaker", "two parts or more"),
         (3, {"train": 0.9, "dev": 0.1}, "file", "speaker, recording, utterance"),

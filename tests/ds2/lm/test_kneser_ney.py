@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import logging
 import lzma
 import math
 from pathlib import Path
@@ -118,6 +119,12 @@ def test_small_memory_gives_the_same_model(monkeypatch: pytest.MonkeyPatch) -> N
     assert same(whole.model, pieces.model) and whole.discounts == pieces.discounts
 
 
+def test_orders_without_discounts_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        estimate([["the", "cat"]], 3)
+    assert len(caplog.records) == 1 and "1-grams, 2-grams, 3-grams: too few" in caplog.text
+
+
 def test_characters_and_pieces(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("the cat\na hat\n")
     characters = list(SentenceReader([tmp_path / "t.txt"], "character"))
@@ -138,7 +145,7 @@ def test_text_is_normalised_and_skipped_lines_are_counted(tmp_path: Path) -> Non
         assert list(reader) == [["the", "cat"], ["cat's"]]
         assert (reader.lines, reader.empty_lines, reader.skipped_lines, reader.tokens) == (4, 1, 1, 3)
         assert reader.characters == {"\u00ef": 1, "4": 1, "2": 1}
-        assert "1 lines skipped" in reader.report() and "U+00EF" in reader.report()
+        assert "1 line skipped" in reader.report() and "U+00EF" in reader.report()
     assert list(SentenceReader([tmp_path / "t.gz"], alphabet=ALPHABET, unknown="drop"))[1] == ["nave", "cats"]
     with pytest.raises(LanguageModelError, match=r"t\.gz:3 .*U\+00EF"):
         list(SentenceReader([tmp_path / "t.gz"], alphabet=ALPHABET, unknown="stop"))

@@ -207,7 +207,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     sizes = ["--hidden", "8", "--layers", "1", "--epochs", "2", "--device", "cpu"]
     assert run(["train", str(text), "--output", lm, *sizes, "--heldout", str(held)]) == 0
     said = capsys.readouterr().out
-    assert "40 lines, 420 characters" in said and "1 lines, 2 words, 0 empty lines\nperplexity" in said
+    assert "40 lines, 420 characters" in said and "1 line, 2 words, 0 empty lines\nperplexity" in said
     assert run(["ppl", lm, str(held)]) == 0
     [first], [second] = (re.findall(r"perplexity ([\d.]+)", part) for part in (said, capsys.readouterr().out))
     assert math.isclose(float(first), float(second), rel_tol=1e-4)
@@ -217,7 +217,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     odd.write_text("caf\u00e9\n" + "ab" * 600 + "\n", encoding="utf-8")
     assert run(["ppl", lm, str(odd)]) == 0  # lines in other characters are skipped, as for n-grams
     printed = capsys.readouterr().out
-    assert "2 lines, 1 words, 0 empty lines, 1 lines skipped" in printed
+    assert "2 lines, 1 word, 0 empty lines, 1 line skipped" in printed
     assert "perplexity inf a word" in printed  # a word may be a whole line: texts without spaces
     assert run(["ppl", lm, str(odd), "--unknown", "drop"]) == 0
     assert "2 lines, 2 words" in capsys.readouterr().out

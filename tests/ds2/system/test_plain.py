@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ds2.system.plain import FieldError, UnknownField, from_plain
+from ds2.system.plain import FieldError, UnknownField, counted, from_plain
 
 
 @dataclass
@@ -65,3 +65,7 @@ def test_endless_nesting_is_shown_short() -> None:
         deep = [deep]
     with pytest.raises(FieldError, match="name: is "):
         from_plain(Outer, {"name": deep, "inner": {"sizes": []}}, "top")
+
+
+def test_one_thing_is_not_written_as_several() -> None:
+    assert [counted(number, "more line") for number in (0, 1, 2)] == ["0 more lines", "1 more line", "2 more lines"]

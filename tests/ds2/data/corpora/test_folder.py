@@ -33,7 +33,7 @@ def test_pairs_become_utterances_and_folders_speakers(tmp_path: Path, caplog: py
     assert [(u.audio_filepath.name, u.text, u.speaker) for u in found] == [
         ("alone.wav", "nobody", ""), ("1.5.wav", "Grüße an alle", "ann"), ("1.flac", "hello", "bob"),
     ]  # fmt: skip
-    assert "1 recordings without a transcript" in caplog.text and "untold.wav" in caplog.text
+    assert "1 recording without a transcript" in caplog.text and "untold.wav" in caplog.text
 
 
 def test_transcripts_are_found_by_all_usual_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -47,7 +47,7 @@ def test_transcripts_are_found_by_all_usual_names(tmp_path: Path, caplog: pytest
         "a.wav.txt": "a.wav", "b.TXT": "b.wav", "\u00e9t.txt": "e\u0301t.wav", "c.txt": "c.wav",
     }  # fmt: skip
     assert "without a transcript" not in caplog.text
-    assert "1 recordings are left out as another one has their name, such as" in caplog.text
+    assert "left out: 1 recording of another one's name, such as" in caplog.text
     assert "c.flac" in caplog.text
 
 
@@ -106,8 +106,8 @@ def test_unicode_and_western_texts_are_recognised_with_a_line(tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         utterances = import_corpus("folder", tmp_path)
     assert [u.text for u in utterances] == [" ".join(text.split("\r\n")) for text in texts]
-    assert "1 transcripts are read as utf-16, such as" in caplog.text
-    assert "2 transcripts are read as cp1252, such as" in caplog.text and "'schön heiß'; this is a guess" in caplog.text
+    assert "read 1 transcript as utf-16, such as" in caplog.text
+    assert "read 2 transcripts as cp1252, such as" in caplog.text and "'schön heiß'; this is a guess" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -47,4 +47,4 @@ def test_unreadable_audio_is_named_and_left_out_only_on_request(
     with pytest.raises(ImporterError, match=r"trans\.txt:2: .*10-7-0001\.flac: the file is empty"):
         import_librispeech(tmp_path)
     assert len(import_librispeech(tmp_path, skip_bad=True)) == 1
-    assert "1 utterances left out" in caplog.text and "10-7-0001" in caplog.text
+    assert "1 utterance left out" in caplog.text and "10-7-0001" in caplog.text

@@ -20,7 +20,8 @@ from ds2.audio.read import read_audio
 from ds2.config.schema import DataConfig
 from ds2.data.audio_cache import open_audio
 from ds2.data.corpora import ImporterError, import_corpus
-from ds2.data.manifest import read_manifest, write_manifest
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.data.shards import write_shards
 from ds2.system.files import TextError
 
 SECONDS = {"a": 0.5, "b": 0.6, "c": 0.7}
@@ -80,6 +81,15 @@ def test_samples_of_a_webdataset(tmp_path: Path) -> None:
     for utterance, samples in zip(listed, open_audio(listed, DataConfig(work_dir=str(tmp_path / "work"))), strict=True):
         (tmp_path / "alone").write_bytes(sound(utterance.duration_s, utterance.audio_filepath.suffix[1:].upper()))
         assert np.array_equal(samples, read_audio(tmp_path / "alone"))
+
+
+def test_shards_of_ds2_are_a_webdataset(tmp_path: Path) -> None:
+    for name, seconds in (("a", 0.5), ("b", 0.7)):
+        (tmp_path / f"{name}.wav").write_bytes(sound(seconds, "WAV"))
+    recordings = [Utterance(tmp_path / "a.wav", 0.5, "one", speaker="anna"), Utterance(tmp_path / "b.wav", 0.7, "two")]
+    written = write_shards(recordings, tmp_path / "shards", 16000, 1_000_000)
+    found = import_corpus("webdataset", tmp_path / "shards")
+    assert facts(found) == facts(written.utterances)
 
 
 def test_cuts_of_a_shar_folder(tmp_path: Path) -> None:
