@@ -309,7 +309,16 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
         CheckpointError: as `load`, a file that is not a trainer state, damaged metadata, or tensors missing.
         ConfigError: the state is of another model, features, alphabet or optimizer than `config` describes.
     """
-    path = state_file(run_dir)
+    try:
+        return _read_state(state_file(run_dir), config, fresh)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. To train on without this state: run_dir=NEW checkpoint.init_from={run_dir} starts from the best "
+            "weights"
+        ) from error
+
+
+def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:
     tensors, metadata = load(path)
     if metadata.get("kind") != "trainer":
         raise CheckpointError(f"{path} is a {metadata.get('kind')}, not a trainer state")
