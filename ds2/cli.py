@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[terminal])
     with default_signals():
         report_errors = import_module("ds2.commands.common").report_errors
+        if import_module("ds2.distributed.launcher").launched().rank:
+            terminal.setLevel(logging.ERROR)  # rank 0 says the same; `ds2 train` logs each rank to a file
 
     def run() -> int:
         with default_signals():

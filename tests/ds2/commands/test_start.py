@@ -28,6 +28,14 @@ def test_no_torch_before_it_is_needed(command: list[str], status: int) -> None:
     assert run.stdout.splitlines()[-1] == f"{status} False", run.stderr
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_warn_once(rank: int) -> None:
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    command = [sys.executable, "-m", "ds2.cli", "info", "model=rnn_small", "model.depth=2", "model.depth=3"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | ranks)
+    assert run.stderr.count("model.depth=2 has no effect") == (rank == 0)
+
+
 def test_the_end_does_not_wait_for_a_last_collection() -> None:
     code = (
         "import atexit, gc\nfrom ds2.cli import main\natexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
