@@ -48,7 +48,7 @@ import numpy as np
 import torch
 from fuzzing.disks import Disk, DiskPath, Node
 from fuzzing.ranks import changes, lines_of, ranks_of_steps
-from fuzzing.virtual import Fault, planted, simulate
+from fuzzing.seeds import Fault, planted, simulate
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 from torch.utils import tensorboard

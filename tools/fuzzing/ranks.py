@@ -42,7 +42,7 @@ import torch._dynamo  # which optimizers import
 import torch.utils.tensorboard  # noqa: F401  both once, for all forked processes
 from dispatch import new_parser, parse
 from fuzzing.kills import corpus, last_output, trained, training_settings
-from fuzzing.virtual import Fault
+from fuzzing.seeds import Fault
 from local_ranks import variables_of_ranks
 
 from ds2.commands.compose import compose_config

@@ -31,35 +31,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from fuzzing.virtual import (
-    Connection,
-    Fault,
-    LoopSocket,
-    PeerSocket,
-    PlantedFault,
-    VirtualLoop,
-    planted,
-    simulate,
-)
+from fuzzing.seeds import Fault, planted, simulate
+from fuzzing.virtual import Connection, PeerSocket, VirtualLoop
 from numpy.typing import NDArray
 
 from ds2.audio.features import Features
 from ds2.audio.stream import Pcm16
 from ds2.config.schema import FeaturesConfig
 from ds2.decoding.greedy import GreedyDecoder
-from ds2.inference.runner import BlockOutput, BlockRunner
-from ds2.model.acoustic import AcousticModel
+from ds2.inference.runner import BlockOutput
 from ds2.recognition import session as sessions
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints, LiveSession
-from ds2.serve import engine as engines
 from ds2.serve import phrases, processes
-from ds2.serve.engine import Chunk, Engine, EngineClient, SessionSettings, StreamResult, resolve
+from ds2.serve.engine import Chunk, Engine, EngineClient, LocalRecogniser, SessionSettings, resolve
 from ds2.serve.http import application
 from ds2.serve.limits import Limits
 from ds2.serve.phrases import PhraseReader
@@ -89,25 +79,16 @@ class NetworkState:
 
 
 class SimulatedRunner:
-    """Stands for `ds2.inference.runner.BlockRunner`.
+    """Stands for `ds2.inference.runner.BlockRunner`."""
 
-    Args:
-        block_frames: feature frames of a block.
-        forgets: whether a stream starts with an empty state; else with that of a stream that ended.
-        finishes: whether the last frames come out at the end of a stream.
-    """
-
-    def __init__(self, features: Features, block_frames: int, *, forgets: bool = True, finishes: bool = True) -> None:
+    def __init__(self, features: Features, block_frames: int) -> None:
         self.features, self.samples = features, features.span(block_frames)
-        self.forgets, self.finishes = forgets, finishes
-        self._ended: list[NetworkState] = []
+        self.ended: list[NetworkState] = []
 
-    def prepare(self, streams: int) -> None:
-        """See `BlockRunner`."""
+    def prepare(self, streams: int) -> None: ...
 
     def start_stream(self) -> NetworkState:
-        old = None if self.forgets or not self._ended else self._ended.pop()
-        return NetworkState() if old is None else NetworkState(state=old.state)
+        return NetworkState()
 
     def input_buffer(self, slot: NetworkState, number: int) -> NDArray[np.float32]:
         return np.empty(self.samples, np.float32)
@@ -132,32 +113,43 @@ class SimulatedRunner:
             if level:
                 stream.state = (5 * stream.state + level) % 65521
             stream.labels.append(1 + stream.state % (len(ALPHABET) - 1) if level else 0)
-        count = len(stream.labels) if last and self.finishes else max(0, len(stream.labels) - LOOKAHEAD)
+        count = self.count_ready(len(stream.labels), last)
         ready, stream.labels = stream.labels[:count], stream.labels[count:]
         if last:
-            self._ended.append(stream)
+            self.ended.append(stream)
         return ready
+
+    def count_ready(self, labels: int, last: bool) -> int:
+        """Of so many labels, those whose lookahead is there."""
+        return labels if last else max(0, labels - LOOKAHEAD)
 
 
 class SimulatedRecogniser(Recogniser):
-    """A recogniser whose network is a `SimulatedRunner` with these options."""
+    """A recogniser with a simulated network."""
 
-    options: dict[str, bool] = {}  # noqa: RUF012  not a field
+    runner = SimulatedRunner
 
-    def block_runner(self, block_frames: int) -> BlockRunner:
+    def block_runner(self, block_frames: int) -> Any:
         if block_frames not in self.runners:
-            self.runners[block_frames] = cast(BlockRunner, SimulatedRunner(self.features, block_frames, **self.options))
+            self.runners[block_frames] = self.runner(self.features, block_frames)
         return self.runners[block_frames]
 
 
-def make_recogniser(**options: bool) -> SimulatedRecogniser:
-    """Make a recogniser; options as `SimulatedRunner` has them."""
-    model = cast(AcousticModel, SimpleNamespace(time_stride=STRIDE))
-    features = Features(FeaturesConfig(), RATE_HZ)
+class ServedRunner(SimulatedRunner):
+    """That of the server: a fault planted here does not change the texts that clients must have."""
+
+
+class ServedRecogniser(SimulatedRecogniser):
+    """That of the server."""
+
+    runner = ServedRunner
+
+
+def make_recogniser(kind: type[SimulatedRecogniser]) -> SimulatedRecogniser:
+    """Make a recogniser with a greedy decoder."""
+    model, features = SimpleNamespace(time_stride=STRIDE), Features(FeaturesConfig(), RATE_HZ)
     decoder = GreedyDecoder(ALPHABET, features.step_s * STRIDE)
-    kind = type("Recogniser", (SimulatedRecogniser,), {"options": options})
-    recogniser: SimulatedRecogniser = kind(model, features, ALPHABET, decoder, torch.device("cpu"))
-    return recogniser
+    return kind(model, features, ALPHABET, decoder, torch.device("cpu"))
 
 
 class EngineHost:
@@ -168,6 +160,11 @@ class EngineHost:
         self.chunks: list[Chunk] = []
         self.links: list[WorkerLink] = []
         self.woken = asyncio.Event()
+
+    def put(self, chunk: Chunk) -> None:
+        """Take a chunk of a `LocalClient`."""
+        self.chunks.append(chunk)
+        self.woken.set()
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -187,36 +184,15 @@ class EngineHost:
             await asyncio.sleep(self.draw.expovariate(50))
 
 
-class LocalClient(EngineClient):
-    """Stands for `LocalRecogniser`, whose thread is an `EngineHost`."""
+class LocalClient(LocalRecogniser):
+    """A `LocalRecogniser` whose thread is an `EngineHost`."""
 
     def __init__(self, host: EngineHost) -> None:
-        super().__init__(PhraseReader(ALPHABET, frozenset()), RATE_HZ)
-        self.host = host
+        EngineClient.__init__(self, PhraseReader(ALPHABET, frozenset()), RATE_HZ)
+        self.engine, self.hangs, self._chunks = host.engine, False, host
 
     async def open_handle(self, settings: SessionSettings) -> LiveSession:
-        return self.host.engine.open(settings)
-
-    def submit(self, handle: LiveSession, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
-        future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
-        self.host.chunks.append(Chunk(handle, samples, self.deliver, future))
-        self.host.woken.set()
-        return future
-
-    def deliver(self, answers: engines.Answers) -> None:
-        asyncio.get_running_loop().call_soon(resolve, [(chunk.call, answer) for chunk, answer in answers])
-
-    def close_handle(self, handle: LiveSession) -> None:
-        self.host.engine.close(handle)
-
-    def count_refusal(self, reason: str) -> None:
-        self.host.engine.metrics.refused.labels(reason).inc()
-
-    async def metrics(self) -> bytes:
-        return self.host.engine.metrics.text()
-
-    def close(self) -> None:
-        """See `EngineClient`."""
+        return self.engine.open(settings)
 
 
 @dataclass
@@ -243,7 +219,7 @@ class Audio:
         return " ".join(segment.hypothesis.text for segment in live.segments)
 
 
-_ALONE = make_recogniser()
+_ALONE = make_recogniser(SimulatedRecogniser)
 
 
 def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: Endpoints, flushes: float) -> Audio:
@@ -278,13 +254,13 @@ class Received:
 
 
 class SimulatedClient:
-    """A client; `play` is its script."""
+    """A client; the method `play` of each kind is its script."""
 
     path = "/"
     code: int | None = 1000  # with which the server closes; None: nothing is promised to this client
 
-    def __init__(self, run: Run, connection: Connection) -> None:
-        self.run, self.connection, self.draw = run, connection, run.draw
+    def __init__(self, run: Run) -> None:
+        self.run, self.connection, self.draw = run, Connection(self.path), run.draw
         self.outcome = Received(type(self).__name__)
 
     async def pause(self) -> None:
@@ -315,9 +291,6 @@ class SimulatedClient:
         """Read until the server closes."""
         while (answer := await self.reply()) is not None:
             self.outcome.texts.append(answer.get("text", ""))
-
-    async def play(self) -> None:
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise Fault if a promise is broken."""
@@ -532,30 +505,24 @@ CLIENTS: dict[type[SimulatedClient], float] = {
 class Run:
     """One run of a server with its clients."""
 
-    def __init__(self, loop: VirtualLoop, options: dict[str, bool]) -> None:
+    def __init__(self, loop: VirtualLoop) -> None:
         self.loop, self.draw = loop, loop.draw
-        self.clients: list[SimulatedClient] = []
         count = self.draw.randint(1, 5)
         self.limits = Limits(sessions=self.draw.choice((2, 64)), idle_s=IDLE_S, duration_s=600)
         self.excuses: set[int] = {1013} if self.limits.sessions < count else set()
-        self.engine = Engine(make_recogniser(**options), self.limits)
+        self.engine = Engine(make_recogniser(ServedRecogniser), self.limits)
         self.host = EngineHost(self.engine, self.draw)
         self.faults: list[str] = []
         loop.set_exception_handler(lambda _, context: self.faults.append(str(context)))
         workers = self.draw.randint(0, 2)
-        engines_ = [self._worker() for _ in range(workers)] or [LocalClient(self.host)]
-        self.apps = [application(engine, self.limits) for engine in engines_]
-        self.engines: list[EngineClient] = list(engines_)
-        kinds = self.draw.choices(list(CLIENTS), list(CLIENTS.values()), k=count)
-        for kind in kinds:
-            self.clients.append(kind(self, Connection(loop, kind.path)))
+        self.engines = [self._worker() for _ in range(workers)] or [LocalClient(self.host)]
+        self.apps = [application(engine, self.limits) for engine in self.engines]
+        self.clients = [kind(self) for kind in self.draw.choices(list(CLIENTS), list(CLIENTS.values()), k=count)]
 
     def _worker(self) -> EngineClient:
         peer = PeerSocket(self.loop, self.host.woken.set)
-        link = WorkerLink(self.engine, cast(Any, peer))
-        self.host.links.append(link)
-        phrases = PhraseReader(ALPHABET, frozenset())
-        return RemoteRecogniser(cast(Any, LoopSocket(self.loop, peer)), phrases, RATE_HZ)
+        self.host.links.append(WorkerLink(self.engine, peer))
+        return RemoteRecogniser(peer.other, PhraseReader(ALPHABET, frozenset()), RATE_HZ)
 
     async def main(self) -> str:
         """Run all to their end and check the promises; return a digest of what the clients saw."""
@@ -563,12 +530,11 @@ class Run:
         for engine in self.engines:
             await engine.start()
         served = [asyncio.ensure_future(self._serve(client)) for client in self.clients]
-        ending = asyncio.ensure_future(self._end()) if self.draw.random() < 0.3 else None
+        ending = [asyncio.ensure_future(self._end())] if self.draw.random() < 0.3 else []
         if self.draw.random() < 0.1 and self.host.links:
             self.excuses.add(1011)
             self.loop.call_later(self.draw.expovariate(1), self.host.links[0].end.close)
-        tasks = [*served, *([ending] if ending is not None else [])]
-        _, waiting = await asyncio.wait(tasks, timeout=STUCK_S)
+        _, waiting = await asyncio.wait([*served, *ending], timeout=STUCK_S)
         if waiting:
             outcomes = [client.outcome for client, task in zip(self.clients, served, strict=True) if task in waiting]
             raise Fault(f"still waiting after an hour: {outcomes}")
@@ -585,7 +551,7 @@ class Run:
     async def _serve(self, client: SimulatedClient) -> None:
         await asyncio.sleep(self.draw.expovariate(1))
         connection, app = client.connection, self.draw.choice(self.apps)
-        server = asyncio.ensure_future(app(connection.scope(), connection.receive, connection.send))
+        server = asyncio.ensure_future(app(connection.scope, connection.receive, connection.send))
         player = asyncio.ensure_future(client.play())
         await asyncio.wait([server])
         if server.cancelled() or server.exception() is not None:
@@ -614,20 +580,19 @@ class _Errors(logging.Handler):
             self.errors.append(f"{record.getMessage()}: {error!r}")
 
 
-def run_seed(seed: int, **options: bool) -> str:
-    """Run one seed and return its digest; options as `SimulatedRunner` has them. Raises Fault."""
+def run_seed(seed: int) -> str:
+    """Run one seed and return its digest; raises Fault."""
     draw = random.Random(seed)
     logger, handler = logging.getLogger("ds2"), _Errors()
     logger.addHandler(handler)
     began_s = time.process_time()
     try:
         with asyncio.Runner(loop_factory=lambda: VirtualLoop(draw)) as runner:
-            loop = cast(VirtualLoop, runner.get_loop())
-            written = PhraseReader._written
+            loop, written = runner.get_loop(), PhraseReader._written
             spend = patch.object(PhraseReader, "_written", lambda *each: (loop.spend(PHRASE_S), written(*each))[1])
             silent = patch.object(Engine, "_warm_up", lambda _: None)  # builds nothing here
             with patch("time.monotonic", loop.time), spend, silent:  # chunks carry when they arrived
-                digest = runner.run(Run(loop, options).main())
+                digest = runner.run(Run(loop).main())
     finally:
         logger.removeHandler(handler)
     passed_s = time.process_time() - began_s
@@ -644,26 +609,25 @@ class _HalfSampleDropped:
 
 
 _CONNECTION = websocket.Connection
-FAULTS: dict[str, PlantedFault] = {
-    "a stream starts with the state of another": {"forgets": False},
-    "the frames behind the lookahead are lost": {"finishes": False},
-    **planted(
-        ("numbers of clients have no bounds", vosk, "check_number", lambda value, *_: value),
-        ("phrases are read in the event loop", PhraseReader, "run", "await", "work(*arguments) if work else await"),
-        ("phrases have no bound", phrases, "_check_size", lambda *_: None),
-        ("one failure in a batch fails all", sessions, "run_contained", "if len(items) == 1:\n            failed",
-         "if items:\n            for one in items[1:]: failed(one, error)\n            failed"),
-        ("sessions of clients that left stay open", _CONNECTION, "close_session", lambda _: None),
-        ("answers are crossed", processes, "resolve", lambda pairs: resolve(
-            [(call, answer) for (call, _), (_, answer) in zip(pairs, reversed(pairs), strict=True)])),
-        ("half a sample between two messages is lost", _CONNECTION, "sample_reader", _HalfSampleDropped),
-        ("a client that says nothing stays for ever", _CONNECTION, "receive", "(self.limits.idle_s)", "(None)"),
-        ("a client that takes nothing stays for ever", _CONNECTION, "send", "(self.limits.idle_s)", "(None)"),
-        ("a server that stops gives no last result", EngineClient, "end", lambda _: None),
-        ("a server that stops interrupts a message", websocket.ProtocolRoute, "end", "connection.interruptible",
-         "connection"),
-    ),
-}  # each must be found  # fmt: skip
+FAULTS = planted(
+    ("a stream starts with the state of another", ServedRunner, "start_stream",
+     "return ", "return self.ended.pop() if self.ended else "),
+    ("the frames behind the lookahead are lost", ServedRunner, "count_ready", "labels if last else ", ""),
+    ("numbers of clients have no bounds", vosk, "check_number", lambda value, *_: value),
+    ("phrases are read in the event loop", PhraseReader, "run", "await", "work(*arguments) if work else await"),
+    ("phrases have no bound", phrases, "_check_size", lambda *_: None),
+    ("one failure in a batch fails all", sessions, "run_contained", "if len(items) == 1:\n            failed",
+     "if items:\n            for one in items[1:]: failed(one, error)\n            failed"),
+    ("sessions of clients that left stay open", _CONNECTION, "close_session", lambda _: None),
+    ("answers are crossed", processes, "resolve", lambda pairs: resolve(
+        [(call, answer) for (call, _), (_, answer) in zip(pairs, reversed(pairs), strict=True)])),
+    ("half a sample between two messages is lost", _CONNECTION, "sample_reader", _HalfSampleDropped),
+    ("a client that says nothing stays for ever", _CONNECTION, "receive", "(self.limits.idle_s)", "(None)"),
+    ("a client that takes nothing stays for ever", _CONNECTION, "send", "(self.limits.idle_s)", "(None)"),
+    ("a server that stops gives no last result", EngineClient, "end", lambda _: None),
+    ("a server that stops interrupts a message", websocket.ProtocolRoute, "end", "connection.interruptible",
+     "connection"),
+)  # each must be found  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
