@@ -8,6 +8,7 @@ draw says which, so that what came later may be there without what came before.
 from __future__ import annotations
 
 import errno
+import operator
 import os
 import pickle
 import random
@@ -20,8 +21,13 @@ import torch
 from safetensors import SafetensorError
 
 
+def error_of(number: int, path: str = "") -> OSError:
+    """The error of a number, as the system raises it."""
+    return OSError(number, os.strerror(number), path)
+
+
 class Node:
-    """A file, whatever its names are; `flushed` is what is certain of its content."""
+    """A file, whatever its names are; `flushed` is what is certain of its content. It is its own `stat` result."""
 
     st_dev, st_mode, st_mtime = 0, 0, 0.0
 
@@ -53,8 +59,7 @@ class File:
     def fileno(self) -> Any:
         return self._node
 
-    def close(self, *error: object) -> None:
-        """Nothing is left to do."""
+    def close(self, *error: object) -> None: ...
 
     flush = __exit__ = close
 
@@ -98,13 +103,13 @@ class DiskPath(str):
 
     def stat(self) -> Node:
         if (node := self.find()) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+            raise error_of(errno.ENOENT, self)
         return node
 
     def names(self) -> dict[str, Node]:
         """The files in a folder by name."""
         if self not in self.disk.folders:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+            raise error_of(errno.ENOENT, self)
         return self.disk.folders[self]
 
     def is_file(self) -> bool:
@@ -146,22 +151,21 @@ class DiskPath(str):
 
     def rmdir(self) -> None:
         if self.names():
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(self))
+            raise error_of(errno.ENOTEMPTY, self)
         self.disk.rmtree(self)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         if self.parent.names().pop(self.name, None) is None and not missing_ok:
             self.stat()
 
-    def replace(self, target: DiskPath) -> None:  # type: ignore[override]
+    def replace(self, target: DiskPath) -> None:
         node = self.stat()
         self.unlink()
         target.parent.names()[target.name] = node
 
     rename = replace
 
-    def chmod(self, mode: int) -> None:
-        """Nobody looks at it."""
+    def chmod(self, mode: int) -> None: ...
 
     def glob(self, pattern: str) -> Iterator[DiskPath]:
         begin, end = pattern.split("*")
@@ -181,8 +185,11 @@ class Disk:
         pause: called between two calls that need each other.
     """
 
-    O_RDONLY, SEEK_SET = os.O_RDONLY, os.SEEK_SET
-    strerror, fsencode = staticmethod(os.strerror), staticmethod(os.fsencode)
+    O_RDONLY, strerror, fsencode = os.O_RDONLY, staticmethod(os.strerror), staticmethod(os.fsencode)
+    listdir, replace = staticmethod(DiskPath.names), staticmethod(DiskPath.replace)
+    fstat = staticmethod(lambda node: node)
+    path = SimpleNamespace(samestat=operator.is_)
+    disk_usage = staticmethod(lambda path: SimpleNamespace(free=1 << 40))
 
     def __init__(self, draw: random.Random, pause: Callable[[], None]) -> None:
         self._draw, self._pause = draw, pause
@@ -197,7 +204,7 @@ class Disk:
     def check_space(self) -> None:
         """Raise OSError now and then while the disk is full: small files find a place."""
         if self.is_full and self._draw.random() < 0.5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise error_of(errno.ENOSPC)
 
     def getpid(self) -> int:
         return os.getpid()  # which is simulated too
@@ -205,8 +212,7 @@ class Disk:
     def open(self, path: DiskPath, flags: int) -> Node | DiskPath:
         return path.find() or path
 
-    def close(self, descriptor: DiskPath) -> None:
-        """Nothing is left to do."""
+    def close(self, descriptor: DiskPath) -> None: ...
 
     def fsync(self, descriptor: Node | DiskPath) -> None:
         self._pause()
@@ -223,33 +229,17 @@ class Disk:
 
     def make_link(self, source: DiskPath, target: DiskPath) -> None:
         if target.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            raise error_of(errno.EEXIST, target)
         target.parent.names()[target.name] = source.stat()
-
-    def listdir(self, path: DiskPath) -> list[str]:
-        return list(path.names())
 
     def utime(self, path: DiskPath) -> None:
         path.stat().st_mtime_ns += 1
-
-    def replace(self, source: DiskPath, target: DiskPath) -> None:
-        source.replace(target)
 
     def rmtree(self, path: DiskPath, *, ignore_errors: bool = False) -> None:
         self.folders.pop(path, None)
 
     def copyfile(self, source: DiskPath, target: DiskPath) -> None:
         target.write_bytes(source.read_bytes())
-
-    def disk_usage(self, path: DiskPath) -> Any:
-        return SimpleNamespace(free=1 << 40)
-
-    def fstat(self, descriptor: Node) -> Node:
-        return descriptor
-
-    @property
-    def path(self) -> Any:
-        return SimpleNamespace(samestat=lambda one, other: one is other)
 
     def pread(self, descriptor: Node, size: int, offset: int) -> bytes:
         return descriptor.data[offset : offset + size]

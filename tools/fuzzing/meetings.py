@@ -41,7 +41,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -102,6 +102,7 @@ KINDS = (
 # meeting. The last two are seldom.
 AT_A_CALL, AT_A_SAVE, AT_A_MEETING = (0.01, 0.04), 0.1, 0.25
 PRIME = 65521
+OPTIMIZER: dict[str, Any] = {"state": {}, "param_groups": []}  # without momentum it has no state
 SETTINGS = {"optim": {"name": "sgd", "momentum": 0.0}}  # that a state names: all others would be read each time
 
 
@@ -253,75 +254,6 @@ class Link:
             self.reader.wake(at_s)
 
 
-class Stream:
-    """Stands for `ds2.distributed.tcp._Stream`: what ranks send each other arrives in order, some time later."""
-
-    def __init__(self, group: Group, number: int, members: Sequence[str]) -> None:
-        self._group, self._world = group, group.world
-        self.links = {rank: SimpleNamespace() for rank in range(len(members)) if rank != group.rank}
-        self._from = {r: self._world.link(number, members[r], members[group.rank]) for r in self.links}
-        self._to = {r: self._world.link(number, members[group.rank], members[r]) for r in self.links}
-        self._processes = {rank: self._world.by_member[members[rank]] for rank in self.links}
-        self._began_s = self._world.now_s
-        for link in self._to.values():
-            link.open = True
-
-    def finish(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        data = {rank: tensor.detach().view(-1).view(torch.uint8).numpy().tobytes() for rank, tensor in sent.items()}
-        for rank, octets in self.exchange(data, received).items():
-            received[rank].view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(octets), dtype=torch.uint8))
-
-    def exchange(self, sent: Mapping[int, bytes], received: Iterable[int]) -> dict[int, bytes]:
-        """Send to some ranks and wait for what others have sent."""
-        world, group, arrived = self._world, self._group, dict[int, bytes]()
-        for rank in self.links if world.draw.random() < 0.5 else reversed(self.links):
-            self.check(rank)
-            if rank in sent:
-                slow_s = world.draw.uniform(0, 2) if world.draw.random() < SLOW else 0.0
-                self._to[rank].append(world.now_s + slow_s + world.draw.expovariate(200), sent[rank])
-                world.pause()
-        open_ = [rank for rank in received if rank in self.links]
-        while open_:
-            next_s = world.now_s + world.draw.expovariate(1 / POLL_S)
-            for rank in list(open_):
-                items = self._from[rank].items
-                if items and items[0][0] > world.now_s:
-                    next_s = min(next_s, items[0][0])
-                elif items and (data := items[0][1]) is not None:
-                    items.pop(0)
-                    arrived[rank] = data
-                    open_.remove(rank)
-            for rank in self.links if open_ else ():
-                self.check(rank)
-            if open_:
-                for rank in open_:
-                    self._from[rank].reader = world.running
-                world.sleep(next_s - world.now_s)
-                for rank in open_:
-                    self._from[rank].reader = None
-        if group.lost:
-            raise LostRankError(group.reason)
-        return arrived
-
-    def check(self, rank: int) -> None:
-        """Raise LostRankError as the watchdog does: rank 0 listens to all, the others to rank 0."""
-        process, world, group = self._processes[rank], self._world, self._group
-        alive_s = process.stopped_s if process.stopped else world.now_s if self._from[rank].open else self._began_s
-        items = self._from[rank].items
-        if process.dead or (items and items[-1][1] is None):
-            if world.draw.random() < 0.5:  # what has arrived is read before the end is seen, or not
-                group.lose(rank, "closed its connection")
-        elif 0 in (rank, group.rank) and world.now_s - alive_s > SILENT_S:
-            group.lose(rank, f"has been silent for {SILENT_S:.0f} s")
-        if group.lost:
-            raise LostRankError(group.reason)
-
-    def close(self) -> None:
-        """Tell the others."""
-        for link in self._to.values():
-            link.append(self._world.now_s, None)
-
-
 @lru_cache(1 << 12)
 def decoded(message: bytes, classes: tuple[type, ...]) -> Any:
     """The value of a message; nobody changes it."""
@@ -329,36 +261,87 @@ def decoded(message: bytes, classes: tuple[type, ...]) -> Any:
 
 
 class Group(TcpGroup):
-    """A `TcpGroup` over a `Stream`."""
+    """A `TcpGroup` that is its own stream: what ranks send each other arrives in order, some time later."""
 
     def __init__(self, world: World, number: int, rank: int, members: Sequence[str]) -> None:
         self.rank, self.size, self.hosts, self.local_rank = rank, len(members), ["host"] * len(members), rank
-        self.lost, self.world = {}, world
-        self._stream = Stream(self, number, members)
-        self._blocking = cast(Any, self._stream)
+        self.lost, self.world, self._blocking, self._began_s = {}, world, self, world.now_s
+        self.links = [other for other in range(len(members)) if other != rank]
+        self._from = {r: world.link(number, members[r], members[rank]) for r in self.links}
+        self._to = {r: world.link(number, members[rank], members[r]) for r in self.links}
+        self._processes = {r: world.by_member[members[r]] for r in self.links}
+        for link in self._to.values():
+            link.open = True
+
+    def finish(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        data = {rank: tensor.detach().view(-1).view(torch.uint8).numpy().tobytes() for rank, tensor in sent.items()}
+        for rank, octets in self._exchange(data, received).items():
+            received[rank].view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(octets), dtype=torch.uint8))
+
+    def _exchange(self, sent: Mapping[int, bytes], received: Iterable[int]) -> dict[int, bytes]:
+        """Send to some ranks and wait for what others have sent."""
+        world, arrived = self.world, dict[int, bytes]()
+        for rank in self.links if world.draw.random() < 0.5 else reversed(self.links):
+            self._check_rank(rank)
+            if rank in sent:
+                slow_s = world.draw.uniform(0, 2) if world.draw.random() < SLOW else 0.0
+                self._to[rank].append(world.now_s + slow_s + world.draw.expovariate(200), sent[rank])
+                world.pause()
+        missing = [rank for rank in received if rank in self.links]
+        while missing:
+            next_s = world.now_s + world.draw.expovariate(1 / POLL_S)
+            for rank in list(missing):
+                items = self._from[rank].items
+                if items and items[0][0] > world.now_s:
+                    next_s = min(next_s, items[0][0])
+                elif items and (data := items[0][1]) is not None:
+                    items.pop(0)
+                    arrived[rank] = data
+                    missing.remove(rank)
+            if missing:
+                self.check()
+                for rank in missing:
+                    self._from[rank].reader = world.running
+                world.sleep(next_s - world.now_s)
+                for rank in missing:
+                    self._from[rank].reader = None
+        if self.lost:
+            raise LostRankError(self.reason)
+        return arrived
+
+    def check(self) -> None:
+        """Raise LostRankError if a rank is gone."""
+        for rank in self.links:
+            self._check_rank(rank)
+
+    def _check_rank(self, rank: int) -> None:
+        """As the watchdog does: rank 0 listens to all, the others to rank 0."""
+        process, world, link = self._processes[rank], self.world, self._from[rank]
+        alive_s = process.stopped_s if process.stopped else world.now_s if link.open else self._began_s
+        if process.dead or (link.items and link.items[-1][1] is None):
+            if world.draw.random() < 0.5:  # what has arrived is read before the end is seen, or not
+                self.lose(rank, "closed its connection")
+        elif 0 in (rank, self.rank) and world.now_s - alive_s > SILENT_S:
+            self.lose(rank, f"has been silent for {SILENT_S:.0f} s")
+        if self.lost:
+            raise LostRankError(self.reason)
 
     def allgather(self, value: Any, classes: Iterable[type] = ()) -> list[Any]:
         """See `ProcessGroup`: a message and its length are one here."""
         own = encode(value)
-        parts = {self.rank: own, **self._stream.exchange(dict.fromkeys(self._stream.links, own), self._stream.links)}
+        parts = {self.rank: own, **self._exchange(dict.fromkeys(self.links, own), self.links)}
         return [decoded(bytes(parts[rank]), classes) for rank in range(self.size)]
 
     def broadcast(self, value: Any, classes: Iterable[type] = ()) -> Any:
         own = encode(value)
         if self.rank == 0:
-            self._stream.exchange(dict.fromkeys(self._stream.links, own), ())
-        return decoded(bytes(own if self.rank == 0 else self._stream.exchange({}, (0,))[0]), classes)
-
-    def barrier(self) -> None:
-        self._stream.exchange(dict.fromkeys(self._stream.links, b""), self._stream.links)
-
-    def check(self) -> None:
-        """Raise LostRankError if a rank is gone."""
-        for rank in self._stream.links:
-            self._stream.check(rank)
+            self._exchange(dict.fromkeys(self.links, own), ())
+        return decoded(bytes(own if self.rank == 0 else self._exchange({}, (0,))[0]), classes)
 
     def close(self) -> None:
-        self._stream.close()
+        """Tell the others."""
+        for link in self._to.values():
+            link.append(self.world.now_s, None)
 
 
 class SimulatedMembers(Members):
@@ -369,7 +352,6 @@ class SimulatedMembers(Members):
     def connect(self, view: View) -> TcpGroup:
         """See `Members`: a process waits for the calls of higher ranks; lower ones need only listen."""
         own, ids = view.rank(self.me.id), [member.id for member in view.members]
-        assert own is not None
         self.world.calls.add((view.number, self.me.id))
         began_s = time.monotonic()
         if any(self.world.by_member[member].dead for member in ids[:own]):
@@ -381,7 +363,7 @@ class SimulatedMembers(Members):
 
 
 class SimulatedCommunicator(ElasticCommunicator):
-    """An `ElasticCommunicator` whose watchdog is in `Stream`."""
+    """An `ElasticCommunicator` whose watchdog is in `Group`."""
 
     world_of: World
 
@@ -392,8 +374,7 @@ class SimulatedCommunicator(ElasticCommunicator):
 
     def _use(self, group: Any) -> None:
         self.rank, self.world, self.group = group.rank, group.size, group
-        idle = SimpleNamespace(stop=lambda: None, drop=lambda: None)
-        self.watchdog, self._progress_thread = cast(Any, idle), cast(Any, idle)
+        self.watchdog = self._progress_thread = SimpleNamespace(stop=_nothing, drop=_nothing)
 
     def check(self) -> None:
         """See `Communicator`; what the watchdog has noticed by now."""
@@ -408,20 +389,16 @@ class SimulatedCommunicator(ElasticCommunicator):
         return superseded
 
 
-class Weights:
-    """Stands for the features and, with tensors, for the model, whose parameter is `weight`."""
+class SimulatedFeatures:
+    """Stands for the features, which compute nothing here. A module of torch would take 10 % of a seed."""
 
-    step_s = time_stride = 1
-    training = True
+    step_s, training = 1, False
 
     def __init__(self, **tensors: Tensor) -> None:
         self.tensors = tensors
 
     def __call__(self, waveforms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.tensors:
-            return waveforms, lengths
-        values = [dev_loss(int(self.tensors["weight"]), content_of(row)) for row in waveforms]
-        return torch.tensor([[[value] for value in values]]), torch.ones(len(values), dtype=torch.int64)
+        return waveforms, lengths
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.tensors)
@@ -430,34 +407,31 @@ class Weights:
         for name, value in state.items():
             self.tensors[name].copy_(value)
 
-    def named_buffers(self) -> list[tuple[str, Tensor]]:
-        return [("seen", self.tensors["seen"])]
-
     def modules(self) -> list[Any]:
         return []
 
     parameters = buffers = named_modules = modules  # what ranks compare before an evaluation
 
-    def train(self, mode: bool = True) -> Weights:
-        self.training = mode
+    def train(self, mode: bool = True) -> SimulatedFeatures:
         return self
 
-    def eval(self) -> Weights:
-        return self.train(False)
+    eval = train
 
 
-class Optimizer:
-    """Stands for an optimizer without momentum."""
+class SimulatedModel(SimulatedFeatures):
+    """Stands for the model: its weight tells which ranks took which steps."""
 
-    def __init__(self, parameter: Tensor) -> None:
-        self.param_groups = [{"params": [parameter], "rate_factor": 1.0, "lr": 0.1}]
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
+    time_stride = 1
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": []}
+    def __init__(self) -> None:
+        super().__init__(weight=torch.zeros(1, dtype=torch.float64), seen=torch.zeros(1, dtype=torch.float64))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See torch."""
+    def __call__(self, waveforms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        values = [dev_loss(int(self.tensors["weight"]), content_of(row)) for row in waveforms]
+        return torch.tensor([[[value] for value in values]]), torch.ones(len(values), dtype=torch.int64)
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        return [("seen", self.tensors["seen"])]
 
 
 @cache
@@ -516,67 +490,13 @@ def dev_loss(weight: int, content: int) -> float:
     return float((weight * 13 + content) % 101)
 
 
-class SimulatedTrainer(Trainer):
-    """A trainer whose steps are sums over ranks, and hashes."""
-
-    def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
-        assert comm is not None
-        self.config, self.run_dir, self.comm = config, run_dir, comm
-        model: Any = Weights(weight=torch.zeros(1, dtype=torch.float64), seen=torch.zeros(1, dtype=torch.float64))
-        self.state = TrainState(model, cast(Any, Weights()), cast(Any, Optimizer(model.tensors["weight"])))
-        self.alphabet = ALPHABET
-        self.loader = SpeechLoader(UTTERANCES, config.data, CPU, ALPHABET)
-        self.dev = DevEvaluator(config.data, self.state.features, ALPHABET, CPU, "fp32")
-        if state_file(run_dir).is_file():
-            parts, progress = trainers.read_state(run_dir, config, self.state)
-            self.state.load(parts, progress, 0.0)
-        self.dev_data, self.noise = None, None
-        self.files = RunFiles(run_dir, config, self.state, ALPHABET, "fp32", None, comm)
-        self.statistics = cast(Any, SimpleNamespace(release=lambda: None))
-        self.utterances = UTTERANCES
-        self.timer = cast(Any, SimpleNamespace(means=lambda steps: {}))
-        self._plan, self.inputs = cast(Any, plan), cast(Any, lambda batch, epoch: batch)
-        self._batches = EpochBatches(self.loader, self._plan, EPOCHS, comm)
-        self._last_commit = LastCommit(model)
-
-    def _prepare_steps(self) -> None:
-        """Nothing is launched."""
-
-    def describe(self) -> str:
-        return "a simulated run"
-
-    def step(
-        self,
-        batches: PreparedBatches,
-        group: Sequence[Sequence[int]],
-        extra_counts: Callable[[], Sequence[float]] = list,
-    ) -> float | None:
-        content = 0
-        for whole in group:
-            batch, _ = next(batches)
-            time.sleep(step_s(self.progress.step, self.comm.rank))
-            batches.prepare_next()
-            content += content_of(batch.waveforms) if self.comm.rank < len(whole) else 0
-        weight, seen = cast(Any, self.model).tensors.values()
-        seen += 1
-        self.comm.allgather(0)  # gradients
-        sums = self.comm.allgather([self.comm.world, content, *extra_counts()])
-        ranks, content, *self.extra_sums = (sum(column) for column in zip(*sums, strict=True))
-        ranks = round(ranks / self.comm.world)
-        loss = loss_of(int(weight), ranks, content)
-        weight.fill_(after_step(int(weight), self.progress.step + 1, ranks, content))
-        self.progress.step += 1
-        self.progress.batch += len(group)
-        return loss
-
-
 AUDIO = [DiskPath(f"/audio/{number}.wav") for number in range(3 * BATCHES + DEV - 2)]  # the last batch is short
-ALL = [Utterance(cast(Any, path), 1.0 + number % 3, "a") for number, path in enumerate(AUDIO)]
+ALL = [Utterance(path, 1.0 + number % 3, "a") for number, path in enumerate(AUDIO)]
 UTTERANCES, DEV_UTTERANCES = ALL[:-DEV], ALL[-DEV:]
 ALPHABET = Alphabet(("", " ", "a", "b"))
 vars(ALPHABET).update(encode=cache(ALPHABET.encode), normalise=cache(ALPHABET.normalise))
 # Without torch's inference mode, which is of the one thread of the system in which all simulated ones run.
-RECOGNISE, LOGITS = (cast(Any, method).__wrapped__ for method in (Recogniser.recognise, Recogniser.logits))
+RECOGNISE, LOGITS = (method.__wrapped__ for method in (Recogniser.recognise, Recogniser.logits))
 CPU, CONFIG = torch.device("cpu"), Config()
 CONFIG.data.work_dir, CONFIG.data.cache, CONFIG.batching.utterances = "/work", "disk", 3
 CONFIG.train.evaluate_every_epochs = 2
@@ -591,6 +511,53 @@ BAR = nullcontext(SimpleNamespace(update=lambda *_: None, set_postfix_str=lambda
 def plan(epoch: int) -> list[list[int]]:
     """The batches of an epoch."""
     return plan_epoch(np.array([u.duration_s for u in UTTERANCES]), CONFIG.batching, epoch, 1)
+
+
+class SimulatedTrainer(Trainer):
+    """A trainer whose steps are sums over ranks, and hashes."""
+
+    alphabet, utterances, dev_data, noise = ALPHABET, UTTERANCES, None, None
+    statistics, timer = SimpleNamespace(release=lambda: None), SimpleNamespace(means=lambda steps: {})
+    _plan, inputs = staticmethod(plan), staticmethod(lambda batch, epoch: batch)
+
+    def __init__(self, config: Config, run_dir: DiskPath, comm: Communicator) -> None:
+        self.config, self.run_dir, self.comm = config, run_dir, comm
+        model = SimulatedModel()
+        groups = [{"params": [model.tensors["weight"]], "rate_factor": 1.0, "lr": 0.1}]
+        optimizer = SimpleNamespace(state={}, param_groups=groups, state_dict=OPTIMIZER.copy, load_state_dict=_nothing)
+        self.state = TrainState(model, SimulatedFeatures(), optimizer)
+        self.loader = SpeechLoader(UTTERANCES, config.data, CPU, ALPHABET)
+        self.dev = DevEvaluator(config.data, self.state.features, ALPHABET, CPU, "fp32")
+        if state_file(run_dir).is_file():
+            parts, progress = trainers.read_state(run_dir, config, self.state)
+            self.state.load(parts, progress, 0.0)
+        self.files = RunFiles(run_dir, config, self.state, ALPHABET, "fp32", None, comm)
+        self._batches = EpochBatches(self.loader, plan, EPOCHS, comm)
+        self._last_commit = LastCommit(model)
+
+    def _prepare_steps(self) -> None: ...
+
+    def describe(self) -> str:
+        return "a simulated run"
+
+    def step(self, batches: PreparedBatches, group: Sequence[Sequence[int]], extra_counts: Callable[[], Any]) -> float:
+        content = 0
+        for whole in group:
+            batch, _ = next(batches)
+            time.sleep(step_s(self.progress.step, self.comm.rank))
+            batches.prepare_next()
+            content += content_of(batch.waveforms) if self.comm.rank < len(whole) else 0
+        weight, seen = self.model.tensors.values()
+        seen += 1
+        self.comm.allgather(0)  # gradients
+        sums = self.comm.allgather([self.comm.world, content, *extra_counts()])
+        ranks, content, *self.extra_sums = (sum(column) for column in zip(*sums, strict=True))
+        ranks = round(ranks / self.comm.world)
+        loss = loss_of(int(weight), ranks, content)
+        weight.fill_(after_step(int(weight), self.progress.step + 1, ranks, content))
+        self.progress.step += 1
+        self.progress.batch += len(group)
+        return loss
 
 
 class Loader:
@@ -653,9 +620,9 @@ class World:
     def __init__(self, draw: random.Random, *, sharded: bool) -> None:
         self.draw, self.disk = draw, Disk(draw, self.pause)
         CONFIG.checkpoint.sharded, CONFIG.checkpoint.every_steps = sharded, draw.choice((1, 2))
-        self.run_dir, self.saved, DiskPath.disk = cast(Any, DiskPath("/run")), 0, self.disk
+        self.run_dir, self.saved, DiskPath.disk = DiskPath("/run"), 0, self.disk
         self.stack = getcurrent()  # the event loop's, to which a thread that waits returns
-        self.now_s, self.running, self.over = 0.0, cast("Thread | None", None), False
+        self.now_s, self.running, self.over = 0.0, None, False
         self.disturbed_s = 0.0  # when the last thing happened that may delay a step, or the last one was logged
         self._events: list[tuple[float, int, Thread | Callable[[], None], int]] = []
         self._numbers = itertools.count()
@@ -898,7 +865,7 @@ def _event(world: World, write: Callable[..., None], board: RunLog, *values: Any
             board._jsonl.flush()
         raise
     write(board, *values)
-    if not board.writes or ElasticCommunicator.superseded(cast(Any, board._superseded).__self__):
+    if not board.writes or ElasticCommunicator.superseded(board._superseded.__self__):
         return
     *_, last = board._path.read_text().removesuffix("\n").rpartition("\n")
     if not last.startswith(json.dumps({"event": values[0], "step": values[1]})[:-1]):
@@ -925,7 +892,7 @@ def _wait(world: World, futures: Sequence[Future[None]]) -> None:
 
 def share_cores(comm: Communicator) -> None:
     """Stands for that of `ds2.distributed.launch`: the last call of a meeting."""
-    cast(SimulatedCommunicator, comm).world_of.pause("meeting")
+    comm.world_of.pause("meeting")
     comm.allgather(0)
 
 
