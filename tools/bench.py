@@ -20,13 +20,9 @@ import sys
 
 from dispatch import dispatch
 
-COMMANDS = {
-    name: f"benchmarks.{name.replace('-', '_')}"
-    for name in (
-        "rnn", "training", "scaling", "collectives", "predict", "saves", "streaming",
-        "serving", "endpoints", "same-words",
-    )
-}  # fmt: skip
+COMMANDS = (
+    "rnn", "training", "scaling", "collectives", "predict", "saves", "streaming", "serving", "endpoints", "same-words",
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(dispatch(COMMANDS, __doc__))
+    sys.exit(dispatch("benchmarks", COMMANDS, __doc__))

@@ -7,34 +7,39 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ds2.system.machine import git_commit
 
 
-def dispatch(commands: Mapping[str, str], description: str | None) -> int | None:
-    """Run `main` of the module that the first word of the command line names.
+def dispatch(package: str, commands: Sequence[str], description: str | None) -> int | None:
+    """Run the command that the first word of the command line names.
 
     Args:
-        commands: modules by command; `main(arguments)` of each parses the rest and returns the exit status.
+        package: has a module for each command; its `main(arguments)` parses the rest and returns the exit status.
+        commands: the names of all, with - for _.
         description: what `--help` shows.
     """
-    arguments = sys.argv[1:]
-    if arguments and arguments[0] in commands:
-        sys.argv[0] += f" {arguments[0]}"  # argparse names the program by it
-        status: int | None = importlib.import_module(commands[arguments[0]]).main(arguments[1:])
-        return status
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=list(commands))
-    parser.parse_args(arguments)  # shows the help, or says that the command is missing or unknown
+    command, *arguments = sys.argv[1:] or [""]
+    if command in commands:
+        sys.argv[0] += f" {command}"  # argparse names the program by it
+        return importlib.import_module(f"{package}.{command.replace('-', '_')}").main(arguments)
+    parser = plain_parser(description)
+    parser.add_argument("command", choices=commands)
+    parser.parse_args()  # shows the help, or says that the command is missing or unknown
     return 2
+
+
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser whose help shows a docstring as it is."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
     """Make a parser with `--commit`, for source trees without git."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(description)
     parser.add_argument("--commit", default="", help="commit of this source tree, where it is not a git repository")
     return parser
 

@@ -16,7 +16,5 @@ import sys
 
 from dispatch import dispatch
 
-COMMANDS = {name: f"fuzzing.{name}" for name in ("inputs", "kernels", "kills", "simulation", "meetings", "ranks")}
-
 if __name__ == "__main__":
-    sys.exit(dispatch(COMMANDS, __doc__))
+    sys.exit(dispatch("fuzzing", ("inputs", "kernels", "kills", "simulation", "meetings", "ranks"), __doc__))

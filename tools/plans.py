@@ -13,7 +13,5 @@ import sys
 
 from dispatch import dispatch
 
-COMMANDS = {name: f"planning.{name}" for name in ("sweep", "fit", "compiled")}
-
 if __name__ == "__main__":
-    sys.exit(dispatch(COMMANDS, __doc__))
+    sys.exit(dispatch("planning", ("sweep", "fit", "compiled"), __doc__))

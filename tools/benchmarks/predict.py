@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import Table
-from dispatch import read_result
+from dispatch import plain_parser, read_result
 
 NORMS = 51  # batch norm layers: 48 recurrent, 2 convolutions, 1 last
 BUCKET_BYTES = 25 * 2**20  # of gradients that are sent together
@@ -169,7 +169,7 @@ def predict(machine: MeasuredHost, rows: list[dict[str, Any]], duration_s: float
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare the model with the measured rows, then predict."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(__doc__)
     parser.add_argument("scaling", type=Path, nargs="+", help="scaling.json of `bench.py scaling`, of one model")
     parser.add_argument("collectives", type=Path)
     parser.add_argument("--way", default="ours over MPI", help="whose sums: a name in the collectives file")

@@ -10,6 +10,7 @@ import random
 import tarfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,8 @@ RATE_HZ = 16000
 _SECRET_LEVEL = 0.9  # constant: no sound of the containers has such a median
 CPU = torch.device("cpu")
 WORDS_OF_LM = ("one", "two", "three", "four")
-TINY = Config(
-    model=ModelConfig(hidden=16, depth=2, skip=1, row_convs=1, row_conv_context=1),
-    data=DataConfig(workers=0),
-    run_dir="x",
-)
+_MODEL = ModelConfig(hidden=16, depth=2, skip=1, row_convs=1, row_conv_context=1)
+TINY = Config(model=_MODEL, data=DataConfig(workers=0), run_dir="x")
 
 
 @dataclass(frozen=True)
@@ -150,10 +148,9 @@ def _make_csv(folder: Path) -> None:
 def _make_deepspeech(folder: Path) -> None:
     samples = []
     for utterance in speech(folder):
-        text = utterance.audio_filepath.with_suffix(".txt")
-        write_lines(text, [utterance.text])
-        names = (str(path.relative_to(folder)) for path in (utterance.audio_filepath, text))
-        samples.append(dict(zip(("wav_path", "transcript_path"), names, strict=True)))
+        wav = utterance.audio_filepath.relative_to(folder)
+        write_lines(folder / wav.with_suffix(".txt"), [utterance.text])
+        samples.append({"wav_path": str(wav), "transcript_path": str(wav.with_suffix(".txt"))})
     (folder / "m.json").write_text(json.dumps({"root_path": str(folder), "samples": samples}))
 
 
@@ -234,26 +231,20 @@ def _read_tuned(folder: Path) -> Any:
 KEYS = tuple(key for key, (_, kind) in declared_settings().items() if not is_dataclass(kind))
 
 
-def _override(draw: random.Random, content: bytes) -> bytes:
-    key = draw.choice(KEYS)
-    value = draw.choice((*NUMBERS, *WORDS, "[1,2]", "[nan]", "[-1,1]", "{a:1}", "100000", "-5", "1e9", "0.5"))
-    return f"{key}={value}".encode()
+def _override(draw: random.Random, _: bytes) -> bytes:
+    values = (*NUMBERS, *WORDS, "[1,2]", "[nan]", "[-1,1]", "{a:1}", "100000", "-5", "1e9", "0.5")
+    return f"{draw.choice(KEYS)}={draw.choice(values)}".encode()
 
 
 def _read_override(folder: Path) -> Any:
     """Build what `ds2 train` builds before it reads data, without memory for the weights."""
     config = compose_config([(folder / "override").read_bytes().decode()])
-    alphabet = Alphabet.from_config(config.alphabet)
-    features = Features(config.features, config.data.sample_rate_hz)
+    alphabet, features = Alphabet.from_config(config.alphabet), Features(config.features, config.data.sample_rate_hz)
     with torch.device("meta"):
         model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
     make_optimizer(model, config.optim)
     make_decoder(replace(config.decode, lm=""), alphabet, 0.02, CPU)
     return None
-
-
-def _make_override(folder: Path) -> None:
-    (folder / "override").write_text("model.depth=2")
 
 
 def _texts(folder: Path) -> Any:
@@ -307,21 +298,15 @@ def _make_webdataset(folder: Path) -> None:
             tar.add(facts, f"{number}.json")
 
 
-def _make_shar(folder: Path) -> None:
-    lines = []
+def _make_shar(folder: Path, *, packed: bool = False) -> None:
+    cuts = []
     with tarfile.open(folder / "recording.000000.tar", "w") as tar:
         for number, utterance in enumerate(speech(folder / "made")):
             tar.add(utterance.audio_filepath, f"cut-{number}.wav")
             supervision = {"text": utterance.text, "speaker": utterance.speaker, "language": "en"}
-            lines.append(json.dumps({"id": f"cut-{number}", "start": 0, "supervisions": [supervision]}) + "\n")
-    (folder / "cuts.000000.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-def _make_packed_shar(folder: Path) -> None:
-    _make_shar(folder)
-    cuts = folder / "cuts.000000.jsonl"
-    cuts.with_name("cuts.000000.jsonl.gz").write_bytes(gzip.compress(cuts.read_bytes()))
-    cuts.unlink()
+            cuts.append(json.dumps({"id": f"cut-{number}", "start": 0, "supervisions": [supervision]}) + "\n")
+    content = "".join(cuts).encode()
+    (folder / f"cuts.000000.jsonl{'.gz' * packed}").write_bytes(gzip.compress(content, mtime=0) if packed else content)
 
 
 def _recurrent() -> RecurrentLM:
@@ -372,13 +357,13 @@ TARGETS = {
         Target("pieces", lambda f: write_lines(f / "p.txt", ["on", "tw", "▁", "e", "n", "o"]),
                lambda f: read_pieces(f / "p.txt"), TEXT),
         Target("tuned settings", _make_tuned, _read_tuned, TEXT),
-        Target("overrides", _make_override, _read_override, (_override,)),
+        Target("overrides", lambda f: (f / "override").write_text("model.depth=2"), _read_override, (_override,)),
         *(_container(*names) for names in (("m4a", "aac"), ("mka", "libopus"), ("ts", "aac"), ("wma", "wmav2"))),
         Target("data check", make_manifest, _check, JSON_LINES, "m.jsonl"),
         Target("import webdataset", _make_webdataset, _imported("webdataset"), TAR, "*.tar"),
         Target("import shar, audio", _make_shar, _imported("shar"), TAR, "*.tar"),
         Target("import shar, cuts", _make_shar, _imported("shar"), JSON_LINES, "cuts*"),
-        Target("import shar, packed", _make_packed_shar, _imported("shar"), BYTES, "[cr]*"),
+        Target("import shar, packed", partial(_make_shar, packed=True), _imported("shar"), BYTES, "[cr]*"),
         Target("LM recurrent", lambda f: save_recurrent(f / "lm", _recurrent(), {"step": 1}), _read_recurrent, TENSORS,
                checked=True),
         Target("LM recurrent, training", _make_lm_state, _read_lm_state, TENSORS, checked=True),

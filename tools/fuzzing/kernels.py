@@ -12,7 +12,6 @@ same launch again gives the same bits.
 Shape letters: T frames, B batch, H hidden.
 """
 
-import argparse
 import multiprocessing
 import random
 import sys
@@ -23,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+from dispatch import plain_parser
 from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import GATED, Options
@@ -169,7 +169,7 @@ def _worker(seed: int, first: int, step: int, until: float) -> tuple[Counter[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run cases until the time is over, or one case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="only this one")
     parser.add_argument("--seconds", type=float, default=60.0)

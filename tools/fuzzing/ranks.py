@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,9 @@ UNSETTLED = 0.05  # how often an event comes while processes start
 PAUSE_S = (0.02, 0.5)  # from one event to the next
 EVENTS = (4, 14)  # of a run
 _EXPECTED = (0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL)  # SIGTERM may come before its handler is there
-ONCE: list[tuple[str, int | None]] = [("kill", 0), ("kill", None), ("stop", None), ("join", None)]
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
-DRAWN: list[tuple[str, int | None]] = [("kill", None)] * 5 + [("stop", None), ("leave", None)] + [("join", None)] * 6
+SIGNALS = {"kill": signal.SIGKILL, "kill rank 0": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+ONCE = ["kill rank 0", "kill", "stop", "join"]
+DRAWN = ["kill"] * 5 + ["stop", "leave"] + ["join"] * 6
 
 
 @dataclass
@@ -124,13 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             so_far = f"up to seed {seed}: {count.equal} of {runs} equal, {dict(count.events)}"
             print(so_far, file=sys.stderr, flush=True)
             shutil.rmtree(folder)
-    signals = "kill -9 | SIGSTOP | SIGTERM | of these, to ranks"
-    print(f"| runs | {signals} | joins | equal | faults | s until others went on: median | longest |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("| runs | kill -9 | SIGSTOP | SIGTERM | of these, to ranks | joins | equal | faults ", end="")
+    print("| s until others went on: median | longest |\n" + "|---:" * 10 + "|")
     times = count.recovered_s or [0.0]
-    sent = (count.events[kind] for kind in ("kill", "stop", "leave"))
-    done = (runs, *sent, count.of_ranks, count.events["join"], count.equal, len(count.faults))
-    print(f"| {' | '.join(map(str, done))} | {statistics.median(times):.2f} | {max(times):.2f} |\n")
+    done = [runs, *(count.events[kind] for kind in ("kill", "stop", "leave")), count.of_ranks, count.events["join"]]
+    done += [count.equal, len(count.faults), f"{statistics.median(times):.2f}", f"{max(times):.2f}"]
+    print(f"| {' | '.join(map(str, done))} |\n")
     for how in sorted({how for how, _ in count.paused_s}):
         pauses = [pause_s for by, pause_s in count.paused_s if by == how]
         print(
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s"
         )
     print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
-    print("\n".join([f"commit {options.commit}", *(f"- {fault}" for fault in count.faults)]))
+    print(f"commit {options.commit}", *(f"- {fault}" for fault in count.faults), sep="\n")
     return 1 if count.faults else 0
 
 
@@ -152,12 +152,11 @@ def one_run(
     expected(folder, settings, ranks)
     if leftovers := [*folder.glob("broken/run/.*.partial"), *folder.glob("broken/run/members/*.json.new")]:
         raise Fault(f"left {leftovers}")
-    _, losses, models = trained(folder / "broken")
-    tensors, whole_losses, whole_models = trained(folder / "whole")
-    differing = [step for step in sorted({*losses, *whole_losses}) if losses.get(step) != whole_losses.get(step)]
+    (tensors, losses, models), whole = (trained(folder / name) for name in ("broken", "whole"))
+    differing = [step for step in sorted({*losses, *whole[1]}) if losses.get(step) != whole[1].get(step)]
     if differing:
         raise Fault(f"the losses of steps {differing[:9]} differ; ranks {changes(ranks)}")
-    if trained(folder / "broken")[0] != tensors or models != whole_models:
+    if (tensors, models) != (whole[0], whole[2]):
         raise Fault(f"the last state or the models differ; ranks {changes(ranks)}")
     count.equal += 1
 
@@ -169,9 +168,9 @@ def disturbed(
     run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")
     output, began, strikes = folder / "output.txt", time.monotonic(), list[Strike]()
     slow = folder / "slow"  # while this file is there
-    environment = {"SLOW_WHILE": str(slow)} if options.device == "cuda" else {}
     slow.touch()
-    running = [start(run, output, environment) for _ in range(draw.randint(1, options.ranks))]
+    start_one = partial(start, run, output, slow=slow if options.device == "cuda" else None)
+    running = [start_one() for _ in range(draw.randint(1, options.ranks))]
     stopped: dict[int, tuple[float, Strike]] = {}  # processes, and when they go on
     events, once = draw.randint(EVENTS[0], max(options.events, EVENTS[0])), list(ONCE)
     done = False
@@ -188,18 +187,18 @@ def disturbed(
             _kill([*running, *stopped])
             raise Fault(f"{why}: {last_output(folder)}")
         if not (done or running or stopped):  # one has to finish
-            running.append(start(run, output, environment))
+            running.append(start_one())
         ranks = [process for process in _ranks(folder / "broken") if process in running]
         settled = len(ranks) == len(running) or draw.random() < UNSETTLED  # processes take seconds to become ranks
         if not (events and ranks and settled):
             continue
         full = len(running) + len(stopped) >= options.ranks
-        kind, rank = next_event(draw, once, alone=len(ranks) == 1, full=full)
-        number = SIGNALS.get(kind)
+        event = next_event(draw, once, alone=len(ranks) == 1, full=full)
+        kind, number = event.removesuffix(" rank 0"), SIGNALS.get(event)
         if number is None and not full:
-            running.append(start(run, output, environment))
+            running.append(start_one())
         elif number is not None:
-            process = ranks[0] if rank == 0 else draw.choice(ranks if draw.random() < 0.9 else running)
+            process = ranks[0] if event != kind else draw.choice(ranks if draw.random() < 0.9 else running)
             count.of_ranks += process in ranks
             os.kill(process, number)
             strikes.append(Strike(kind, process, time.time(), process in ranks))
@@ -228,12 +227,10 @@ def recovered_s(folder: Path, killed: dict[int, float]) -> list[float]:
     ]
 
 
-def next_event(
-    draw: random.Random, once: list[tuple[str, int | None]], *, alone: bool, full: bool
-) -> tuple[str, int | None]:
-    """Draw what happens next, and which rank it strikes; what has to happen once comes first, among several ranks."""
-    due = [event for event in once if event[0] != "join" or not full]
-    event = ("join", None) if once and alone else draw.choice(due or DRAWN)
+def next_event(draw: random.Random, once: list[str], *, alone: bool, full: bool) -> str:
+    """Draw what happens next; what has to happen once comes first, among several ranks."""
+    due = [event for event in once if event != "join" or not full]
+    event = "join" if once and alone else draw.choice(due or DRAWN)
     if event in due:
         once.remove(event)
     return event
@@ -347,8 +344,10 @@ def pause_before_steps(slow: Path) -> None:
     Trainer.step = step  # type: ignore[method-assign]
 
 
-def start(settings: Sequence[str], output: Path, environment: dict[str, str] | None = None) -> int:
-    """Fork a process that trains; returns its number."""
+def start(
+    settings: Sequence[str], output: Path, environment: dict[str, str] | None = None, slow: Path | None = None
+) -> int:
+    """Fork a process that trains, slowly while there is a file `slow`; returns its number."""
     process = os.fork()
     if process:
         return process
@@ -359,8 +358,8 @@ def start(settings: Sequence[str], output: Path, environment: dict[str, str] | N
             os.dup2(file.fileno(), 2)
         logging.basicConfig(format="%(asctime)s %(process)d %(message)s", level=logging.INFO, force=True)
         os.environ.update(environment or {})
-        if environment and "SLOW_WHILE" in environment:
-            pause_before_steps(Path(environment["SLOW_WHILE"]))
+        if slow is not None:
+            pause_before_steps(slow)
         config = compose_config(list(settings))
         status = train(config, Path(config.run_dir))
     except BaseException:

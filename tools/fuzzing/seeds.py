@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import inspect
@@ -18,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from dispatch import plain_parser
 
 from ds2.system.machine import usable_cores
 
@@ -62,7 +62,7 @@ def simulate(
         run: runs a seed and returns a digest of what happened, or raises Fault.
         planted_faults: that it must detect.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(description)
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seeds", type=int, default=1000, help="runs; with --faults the most for each")
     parser.add_argument(

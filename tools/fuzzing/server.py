@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -14,20 +15,9 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import soundfile
 import torch
+from fuzzing import files
 from fuzzing.damage import BYTES, JSON_LINES, TEXT
-from fuzzing.files import (
-    CPU,
-    RATE_HZ,
-    TINY,
-    Target,
-    digest,
-    digest_of_samples,
-    make_manifest,
-    make_model,
-    noise,
-    speech,
-    write_lines,
-)
+from fuzzing.files import CPU, RATE_HZ, Target, digest, make_manifest, make_model, noise
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -50,21 +40,10 @@ from ds2.system import UserError
 BOUNDARY = "0123456789abcdef"
 LIMITS = Limits(sessions=2, upload_bytes=1 << 20, message_bytes=1 << 20, duration_s=30, idle_s=5)
 _FORM = {
-    "model": "ds2",
-    "response_format": "verbose_json",
-    "language": "en",
-    "prompt": "ab, c",
-    "hot_words": '{"ab": 5}',
+    "model": "ds2", "response_format": "verbose_json", "language": "en", "prompt": "ab, c", "hot_words": '{"ab": 5}',
     "timestamp_granularities[]": "word",
-}
+}  # fmt: skip
 _MESSAGES = (*JSON_LINES, *[damage for damage in JSON_LINES if damage not in TEXT] * 9)
-_DEEPGRAM = f"/v1/listen?encoding=linear16&sample_rate={RATE_HZ}&interim_results=true&utterance_end_ms=1000"
-_LAST_MESSAGES = {
-    "/": '{"eof": 1}',
-    "/v1/realtime": '{"type": "input_audio_buffer.clear", "event_id": "last"}',
-    _DEEPGRAM: '{"type": "CloseStream"}',
-    "/sherpa-onnx": "Done",
-}
 _CLOSE_REASON_BYTES = 123  # of the protocol: a longer one breaks the connection
 
 
@@ -72,7 +51,54 @@ class Refused(UserError):
     """The server answered with an error message."""
 
 
-@functools.cache
+def _pcm(seconds: float) -> bytes:
+    return (noise(seconds) * 32767).astype("<i2").tobytes()
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol of WebSockets: its path, messages, where `binary` stands for its bytes, and what ends a session."""
+
+    path: str
+    messages: Sequence[dict[str, Any]]
+    last: str
+
+
+def _protocols() -> dict[str, Protocol]:
+    """The protocols by name, each with messages that use what it can do."""
+    sound = [base64.b64encode(_pcm(0.3)[start : start + 4000]).decode() for start in range(0, 9600, 4000)]
+    binary = [{"binary": part} for part in sound]
+    floats = np.frombuffer(_pcm(0.3), "<i2").astype("<f4") / np.float32(32768)
+    hints = {"prompt": "ab, one two", "hot_words": {"ab": 5, "c": 1.5}}
+    form, silence = {"type": "audio/pcm", "rate": 24000}, {"type": "server_vad", "silence_duration_ms": 300}
+    session = {
+        "type": "transcription",
+        "audio": {"input": {"format": form, "turn_detection": silence, "transcription": hints}},
+    }
+    vosk = [
+        *[{"config": {"sample_rate": RATE_HZ, "words": True, "hot_words": hints["hot_words"]}}] * 6,
+        *[{"config": {"endpoints": {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}}}] * 3,
+        *binary, {"reset": 1}, binary[0], {"eof": 1},
+    ]  # fmt: skip
+    realtime = [
+        *[{"type": "session.update", "event_id": "e1", "session": session}] * 6,
+        *({"type": "input_audio_buffer.append", "audio": part} for part in sound),
+        {"type": "input_audio_buffer.commit", "event_id": "e2"},
+        {"type": "input_audio_buffer.clear"},
+    ]
+    deepgram = [*binary, *({"type": kind} for kind in ("KeepAlive", "Finalize", "CloseStream"))]
+    sherpa_onnx = [{"binary": base64.b64encode(part.tobytes()).decode()} for part in np.split(floats, 4)]
+    query = f"encoding=linear16&sample_rate={RATE_HZ}&interim_results=true&utterance_end_ms=1000"
+    clear = '{"type": "input_audio_buffer.clear", "event_id": "last"}'
+    return {
+        "Vosk": Protocol("/", vosk, '{"eof": 1}'),
+        "realtime": Protocol("/v1/realtime", realtime, clear),
+        "Deepgram": Protocol(f"/v1/listen?{query}", deepgram, '{"type": "CloseStream"}'),
+        "sherpa-onnx": Protocol("/sherpa-onnx", sherpa_onnx, "Done"),
+    }
+
+
+@cache
 def _recogniser(folder: Path) -> Recogniser:
     return Recogniser.of(load_model(folder / "best.safetensors"), DecodeConfig(method="beam", beam=4), CPU)
 
@@ -87,10 +113,6 @@ def _request(folder: Path, requests: Callable[[TestClient], Any]) -> Any:
         if " ds2_sessions 0.0" not in client.get("/metrics").text.replace("\n", " "):
             raise AssertionError("a session was never closed")
         return answer
-
-
-def _pcm(seconds: float) -> bytes:
-    return (noise(seconds) * 32767).astype("<i2").tobytes()
 
 
 def _make_upload(folder: Path) -> None:
@@ -118,59 +140,23 @@ def _upload(folder: Path) -> Any:
     return _request(folder, post)
 
 
-def _make_messages(path: str) -> Callable[[Path], None]:
-    sound = [base64.b64encode(_pcm(0.3)[start : start + 4000]).decode() for start in range(0, 9600, 4000)]
-    vosk = [
-        *[{"config": {"sample_rate": RATE_HZ, "words": True, "hot_words": {"ab": 5, "c": 1.5}}}] * 6,
-        *[{"config": {"endpoints": {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}}}] * 3,
-        *({"binary": part} for part in sound),
-        {"reset": 1},
-        {"binary": sound[0]},
-        {"eof": 1},
-    ]
-    hints = {"prompt": "ab, one two", "hot_words": {"ab": 5, "c": 1.5}}
-    form, silence = {"type": "audio/pcm", "rate": 24000}, {"type": "server_vad", "silence_duration_ms": 300}
-    session = {
-        "type": "transcription",
-        "audio": {"input": {"format": form, "turn_detection": silence, "transcription": hints}},
-    }
-    realtime = [
-        *[{"type": "session.update", "event_id": "e1", "session": session}] * 6,
-        *({"type": "input_audio_buffer.append", "audio": part} for part in sound),
-        {"type": "input_audio_buffer.commit", "event_id": "e2"},
-        {"type": "input_audio_buffer.clear"},
-    ]
-
-    deepgram = [
-        *({"binary": part} for part in sound),
-        *({"type": kind} for kind in ("KeepAlive", "Finalize", "CloseStream")),
-    ]
-    floats = np.frombuffer(_pcm(0.3), "<i2").astype("<f4") / np.float32(32768)
-    sherpa_onnx = [{"binary": base64.b64encode(part.tobytes()).decode()} for part in np.split(floats, 4)]
-    messages = {"/": vosk, "/v1/realtime": realtime, _DEEPGRAM: deepgram, "/sherpa-onnx": sherpa_onnx}[path]
-
-    def make(folder: Path) -> None:
-        make_model(folder)
-        write_lines(folder / "messages.jsonl", map(json.dumps, messages))
-
-    return make
+def _make_messages(protocol: Protocol, folder: Path) -> None:
+    make_model(folder)
+    files.write_lines(folder / "messages.jsonl", map(json.dumps, protocol.messages))
 
 
-def _messages(path: str) -> Callable[[Path], Any]:
-    def read(folder: Path) -> Any:
-        return _request(folder, lambda client: _talk(client, path, (folder / "messages.jsonl").read_bytes()))
-
-    return read
+def _read_messages(protocol: Protocol, folder: Path) -> Any:
+    return _request(folder, lambda client: _talk(client, protocol, (folder / "messages.jsonl").read_bytes()))
 
 
-def _talk(client: TestClient, path: str, content: bytes) -> Any:
+def _talk(client: TestClient, protocol: Protocol, content: bytes) -> Any:
     """Send each line as a message, the value of `binary` as bytes; return all answers."""
     answers: list[Any] = []
-    with client.websocket_connect(path) as socket:
+    with client.websocket_connect(protocol.path) as socket:
         for line in content.decode("utf-8", "replace").removesuffix("\n").split("\n"):
             binary = _binary(line)
             socket.send_text(line) if binary is None else socket.send_bytes(binary)
-        socket.send_text(_LAST_MESSAGES[path])
+        socket.send_text(protocol.last)
         try:
             while not answers or answers[-1].get("type") != "input_audio_buffer.cleared":
                 text = socket.receive_text()
@@ -183,7 +169,7 @@ def _talk(client: TestClient, path: str, content: bytes) -> Any:
     errors = [answer for answer in answers if "error" in answer or answer.get("type") == "Error"]
     if errors:
         raise Refused(str(errors[0].get("error") or errors[0]["description"]))
-    if path == _DEEPGRAM:  # other messages hold names and times of the connection
+    if protocol.path.startswith("/v1/listen"):  # Deepgram's other messages hold names and times of the connection
         return [answer["channel"] for answer in answers if answer["type"] == "Results"]
     return [{key: value for key, value in answer.items() if not key.endswith("_id")} for answer in answers]
 
@@ -192,15 +178,11 @@ def _make_events(folder: Path) -> None:
     make_model(folder)
     form = {"rate": RATE_HZ, "width": 2, "channels": 1}
     chunk = {"type": "audio-chunk", "data": form, "payload_length": 9600}
-    names, lengthy = {"transcript_names": ["ab"]}, json.dumps(form)
-    lines = [
-        {"type": "describe"},
-        {"type": "transcribe", "data": names},
-        {"type": "audio-start", "data_length": len(lengthy)},
-    ]
-    head = "\n".join(map(json.dumps, lines)) + "\n" + lengthy
-    stop = b'{"type": "audio-stop"}\n'
-    (folder / "events").write_bytes(head.encode() + json.dumps(chunk).encode() + b"\n" + _pcm(0.3) + stop)
+    transcribe = {"type": "transcribe", "data": {"transcript_names": ["ab"]}}
+    start = {"type": "audio-start", "data_length": len(json.dumps(form))}
+    head = "\n".join(map(json.dumps, ({"type": "describe"}, transcribe, start))) + "\n" + json.dumps(form)
+    chunk_and_stop = json.dumps(chunk).encode() + b"\n" + _pcm(0.3) + b'{"type": "audio-stop"}\n'
+    (folder / "events").write_bytes(head.encode() + chunk_and_stop)
 
 
 def _events(folder: Path) -> Any:
@@ -245,16 +227,20 @@ def _aligned(folder: Path) -> Any:
     recogniser = _recogniser(folder)
     utterances = scored_utterances([folder / "m.jsonl"], recogniser.alphabet)
     with torch.inference_mode():
-        alignments, _ = align_utterances(recogniser, recognition_loader(utterances, TINY.data, CPU))
+        alignments, _ = align_utterances(recogniser, recognition_loader(utterances, files.TINY.data, CPU))
     return [(one.words, one.surprise) for one in alignments]
 
 
 def _blocks(folder: Path) -> Any:
-    return digest_of_samples(np.concatenate(list(audio_blocks(folder / "audio"))))
+    return files.digest_of_samples(np.concatenate(list(audio_blocks(folder / "audio"))))
 
 
 def _sound(container: str, subtype: str) -> Callable[[Path], None]:
     return lambda folder: soundfile.write(folder / "audio", noise(1.5), RATE_HZ // 2, format=container, subtype=subtype)
+
+
+def _make_shards(folder: Path) -> None:
+    write_shards(files.speech(folder / "files"), folder / "shards", RATE_HZ, 10_000)
 
 
 def _read_shards(folder: Path) -> Any:
@@ -268,16 +254,14 @@ TARGETS = {
             Target(f"audio in blocks {sound.lower()}", _sound(*sound.split("/")), _blocks, BYTES)
             for sound in ("WAV/PCM_16", "FLAC/PCM_16", "OGG/OPUS")
         ),
-        Target("shards", lambda f: write_shards(speech(f / "files"), f / "shards", RATE_HZ, 10_000), _read_shards, TEXT,
-               "shards/[0-9]*", checked=True),
+        Target("shards", _make_shards, _read_shards, TEXT, "shards/[0-9]*", checked=True),
         Target("ds2 align, manifest", _make_aligned, _aligned, JSON_LINES, "m.jsonl"),
         Target("ds2 align, audio", _make_aligned, _aligned, BYTES, "wav/*/*.wav"),
         Target("ds2 serve, upload", _make_upload, _upload, (*BYTES, *TEXT), "upload"),
         *(
-            Target(f"ds2 serve, {name}", _make_messages(path), _messages(path), _MESSAGES, "messages.jsonl")
-            for name, path in (
-                ("Vosk", "/"), ("realtime", "/v1/realtime"), ("Deepgram", _DEEPGRAM), ("sherpa-onnx", "/sherpa-onnx"),
-            )
+            Target(f"ds2 serve, {name}", partial(_make_messages, protocol), partial(_read_messages, protocol),
+                   _MESSAGES, "messages.jsonl")
+            for name, protocol in _protocols().items()
         ),
         Target("ds2 serve, Wyoming", _make_events, _events, (*BYTES, *TEXT), "events"),
     )

@@ -9,11 +9,11 @@ registers of each tile.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import pytest
+from dispatch import plain_parser
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -24,8 +24,7 @@ _TESTS = ("recurrent/plan", "jit/test_architectures.py", "ctc")  # in tests/ops
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile, run the tests and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(arguments)
+    plain_parser(__doc__).parse_args(arguments)
     compiled.RECORD.unlink(missing_ok=True)
     failed = pytest.main(["-q", "-m", "not gpu", *(str(compiled.RECORD.parents[2] / name) for name in _TESTS)])
     if not failed:

@@ -9,7 +9,6 @@ and batch sizes. GRNN (2019), section 8.3, reports for its model: 1.03 times the
 by its first choice, 1.02 and 1.08 by its first five.
 """
 
-import argparse
 import importlib.resources
 import json
 import statistics
@@ -18,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dispatch import read_result
+from dispatch import plain_parser, read_result
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.devices import DEVICES
 from ds2_ops.recurrent.plan.model import Constants, Processor, Timed, contents, step_us
@@ -139,7 +138,7 @@ def worst(problems: list[Measured], constants: Constants | None, count: int) -> 
 
 def main(arguments: list[str] | None = None) -> int:
     """Fit if asked to, then judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(__doc__)
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worst", type=int, default=8, help="print this many problems whose choice is furthest off")
