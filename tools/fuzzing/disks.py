@@ -99,7 +99,8 @@ class DiskPath(str):
     def find(self) -> Node | None:
         """The file, or None."""
         folder, _, name = self.rpartition("/")
-        return self.disk.folders.get(folder, {}).get(name)
+        names = self.disk.folders.get(folder)
+        return names.get(name) if names else None
 
     def stat(self) -> Node:
         if (node := self.find()) is None:
@@ -125,11 +126,11 @@ class DiskPath(str):
 
     def open(self, mode: str = "r", buffering: int = -1, encoding: str = "") -> File:
         node = self.find()
-        if node is None and mode[0] in "wa":
-            node = self.parent.names()[self.name] = Node()
+        if node is None:
+            node = self.stat() if mode[0] == "r" else self.parent.names().setdefault(self.name, Node())
         elif mode[0] == "w":
-            self.stat().data = b""
-        return File(self, node or self.stat(), mode)
+            node.data = b""
+        return File(self, node, mode)
 
     def read_bytes(self) -> bytes:
         return self.stat().data
