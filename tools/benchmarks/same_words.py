@@ -11,8 +11,10 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 from benchmarks.common import add_recogniser_options, facts, files_and_recogniser
 from dispatch import new_parser, parse
+from numpy.typing import NDArray
 
 from ds2.audio.read import read_audio
 from ds2.decoding.hypothesis import Hypothesis
@@ -28,10 +30,10 @@ class FileStreams:
 
     def __init__(self, recogniser: Recogniser, files: list[str], draw: random.Random) -> None:
         self.recogniser, self.waiting, self.draw = recogniser, list(enumerate(files)), draw
-        self.active: dict[int, tuple[Session, object, int]] = {}
+        self.active: dict[int, tuple[Session, NDArray[np.float32], int]] = {}  # with the samples, and how many it has
         self.results: dict[int, Hypothesis] = {}
         self.partial_words: dict[int, list[str]] = {}
-        self.retracted = self.partials = self.batches = self.streams = 0
+        self.retracted = self.batches = self.streams = 0
 
     def run(self) -> None:
         """Recognise all files."""
@@ -43,14 +45,14 @@ class FileStreams:
             for index in [index for index in self.active if self.draw.random() < 0.7]:
                 session, samples, at = self.active[index]
                 end = at + round(self.draw.uniform(0.01, 3.0) * session.sample_rate_hz)
-                session.accept_waveform(samples[at:end])  # type: ignore[index]
+                session.accept_waveform(samples[at:end])
                 self.active[index] = (session, samples, end)
             ready = [index for index, (session, *_) in self.active.items() if session.is_ready()]
             for _ in range(self.draw.randint(0, 3)):
                 decode_sessions([self.active[index][0] for index in ready])
                 self._read_partials(ready)
             for index, (session, samples, at) in list(self.active.items()):
-                if at >= len(samples) and not session.is_ready():  # type: ignore[arg-type]
+                if at >= len(samples) and not session.is_ready():
                     self.results[index] = session.finish()
                     self._count_retracted(index, self.results[index])
                     del self.active[index]

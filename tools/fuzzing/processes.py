@@ -61,7 +61,6 @@ class Machine:
     @property
     def process(self) -> Process:
         """The one that runs."""
-        assert self.running is not None
         return self.running.process
 
     def link(self, number: int, sender: str, receiver: str) -> Link:

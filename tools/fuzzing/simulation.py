@@ -124,32 +124,23 @@ class SimulatedRunner:
         return labels if last else max(0, labels - LOOKAHEAD)
 
 
-class SimulatedRecogniser(Recogniser):
-    """A recogniser with a simulated network."""
+class ServedRunner(SimulatedRunner):
+    """That of the server: a fault planted here does not change the texts that clients must have."""
 
-    runner = SimulatedRunner
+
+class SimulatedRecogniser(Recogniser):
+    """A recogniser with a simulated network and a greedy decoder."""
+
+    def __init__(self, runner: type[SimulatedRunner]) -> None:
+        model, features = SimpleNamespace(time_stride=STRIDE), Features(FeaturesConfig(), RATE_HZ)
+        decoder = GreedyDecoder(ALPHABET, features.step_s * STRIDE)
+        super().__init__(model, features, ALPHABET, decoder, torch.device("cpu"))
+        self.runner = runner
 
     def block_runner(self, block_frames: int) -> Any:
         if block_frames not in self.runners:
             self.runners[block_frames] = self.runner(self.features, block_frames)
         return self.runners[block_frames]
-
-
-class ServedRunner(SimulatedRunner):
-    """That of the server: a fault planted here does not change the texts that clients must have."""
-
-
-class ServedRecogniser(SimulatedRecogniser):
-    """That of the server."""
-
-    runner = ServedRunner
-
-
-def make_recogniser(kind: type[SimulatedRecogniser]) -> SimulatedRecogniser:
-    """Make a recogniser with a greedy decoder."""
-    model, features = SimpleNamespace(time_stride=STRIDE), Features(FeaturesConfig(), RATE_HZ)
-    decoder = GreedyDecoder(ALPHABET, features.step_s * STRIDE)
-    return kind(model, features, ALPHABET, decoder, torch.device("cpu"))
 
 
 class EngineHost:
@@ -219,7 +210,7 @@ class Audio:
         return " ".join(segment.hypothesis.text for segment in live.segments)
 
 
-_ALONE = make_recogniser(SimulatedRecogniser)
+_ALONE = SimulatedRecogniser(SimulatedRunner)
 
 
 def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: Endpoints, flushes: float) -> Audio:
@@ -510,7 +501,7 @@ class Run:
         count = self.draw.randint(1, 5)
         self.limits = Limits(sessions=self.draw.choice((2, 64)), idle_s=IDLE_S, duration_s=600)
         self.excuses: set[int] = {1013} if self.limits.sessions < count else set()
-        self.engine = Engine(make_recogniser(ServedRecogniser), self.limits)
+        self.engine = Engine(SimulatedRecogniser(ServedRunner), self.limits)
         self.host = EngineHost(self.engine, self.draw)
         self.faults: list[str] = []
         loop.set_exception_handler(lambda _, context: self.faults.append(str(context)))
