@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import itertools
 import json
 import logging
 import random
@@ -188,23 +187,22 @@ class LocalClient(LocalRecogniser):
 
 @dataclass
 class Audio:
-    """Audio of a client: 16-bit samples, cut into messages; some are followed by a request for the last result."""
+    """Audio of a client, 16-bit samples; after some of its messages it asks for the last result."""
 
     rate_hz: int
-    data: bytes
-    cuts: list[int]  # bytes up to the end of each message
+    messages: list[bytes]
     flushes: set[int]  # numbers of the messages
     endpoints: Endpoints
 
-    def text(self, messages: int) -> str:
+    def text(self, count: int) -> str:
         """The text of the first messages, then a flush, when nobody else is there."""
         live = _ALONE.live(sample_rate_hz=self.rate_hz, endpoints=self.endpoints)
         pcm = Pcm16()
-        for number, (start, end) in enumerate(itertools.pairwise([0, *self.cuts[:messages]])):
-            live.accept_waveform(pcm.accept(self.data[start:end]))
+        for number, message in enumerate(self.messages[:count]):
+            live.accept_waveform(pcm.accept(message))
             while live.is_ready():
                 live.decode()
-            if number in self.flushes or number == messages - 1:
+            if number in self.flushes or number == count - 1:
                 live.flush()
                 pcm = Pcm16()  # half a sample at the end of an utterance is dropped
         return " ".join(segment.hypothesis.text for segment in live.segments)
@@ -222,10 +220,12 @@ def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: E
         levels += [0.0] * draw.choice((0, 2, 8, 15, 30, 60))
     samples = np.repeat(np.array(levels[: int(50 * seconds)]), rate_hz // 50)
     data = (samples * 32767).astype("<i2").tobytes()
-    cuts: list[int] = []
-    while (done := cuts[-1] if cuts else 0) < len(data):
-        cuts.append(min(len(data), done + draw.randint(1, draw.choice((4, 4, 10)) * rate_hz)))
-    return Audio(rate_hz, data, cuts, {n for n in range(len(cuts)) if draw.random() < flushes}, endpoints)
+    messages: list[bytes] = []
+    while data:
+        size = draw.randint(1, draw.choice((4, 4, 10)) * rate_hz)
+        messages.append(data[:size])
+        data = data[size:]
+    return Audio(rate_hz, messages, {n for n in range(len(messages)) if draw.random() < flushes}, endpoints)
 
 
 @dataclass
@@ -278,11 +278,6 @@ class SimulatedClient:
                     self.outcome.error = str(answer["error"])
                 return answer
 
-    async def read_to_end(self) -> None:
-        """Read until the server closes."""
-        while (answer := await self.reply()) is not None:
-            self.outcome.texts.append(answer.get("text", ""))
-
     def check(self) -> None:
         """Raise Fault if a promise is broken."""
         if self.code is None:
@@ -298,12 +293,23 @@ class SimulatedClient:
         if outcome.code in (1011, 1013):  # refused, with the reason
             return
         allowed = range(outcome.sent, outcome.answered - 1, -1)
-        if all(audio.text(messages) != outcome.text for messages in allowed):
-            raise Fault(f"{outcome}: its audio alone has {[audio.text(messages) for messages in allowed]}")
+        if all(audio.text(count) != outcome.text for count in allowed):
+            raise Fault(f"{outcome}: its audio alone has {[audio.text(count) for count in allowed]}")
 
 
 class VoskClient(SimulatedClient):
     """Speaks Vosk's protocol, in lockstep."""
+
+    async def reply(self) -> dict[str, Any] | None:
+        answer = await super().reply()
+        if answer is not None:
+            self.outcome.texts.append(answer.get("text", ""))
+        return answer
+
+    async def read_to_end(self) -> None:
+        """Read until the server closes."""
+        while await self.reply() is not None:
+            pass
 
     async def play(self) -> None:
         draw = self.draw
@@ -318,16 +324,14 @@ class VoskClient(SimulatedClient):
     async def speak(self) -> bool:
         """Send the audio; return whether the server took all of it."""
         outcome = self.outcome
-        for number, (start, end) in enumerate(itertools.pairwise([0, *self.audio.cuts])):
+        for number, message in enumerate(self.audio.messages):
             await self.pause()
-            requests = [self.audio.data[start:end], *(['{"reset": 1}'] if number in self.audio.flushes else [])]
             outcome.sent += 1
-            for request in requests:
+            for request in (message, '{"reset": 1}') if number in self.audio.flushes else (message,):
                 self.send(request)
                 answer = await self.reply()
                 if answer is None:
                     return False
-                outcome.texts.append(answer.get("text", ""))
                 if "error" in answer:
                     await self.read_to_end()
                 if outcome.code is not None or await self.ended():
@@ -338,10 +342,8 @@ class VoskClient(SimulatedClient):
     async def ended(self) -> bool:
         """Whether the server has closed; reads what it said before."""
         while not self.connection.to_client.empty():
-            answer = await self.reply()
-            if answer is None:
+            if await self.reply() is None:
                 return True
-            self.outcome.texts.append(answer.get("text", ""))
         return False
 
     def check(self) -> None:
@@ -366,12 +368,10 @@ class RealtimeClient(SimulatedClient):
         audio = {"turn_detection": detection, "transcription": {"prompt": prompt}}
         settings = {"type": "transcription", "audio": {"input": audio}}
         self.send({"type": "session.update", "session": settings})
-        for number, (start, end) in enumerate(itertools.pairwise([0, *self.audio.cuts])):
+        for number, message in enumerate(self.audio.messages):
             await self.pause()
             outcome.sent += 1
-            self.send(
-                {"type": "input_audio_buffer.append", "audio": base64.b64encode(self.audio.data[start:end]).decode()}
-            )
+            self.send({"type": "input_audio_buffer.append", "audio": base64.b64encode(message).decode()})
             if number in self.audio.flushes:
                 self.send({"type": "input_audio_buffer.commit"})
         outcome.sent += 1  # the commit
@@ -386,7 +386,7 @@ class RealtimeClient(SimulatedClient):
                     self.run.faults.append(f"{outcome}: its deltas were {self.deltas!r}")
                 self.deltas = ""
             if event["type"] == "input_audio_buffer.cleared":
-                outcome.answered = outcome.sent = len(self.audio.cuts)
+                outcome.answered = outcome.sent = len(self.audio.messages)
                 self.connection.leave()
                 return
 
@@ -468,11 +468,11 @@ class Hostile(VoskClient):
 
     async def play(self) -> None:
         self.send({"config": {"sample_rate": RATE_HZ}})
-        self.audio = make_audio(self.draw, RATE_HZ, 0.5, Endpoints(), 0)
+        data = b"".join(make_audio(self.draw, RATE_HZ, 0.5, Endpoints(), 0).messages)
         if self.draw.random() < 0.5:
-            self.send(self.audio.data)
+            self.send(data)
         self.send(self.draw.choice(HOSTILE))
-        self.send(self.audio.data)
+        self.send(data)
         await self.read_to_end()
 
 
