@@ -294,10 +294,17 @@ def inherit(config: Config, stored: Config, explicit: Collection[str]) -> Inheri
             continue
         if not _is_explicit(config, section, name, explicit):
             setattr(getattr(config, section), name, theirs)
-            replaced.append(f"{key}={short_repr(theirs)} (not {short_repr(mine)})")
+            replaced.append(f"{key}={_described(theirs)} (not {_described(mine)})")
         elif name != "pieces_file":
-            differing.append(f"{key}={short_repr(mine)} (the model has {short_repr(theirs)})")
+            differing.append(f"{key}={_described(mine)} (the model has {_described(theirs)})")
     return Inheritance(", ".join(replaced), ", ".join(differing))
+
+
+def _described(value: object) -> str:
+    """A value for a message; a list of dataclasses, such as model.convs, as on the command line."""
+    if isinstance(value, list) and any(map(is_dataclass, value)):
+        return re.sub(r"[' ]", "", str([asdict(entry) for entry in value])).lower()
+    return short_repr(value)
 
 
 def _is_explicit(config: Config, section: str, name: str, explicit: Collection[str]) -> bool:

@@ -21,7 +21,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from ds2.config.schema import DataConfig
 from ds2.data.manifest import Utterance, hours
 from ds2.system import UserError
 from ds2.system.files import atomic_file, remove_stale
-from ds2.system.machine import usable_cores
+from ds2.system.machine import thread_pool, usable_cores
 from ds2.system.plain import counted
 
 log = logging.getLogger(__name__)
@@ -436,7 +435,7 @@ def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> tupl
 def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: DataConfig) -> list[AudioError]:
     """Decode utterances into cache files of about 1 GiB, each written atomically; return the errors.
 
-    Threads suffice: decoding and resampling release the interpreter lock. An interruption does not wait for them.
+    Threads suffice: decoding and resampling release the interpreter lock. An interruption waits two seconds for them.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.
@@ -488,7 +487,7 @@ def _path(folder: Path, keys: Iterable[bytes]) -> Path:
 
 
 def _on_all_cores(work: Callable[[bytes], Any], keys: list[bytes]) -> Generator[tuple[bytes, Any], None, None]:
-    """Yield each key with the result of `work` or its AudioError, in any order; closing waits for no thread."""
+    """Yield each key with the result of `work` or its AudioError, in any order; closing waits 2 s for its threads."""
 
     def attempt(key: bytes) -> tuple[bytes, Any]:
         try:
@@ -498,7 +497,7 @@ def _on_all_cores(work: Callable[[bytes], Any], keys: list[bytes]) -> Generator[
         except BaseException as error:  # an exception that ends a thread of the pool is lost
             return key, error
 
-    with ThreadPool(usable_cores()) as threads:
+    with thread_pool(usable_cores()) as threads:
         for key, result in threads.imap_unordered(attempt, keys):
             if isinstance(result, BaseException) and not isinstance(result, AudioError):
                 raise result

@@ -25,7 +25,7 @@ from ds2.audio.shard import Shard, ShardError, ShardMember, write_index
 from ds2.data.audio_cache import content_keys, decode, summarise_errors
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.files import atomic_file
-from ds2.system.machine import usable_cores
+from ds2.system.machine import thread_pool, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def write_shards(
     made, errors, reused = list[Utterance](), list[AudioError](), 0
     parts = list(_parts(utterances, shard_bytes // 2 / sample_rate_hz))
     with (
-        ThreadPool(usable_cores()) as threads,
+        thread_pool(usable_cores()) as threads,
         tqdm(total=len(utterances), desc="writing shards", unit="utt", disable=None) as progress,
     ):
         for number, (first, part) in enumerate(parts):
@@ -143,7 +143,7 @@ def _write(
     ):
         for start in range(0, len(part), step):
             chunk = part[start : start + step]
-            for position, encoded in enumerate(threads.map(encode, chunk), start):
+            for position, encoded in enumerate(threads.map(encode, chunk, 1), start):
                 progress.update()
                 if isinstance(encoded, AudioError):
                     failed.append(encoded)

@@ -6,8 +6,11 @@ import functools
 import gc
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -16,6 +19,28 @@ VERSION = "0.1.0"  # as in pyproject.toml
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def thread_pool(count: int, wait_s: float = 2.0) -> Iterator[ThreadPool]:
+    """Yield a pool whose threads begin no more work when the block ends, and have ended unless one takes too long.
+
+    A thread that is still within a library, such as a resampler, when Python exits would crash the process.
+
+    Args:
+        count: of threads.
+        wait_s: how long the end of the block waits for work that has begun.
+    """
+    others = set(threading.enumerate())
+    pool = ThreadPool(count)
+    own = set(threading.enumerate()) - others
+    try:
+        yield pool
+    finally:
+        pool.terminate()
+        end_s = time.monotonic() + wait_s
+        for thread in own:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
 
 def allow_files(count: int) -> int:

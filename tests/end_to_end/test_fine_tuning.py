@@ -51,7 +51,7 @@ def test_what_the_command_line_sets_stays_and_the_log_says_what_differs(
     with caplog.at_level(logging.INFO):
         assert main(["train", *own, f"checkpoint.init_from={base}", *changes]) == 0
     assert "unlike" in caplog.text and "model.depth=3 (the model has 2)" in caplog.text
-    assert "model.hidden=48 (not 1152)" in caplog.text
+    assert "model.hidden=48 (not 1152)" in caplog.text and "model.convs=[{kernel:[" in caplog.text
     assert "start from nothing: recurrent_modules.2" in caplog.text
     assert load_model(tmp_path / "second").config.model.depth == 3
 

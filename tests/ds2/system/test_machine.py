@@ -1,13 +1,17 @@
-"""The commit that runs and models name, and garbage collections that do not pause a server or a training."""
+"""The commit that runs and models name, threads that end, and collections that do not pause a server or a training."""
 
 from __future__ import annotations
 
 import gc
 import os
 import subprocess
+import threading
+import time
 from pathlib import Path
 
-from ds2.system.machine import commit_of, short_collections
+import pytest
+
+from ds2.system.machine import commit_of, short_collections, thread_pool
 
 
 def test_the_commit_is_named_without_a_write_to_the_repository(tmp_path: Path) -> None:
@@ -23,6 +27,29 @@ def test_the_commit_is_named_without_a_write_to_the_repository(tmp_path: Path) -
     assert len(commit) == 40 and index.read_bytes() == before
     (tmp_path / "file").write_text("b")
     assert commit_of(tmp_path) == f"{commit}-dirty" and index.read_bytes() == before
+
+
+def test_threads_finish_what_they_began_and_begin_no_more() -> None:
+    began, ended, others = threading.Event(), list[int](), set(threading.enumerate())
+
+    def work(number: int) -> None:
+        began.set()
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt), thread_pool(2, wait_s=60) as threads:
+        threads.map_async(work, range(1000), 1)
+        began.wait()
+        raise KeyboardInterrupt
+    assert set(threading.enumerate()) <= others and 1 <= len(ended) < 1000
+
+
+def test_a_thread_that_hangs_is_left() -> None:
+    released = threading.Event()
+    with thread_pool(1, wait_s=0.01) as threads:
+        threads.apply_async(released.wait, (60,))
+    assert not released.is_set()
+    released.set()
 
 
 def test_collections_leave_out_what_was_there_before() -> None:
