@@ -23,7 +23,7 @@ from ds2.data.corpora import prepare
 from ds2.data.manifest import ManifestError, Utterance, hours, read_manifests
 from ds2.system.files import write_text
 from ds2.system.plain import counted, from_plain, parse_json
-from ds2.text.alphabet import Alphabet
+from ds2.text.alphabet import Alphabet, describe
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def training_utterances(
     usable = [u for u, reason in reasons if not reason]
     unfit = count_unknown((u.text for u in utterances), alphabet)
     if alphabet.unknown == "drop" and unfit:
-        log.warning("characters outside the alphabet dropped from training texts: %s", dict(unfit.most_common()))
+        log.warning("characters outside the alphabet dropped from training texts: %s", describe(unfit))
     if refused:
         lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused]
         if data.on_bad_utterance == "stop":
@@ -124,9 +124,7 @@ def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> li
     utterances = read_manifests(manifests)
     unknown = count_unknown((u.text for u in utterances), alphabet)
     if unknown:
-        log.warning(
-            "references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common())
-        )
+        log.warning("references hold characters outside the alphabet, which count as errors: %s", describe(unknown))
     return utterances
 
 

@@ -154,8 +154,8 @@ def _end_if_too_few(trainer: Trainer, view: View, interrupts: Interrupts) -> Non
     with suppress(LostRankError):
         comm.allgather(None)  # rank 0 has saved
     raise TrainingError(
-        f"{comm.world} ranks are fewer than comm.min_ranks={limits.min_ranks}, for comm.wait_s={limits.wait_s:g} s; "
-        f"step {trainer.progress.step} is saved: start more with the same command, they go on "
+        f"{counted(comm.world, 'rank')} for comm.wait_s={limits.wait_s:g} s, fewer than comm.min_ranks="
+        f"{limits.min_ranks}; step {trainer.progress.step} is saved: start more with the same command, they go on "
         "from there; a process on another host counts only if it sees this run_dir, on a shared disk"
     )
 

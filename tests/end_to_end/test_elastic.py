@@ -56,7 +56,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forke
         (("comm.max_ranks=2", "train.wavefront=on"), "set train.graphs=on too, or train.wavefront=auto"),
         (
             ("comm.max_ranks=3", "comm.min_ranks=2", "comm.wait_s=0.3"),
-            "1 ranks are fewer than comm.min_ranks=2, for comm.wait_s=0.3 s; step 0 is saved",
+            "1 rank for comm.wait_s=0.3 s, fewer than comm.min_ranks=2; step 0 is saved",
         ),
     ],
 )
