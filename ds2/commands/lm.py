@@ -347,7 +347,10 @@ def _untuned_options(arguments: argparse.Namespace, file: Path, loaded: LoadedMo
 
 
 def _range(text: str) -> list[float]:
-    low, high, count = (float(part) for part in text.split(":"))
+    try:
+        low, high, count = (float(part) for part in text.split(":"))
+    except ValueError:
+        low = high = count = math.nan
     if not (-_LIMIT <= low <= high <= _LIMIT and 1 <= count <= _MAX_VALUES and count == int(count)):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not LOW:HIGH:COUNT with -{_LIMIT:g} <= LOW <= HIGH <= {_LIMIT:g} and a COUNT from 1 to "

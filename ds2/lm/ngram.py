@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.system import UserError
+from ds2.system.terminal import warn_once
 from ds2.text.alphabet import Alphabet, describe
 
 RESERVED = UNKNOWN, START, END = "<unk>", "<s>", "</s>"
@@ -258,7 +259,7 @@ class NGram:
             raise LanguageModelError(
                 f"{message}. Build it with the network's normalisation: ds2 lm build --model MODEL"
             )
-        log.warning("%s; the network never writes them", message)
+        warn_once(log, f"{message}; the network never writes them")
 
     def _check_pieces(self, alphabet: Alphabet) -> None:
         tokens, labels = self.tokens, set(alphabet.symbols)
@@ -270,7 +271,7 @@ class NGram:
                 "--unit piece --model MODEL"
             )
         if others:
-            log.warning("%s %r; the network never writes them", message, others[0])
+            warn_once(log, f"{message} {others[0]!r}; the network never writes them")
 
 
 def longest_match(

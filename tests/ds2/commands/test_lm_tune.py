@@ -52,3 +52,10 @@ def test_a_network_of_phones_has_a_grid_of_its_own_and_the_beam_of_the_settings(
     trials = [line.split() for line in capsys.readouterr().out.splitlines() if " alpha " in line and " beam " in line]
     grid = [(float(alpha), float(beta), int(beam)) for _, _, alpha, _, beta, _, beam, *_ in trials[:12]]
     assert grid == [(alpha, beta, 4) for alpha in (0.4, 0.8, 1.2, 1.6) for beta in (0.0, 0.5, 1.0)]
+
+
+@pytest.mark.parametrize("values", ["0:1", "a:b:c", "0:1:2:3", "0:nan:2", "2:1:2", "0:1:1.5"])
+def test_a_grid_says_how_it_is_written(values: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["lm", "tune", "english", "books.lm", "--alphas", values])
+    assert f"{values!r} is not LOW:HIGH:COUNT with" in capsys.readouterr().err

@@ -158,8 +158,9 @@ def test_an_alphabet_that_cannot_write_the_vocabulary_is_refused(caplog: pytest.
     with caplog.at_level(logging.WARNING):
         model.check_alphabet(Alphabet(("", *"abcde")))
         assert not caplog.records
-        model.check_alphabet(Alphabet(("", *"abcd")))
-    assert "'abe'" in caplog.text and "U+0065" in caplog.text
+        for _ in range(2):  # a search of settings makes a decoder for each
+            model.check_alphabet(Alphabet(("", *"abcd")))
+    assert len(caplog.records) == 1 and "'abe'" in caplog.text and "U+0065" in caplog.text
     with pytest.raises(LanguageModelError, match=r"3 of the language model's 3 words.*--model"):
         model.check_alphabet(Alphabet(("", *"ABCDE"), case="upper"))
     characters = estimate([["a", "<space>", "b"]], 1, unit="character").model
