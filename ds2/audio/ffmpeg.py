@@ -211,6 +211,8 @@ def _decode_with_program(descriptor: int) -> _Blocks:
             lines = [line.decode(errors="replace").strip() for line in messages]
             if any("not on whitelist" in line for line in lines):
                 raise FFmpegError(_REFUSED_CONTAINER)
+            if any("option 'fd'" in line for line in lines):
+                raise FFmpegError(f"the ffmpeg on the PATH is older than 6.0: {_INSTALL}")
             raise FFmpegError(f"ffmpeg cannot read it: {lines[-1] if lines else f'it ended with status {status}'}")
     finally:
         process.kill()  # it may still be decoding when the caller needs no more

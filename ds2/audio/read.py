@@ -45,6 +45,8 @@ QUIET_PEAK = 10 ** (-50 / 20)  # a file whose loudest sample is below -50 dB of 
 _MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
 MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
 
+_COPY_AGAIN = "Copy it again; if what is there is enough, convert that, e.g. to FLAC"
+_WAY_OUT = "give wav, flac, mp3, ogg, opus or another of the formats that `ds2 transcribe` reads, or convert it to FLAC"
 _NO_SAMPLES = np.zeros(0, np.float32)
 _FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, by path and state
 
@@ -233,7 +235,8 @@ def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[
     except FFmpegError as error:
         raise AudioError(f"{path}: {error}") from error
     except soundfile.LibsndfileError as error:
-        raise AudioError(f"{path}: not readable as audio: {error.error_string or error}") from error
+        reason = str(error.error_string or error).rstrip(".")
+        raise AudioError(f"{path}: not readable as audio: {reason}; {_WAY_OUT}") from error
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise AudioError(f"{path}: not readable as audio: {error}") from error
     finally:
@@ -297,7 +300,7 @@ def _check_length(file: _ForwardFile, path: Path, descriptor: int, lenient: bool
     elif damage and lenient:
         _log_damage(path, damage)
     elif damage:
-        raise AudioError(f"{path}: {damage}. Copy it again; if what is there is enough, convert that, e.g. to FLAC")
+        raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
 
 
 def _check_channel(file: AudioFile, path: Path, channel: int) -> None:
@@ -349,7 +352,7 @@ def _mono_blocks(
             "that its header or manifest states"
         )
         if not lenient:
-            raise AudioError(f"{path}: {damage}")
+            raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
         _log_damage(path, damage)
 
 

@@ -22,6 +22,7 @@ from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcripts import AlignedTranscript, align_utterances, suspicious
 from ds2.system.files import check_writable, write_text
+from ds2.system.plain import counted
 
 _SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times
 
@@ -80,8 +81,9 @@ def run(arguments: Sequence[str]) -> int:
         for indices, path in zip(recordings.values(), grids, strict=True):
             write_text(path, _grid([(utterances[i], order[i]) for i in indices], name))
     doubtful = suspicious((a.surprise for a in order), swapped)
-    print(f"{len(doubtful)} of {len(utterances)} transcripts are probably wrong (surprise in nats a label):")
     worst = sorted(range(len(order)), key=lambda i: -order[i].surprise)[: args.worst] if args.worst else doubtful
+    total = counted(len(utterances), "transcript")
+    print(f"probably wrong: {len(doubtful)} of {total}" + " (surprise in nats a label):" * bool(worst))
     for index in worst:
         utterance = utterances[index]
         print(f"{order[index].surprise:8.2f}  {utterance.place}  {utterance.text!r}")

@@ -26,7 +26,7 @@ from ds2.recognition.evaluate import (
     robustness_table,
     worst_recordings,
 )
-from ds2.recognition.latency import Latency, aligned_ends, measure_latency, read_ends
+from ds2.recognition.latency import Latency, WordEnds, aligned_ends, measure_latency, read_ends
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
 from ds2.system import UserError
@@ -53,16 +53,19 @@ def run(arguments: Sequence[str]) -> int:
         recogniser = Recogniser.of(loaded, options, comm.device, args.precision)
         if args.latency:
             recogniser.session()  # raises where the model or the decoder does not stream
-        if args.word_times is not None:  # before minutes of recognition
+        word_ends = None if args.word_times is None else read_ends(args.word_times)
+        if word_ends is not None:  # before minutes of recognition
             for manifest in (path for path in manifests if str(path) != "-"):  # standard input is read once
-                read_ends(args.word_times, read_manifest(manifest))
+                word_ends.of(read_manifest(manifest))
         if args.robustness is not None:
             return _robustness(recogniser, manifests, data, args, reports)
         trained_on = training_data(data) if comm.rank == 0 else []
         settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers, "comm": comm}
         for scored in evaluate(recogniser, manifests, data, **settings):
             if comm.rank == 0:
-                evaluation = _with_latency(recogniser, scored, data, args) if args.latency else scored
+                evaluation = (
+                    _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored
+                )
                 folder = reports / evaluation.manifest.stem
                 overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
                 if overlap:
@@ -80,14 +83,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _with_latency(
-    recogniser: Recogniser, evaluation: Evaluation, data: DataConfig, args: argparse.Namespace
+    recogniser: Recogniser, evaluation: Evaluation, data: DataConfig, workers: int, word_ends: WordEnds | None
 ) -> Evaluation:
     """Stream the utterances of an evaluation and add when their words were shown."""
     utterances = evaluation.utterances
-    if args.word_times is not None:
-        ends = read_ends(args.word_times, utterances)
+    if word_ends is not None:
+        ends = word_ends.of(utterances)
     else:
-        ends = aligned_ends(recogniser, recognition_loader(utterances, data, recogniser.device, args.workers))
+        ends = aligned_ends(recogniser, recognition_loader(utterances, data, recogniser.device, workers))
     references = [aligned.reference for aligned in evaluation.report.utterances]
     return replace(evaluation, latency=measure_latency(recogniser, utterances, references, ends, data))
 

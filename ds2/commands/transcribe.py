@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
-from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
+from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_phrases, add_where, chosen_model, whole
 from ds2.commands.compose import refuse_search_settings, resolve_options, split_overrides
@@ -35,6 +35,7 @@ from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signal
 from ds2.system.terminal import ProgressBar, visible
 
 _STDIN = "-"
+_HEADERS = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b"caff", b"NIST_1A", b"\x1a\x45\xdf\xa3")  # of audio files
 _CAPTIONS = {"srt": srt, "vtt": vtt}
 _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}  # of files, by format
 
@@ -240,11 +241,23 @@ def _write_segments(recogniser: Recogniser, name: str, args: argparse.Namespace,
 
 
 def _raw_samples(stop: StopHandler) -> Iterator[NDArray[np.float32]]:
-    """Yield headerless 16-bit little-endian mono samples of standard input until its end or a signal."""
-    samples, source = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer)
+    """Yield headerless 16-bit little-endian mono samples of standard input until its end or a signal.
+
+    Raises:
+        AudioError: there are none, or an audio file begins there, whose header would become noise.
+    """
+    samples, source, is_first = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer), True
     for chunk in stop.until_stopped(source.read1):
+        if is_first and not chunk:
+            raise EmptyAudioError("standard input: holds no samples")
+        if is_first and chunk.startswith(_HEADERS):
+            raise AudioError(
+                "standard input: begins as an audio file does, but - with --stream is headerless samples: send these "
+                "(ffmpeg -f s16le -ac 1 -ar 16000), or leave --stream out"
+            )
         if not chunk:
             return
+        is_first = False
         yield samples.accept(chunk)
 
 

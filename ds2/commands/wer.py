@@ -19,7 +19,7 @@ from ds2.scoring.report import format_alignments, format_paired_test, format_rep
 from ds2.scoring.statistics import ScoringError, paired_test
 from ds2.scoring.wer import corpus_report
 from ds2.system.files import check_writable, read_lines
-from ds2.system.plain import parse_object
+from ds2.system.plain import counted, parse_object
 from ds2.text.alphabet import fold
 
 
@@ -44,7 +44,7 @@ def _speakers(path: Path, names: list[str]) -> list[str]:
     speakers = {key: line.text.strip() for key, line in read_texts(path, ids=True, hypotheses=False).items()}
     absent = [name for name in names if name not in speakers]
     if absent:
-        raise ScoringError(f"{path}: no speaker for {len(absent)} utterances: {first_names(absent)}")
+        raise ScoringError(f"{path}: no speaker for {counted(len(absent), 'utterance')}: {first_names(absent)}")
     return [speakers[name] for name in names]
 
 
@@ -220,7 +220,9 @@ def match_texts(
         hint = (
             "; references have such names, but other paths: make the audio_filepath of both the same" if moved else ""
         )
-        raise ScoringError(f"{path}: {len(extra)} hypotheses have no reference: {first_names(extra)}{hint}")
+        raise ScoringError(
+            f"{path}: {counted(len(extra), 'hypothesis', 'hypotheses')} without a reference: {first_names(extra)}{hint}"
+        )
     if absent and missing == "stop":
         raise ScoringError(
             f"{path}: {len(absent)} of {len(references)} references have no hypothesis: {first_names(absent)}; "

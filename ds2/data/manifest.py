@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.system import UserError
 from ds2.system.files import atomic_file, read_byte_lines
 from ds2.system.plain import counted, parse_object, short_repr
@@ -117,6 +118,11 @@ def _to_record(utterance: Utterance, folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
+    if path.suffix.lower() in AUDIO_SUFFIXES:
+        raise ManifestError(
+            f"{path}: is audio, not a manifest, which has an utterance a line ({', '.join(_REQUIRED)}): "
+            "`ds2 data import` makes one, `ds2 transcribe` needs none"
+        )
     folder = path.parent.resolve()
     utterances: list[Utterance] = []
     errors: list[str] = []

@@ -87,7 +87,7 @@ def load_ngram(path: Path) -> NGram:
             contents of a binary's tensors are not checked: `NGram.check` does.
     """
     if not path.is_file():
-        raise LanguageModelError(f"there is no language model {path}")
+        raise LanguageModelError(f"there is no language model {path}: `ds2 lm build TEXT... --output {path}` makes one")
     if ".arpa" in path.suffixes or _looks_like_arpa(path):
         return read_arpa(path)
     try:

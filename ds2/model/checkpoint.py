@@ -101,6 +101,8 @@ def find_model(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is written by `ds2 export` for other programs: give the model that it was made of"
         )
+    if path.suffix == ".jsonl":
+        raise CheckpointError(f"{path} is a manifest, not a model: the model comes before it")
     if not path.is_dir():
         return path
     for name in WEIGHTS:

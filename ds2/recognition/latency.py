@@ -21,6 +21,8 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import BLOCK_S, decode_sessions, final_results, results
 from ds2.recognition.transcripts import align_batch, transcript_batches
 from ds2.scoring.wer import CORRECT, DELETION, INSERTION, align
+from ds2.system.files import read_byte_lines
+from ds2.system.plain import counted
 
 _STREAMS = 32  # in one batch
 End = tuple[str, float]
@@ -74,7 +76,7 @@ def measure_latency(
         recogniser: with a unidirectional model and a decoder that streams.
         utterances: N.
         references: their words.
-        ends: their words with times, as `aligned_ends` or `read_ends` return them.
+        ends: their words with times, as `aligned_ends` or `WordEnds.of` return them.
         data: of the model's config: how audio is read.
 
     Raises:
@@ -163,14 +165,38 @@ def aligned_ends(recogniser: Recogniser, loader: SpeechLoader) -> list[list[End]
     return [ends[index] for index in range(len(loader.utterances))]
 
 
-def read_ends(path: Path, utterances: Sequence[Utterance]) -> list[list[End]]:
-    """Read where words end from a file of `ds2 align --out`, of another model say.
+@dataclass(frozen=True)
+class WordEnds:
+    """Where words end, by a file of `ds2 align --out`, of another model say."""
+
+    path: Path
+    ends: dict[tuple[str, float], list[End]]  # by the path of the audio and the offset, seconds
+
+    def of(self, utterances: Sequence[Utterance]) -> list[list[End]]:
+        """Return the ends of the words of each utterance.
+
+        Raises:
+            ConfigError: an utterance that the file lacks.
+        """
+        keys = [(str(u.audio_filepath), round(u.offset_s, 3)) for u in utterances]
+        missing = [u.name for u, key in zip(utterances, keys, strict=True) if key not in self.ends]
+        if missing:
+            raise ConfigError(
+                f"{self.path} has no words of {len(missing)} of {counted(len(keys), 'utterance')}, the first is "
+                f"{missing[0]}: make it with `ds2 align MODEL MANIFEST --out FILE` from the same manifest"
+            )
+        return [self.ends[key] for key in keys]
+
+
+def read_ends(path: Path) -> WordEnds:
+    """Read a file of `ds2 align --out`.
 
     Raises:
-        ConfigError: a line that such a file does not have, or an utterance that the file lacks.
+        TextError: the file cannot be read.
+        ConfigError: a line that such a file does not have.
     """
     known: dict[tuple[str, float], list[End]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in read_byte_lines(path):
         try:
             record = json.loads(line)
             words = [(str(word["text"]), float(word["end_s"])) for word in record["words"]]
@@ -180,11 +206,4 @@ def read_ends(path: Path, utterances: Sequence[Utterance]) -> list[list[End]]:
                 f"{path}, line {number}: no line of `ds2 align --out` ({type(error).__name__}: {error}): make the file "
                 "with `ds2 align MODEL MANIFEST --out FILE`"
             ) from error
-    keys = [(str(u.audio_filepath), round(u.offset_s, 3)) for u in utterances]
-    missing = [u.name for u, key in zip(utterances, keys, strict=True) if key not in known]
-    if missing:
-        raise ConfigError(
-            f"{path} has no words of {len(missing)} of {len(keys)} utterances, the first is {missing[0]}: make it with "
-            "`ds2 align MODEL MANIFEST --out FILE` from the same manifest"
-        )
-    return [known[key] for key in keys]
+    return WordEnds(path, known)

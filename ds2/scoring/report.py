@@ -15,6 +15,7 @@ from typing import Any
 from ds2.scoring.statistics import ConfidenceInterval, PairedTest
 from ds2.scoring.wer import AlignedUtterance, ErrorCounts, Report
 from ds2.system.files import write_text
+from ds2.system.plain import counted
 
 _CONFUSIONS_SHOWN = 20
 _ERRORS_LISTED = 200  # on the HTML page
@@ -38,10 +39,10 @@ def summary(report: Report) -> str:
         kaldi_line("WER", report.words),
         kaldi_line("CER", report.characters),
         f"%SER {share:.2f} [ {report.wrong_utterances} / {count} ]",
-        _interval_line(report.interval, "utterances"),
+        _interval_line(report.interval, "utterance"),
     ]
     if report.speaker_interval is not None:
-        lines.append(_interval_line(report.speaker_interval, "speakers"))
+        lines.append(_interval_line(report.speaker_interval, "speaker"))
     return "\n".join(lines)
 
 
@@ -117,10 +118,10 @@ def write_report(
 
 def _interval_line(interval: ConfidenceInterval, unit: str) -> str:
     if math.isnan(interval.low):
-        return f"no interval of the WER over {unit}: the references have no words"
+        return f"no interval of the WER over {unit}s: the references have no words"
     return (
         f"{100 * interval.confidence:.0f} % interval of the WER: {100 * interval.low:.2f} .. {100 * interval.high:.2f} "
-        f"(bootstrap over {interval.units} {unit})"
+        f"(bootstrap over {counted(interval.units, unit)})"
     )
 
 

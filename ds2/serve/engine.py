@@ -31,6 +31,7 @@ from ds2.recognition.session import Endpoints, LiveSession, Segment, decode_sess
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
+from ds2.system.plain import counted
 
 log = logging.getLogger(__name__)
 transcripts = logging.getLogger("ds2.serve.transcripts")
@@ -193,7 +194,9 @@ class Engine:
 
     def _check_free(self) -> None:
         if len(self._open) >= self.max_sessions:
-            raise FullError(f"all {self.max_sessions} sessions of this server are taken: try again later")
+            raise FullError(
+                f"this server has {counted(self.max_sessions, 'session')} at most, all are taken: try again later"
+            )
 
     def close(self, live: LiveSession) -> None:
         """Close a session, which may be closed already."""

@@ -194,9 +194,6 @@ class Guard:
         if status not in self._logged:
             self._logged.add(status)
             log.warning("a request was refused: %s (logged once)", message)
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})  # before it is accepted: status 403
-            return
         await error_response(status, message, {"connection": "close"})(scope, receive, send)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
@@ -392,6 +389,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if not self.writable.is_set():
             self.transport.pause_reading()
         return message
+
+    async def send(self, message: Any) -> None:
+        """See uvicorn, which logs an error for each handshake that is answered with a status."""
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            self.handshake_complete = True
 
     async def run_asgi(self) -> None:
         try:

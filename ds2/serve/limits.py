@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import hmac
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -15,6 +17,7 @@ from ds2.system.plain import short_repr
 
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
 
+_MISSPELT = 0.8  # how alike two names are, as difflib counts
 KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
 
 
@@ -66,6 +69,22 @@ def check_number(value: object, field: str, allowed: Range) -> float:
         raise BadRequestError(f"{field}={short_repr(value)} is not allowed: give {allowed}")
     assert isinstance(value, int | float)
     return float(value)
+
+
+def refuse_misspelt(names: Iterable[str], known: Collection[str], place: str = "") -> None:
+    """Refuse a setting that is none, but nearly the name of one; others are of newer clients and change nothing.
+
+    Args:
+        names: that a client sent.
+        known: of its protocol, with those that change nothing here.
+        place: of the settings, before their names in errors.
+
+    Raises:
+        BadRequestError: such a name.
+    """
+    for name in names:
+        if name not in known and (nearest := difflib.get_close_matches(name, known, 1, _MISSPELT)):
+            raise BadRequestError(f"{place}{name[:40]} is no setting; did you mean {place}{nearest[0]}?")
 
 
 @dataclass(frozen=True)

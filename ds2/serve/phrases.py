@@ -14,7 +14,7 @@ from ds2.decoding.decoder import refuse_hot_words
 from ds2.decoding.lexicon import BONUS, MAX_PHRASES, LexiconError, check_characters, check_hot_words
 from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
 from ds2.serve.limits import BadRequestError, FullError, check_number
-from ds2.system.plain import parse_json
+from ds2.system.plain import parse_json, short_repr
 from ds2.text.alphabet import Alphabet
 
 MAX_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the client sends them
@@ -126,15 +126,15 @@ class PhraseReader:
         return keywords, check_number(FALSE_ALARMS if alarms is None else alarms, rate, _FALSE_ALARMS)
 
     def _grammar(self, value: Any, field: str) -> tuple[str, ...]:
-        value = _parsed(value, field)
+        value = _parsed(value, field, "a list of phrases")
         if not isinstance(value, list):
-            raise BadRequestError(f"{field} is a list of phrases")
+            raise BadRequestError(f"{field} is {short_repr(value)}: give a list of phrases")
         if value:
             compile_phrases(value, self.alphabet)
         return tuple(value)
 
     def _table(self, value: Any, field: str) -> dict[str, float | None]:
-        value = _parsed(value, field)
+        value = _parsed(value, field, f"a list of phrases, or an object of phrases and weights ({BONUS})")
         weights: Mapping[str, Any] = value if isinstance(value, Mapping) else dict.fromkeys(value)
         hot_words: dict[str, float | None] = {}
         for phrase, weight in weights.items():
@@ -164,7 +164,7 @@ class PhraseReader:
         return self.alphabet.normalise(phrase)[0]
 
 
-def _parsed(value: Any, field: str) -> Any:
+def _parsed(value: Any, field: str, wanted: str) -> Any:
     """Return a list or object of phrases, or what JSON of one holds, if it is not too large."""
     if isinstance(value, str):
         if len(value) > _JSON_CHARACTERS:
@@ -172,7 +172,7 @@ def _parsed(value: Any, field: str) -> Any:
         with suppress(ValueError):
             value = parse_json(value)
     if not isinstance(value, list | Mapping):
-        raise BadRequestError(f"{field} is a list of phrases, or an object of phrases and weights ({BONUS})")
+        raise BadRequestError(f"{field} is {short_repr(value)}: give {wanted}")
     _check_size(value, field)
     return value
 

@@ -117,9 +117,9 @@ def _mapping(value: object, field: str) -> dict[str, object]:
     return value
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, for a message: 1 utterance, 2 utterances."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, for a message: 1 utterance, 2 utterances; `plural` if s alone does not make it."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def short_repr(value: object) -> str:

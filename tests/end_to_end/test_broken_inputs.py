@@ -233,6 +233,13 @@ def test_a_missing_manifest_or_folder_is_refused(tmp_path: Path, name: str) -> N
         read_manifest(tmp_path / name)
 
 
+def test_audio_as_a_manifest_is_named(tmp_path: Path) -> None:
+    (tmp_path / "talk.mp3").write_bytes(b"\xff\xfb" * 1000)
+    with pytest.raises(ManifestError, match=r"talk\.mp3: is audio, not a manifest.*ds2 transcribe") as caught:
+        read_manifest(tmp_path / "talk.mp3")
+    assert "\n" not in str(caught.value)
+
+
 def test_many_bad_lines_are_named_up_to_ten_and_counted(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_bytes(line(text=...) * 25)
     with pytest.raises(ManifestError) as caught:

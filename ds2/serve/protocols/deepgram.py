@@ -28,7 +28,7 @@ from ds2.decoding.hypothesis import Word, measured
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
-from ds2.serve.limits import BadRequestError, check_number
+from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
 from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
 from ds2.system.plain import short_repr
 
@@ -52,6 +52,21 @@ _ONLY = {  # settings with the one value that they may have
     "only_keywords": None,
     "callback": None,
 }
+_TAKEN = (
+    "encoding",
+    "sample_rate",
+    "interim_results",
+    "endpointing",
+    "utterance_end_ms",
+    "vad_events",
+    "keyterm",
+    "keywords",
+)
+_SPELLING = (  # settings that change nothing here
+    "model", "version", "language", "punctuate", "smart_format", "numerals", "filler_words", "profanity_filter",
+    "dictation", "measurements", "detect_entities", "no_delay", "tag", "extra", "mip_opt_out", "callback_method",
+    "diarize_version", "utterances", "utt_split", "vad_turnoff",
+)  # fmt: skip
 
 
 class Deepgram(Connection):
@@ -175,6 +190,7 @@ class Deepgram(Connection):
         }
 
     async def _configure(self, query: QueryParams) -> None:
+        refuse_misspelt(query, (*_TAKEN, *_ONLY, *_SPELLING))
         for name, only in _ONLY.items():
             if any(value != only for value in query.getlist(name)):
                 allowed = f"{name}={only}" if only is not None else "nothing"
@@ -185,7 +201,7 @@ class Deepgram(Connection):
                 f"encoding={', encoding='.join(_ENCODINGS)}; give one of them, and sample_rate=HZ"
             )
         self.sample_reader = _ENCODINGS[query["encoding"]]
-        rate_hz = int(check_number(_number(query.get("sample_rate")), "sample_rate", _RATE_HZ))
+        rate_hz = int(check_number(_number(query.get("sample_rate", "")), "sample_rate", _RATE_HZ))
         interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
         endpoints = Endpoints()
         pause = query.get("endpointing", "true")

@@ -26,9 +26,10 @@ from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.phrases import OTHERS
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
-from ds2.serve.limits import BadRequestError, check_number
+from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
+from ds2.system.plain import short_repr
 
 RATE_HZ = 24000
 _FORMATS: dict[str, tuple[int, Callable[[], SampleReader]]] = {
@@ -38,6 +39,22 @@ _FORMATS: dict[str, tuple[int, Callable[[], SampleReader]]] = {
 }
 _DEFAULT_SILENCE_MS = 500  # of the protocol
 _SILENCE_MS = Range(0, 3_600_000, above=True)
+_INPUT = ("format", "transcription", "turn_detection", "noise_reduction")  # the last changes nothing here
+_TRANSCRIPTION_SETTINGS = (
+    "prompt",
+    "keywords",
+    "hot_words",
+    "phrases",
+    *KEYWORDS,
+    "model",
+    "language",
+    "languages",
+    "delay",
+)
+_DETECTION = (
+    "type", "silence_duration_ms", "threshold", "prefix_padding_ms", "create_response", "interrupt_response",
+    "idle_timeout_ms", "eagerness",
+)  # fmt: skip
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
@@ -85,7 +102,10 @@ class Realtime(Connection):
             self._clear()
             await self.send(socket, _event("input_audio_buffer.cleared"))
         else:
-            raise BadRequestError(f"type={kind!r} is no event of a transcription session")
+            raise BadRequestError(
+                f"type={short_repr(kind)} is no event of a transcription session: session.update, and "
+                "input_audio_buffer.append, .commit and .clear are"
+            )
 
     async def _append(self, socket: WebSocket, audio: Any) -> None:
         result = await self.accept_audio(_decode_base64(audio))
@@ -170,6 +190,8 @@ class Realtime(Connection):
             taken = ", ".join(f"{name} at {rate_hz}" for name, (rate_hz, _) in _FORMATS.items())
             raise BadRequestError(f"session.audio.input.format={audio_format!r} is none of {taken}")
         transcription = _object(audio_input, "transcription")
+        refuse_misspelt(audio_input, _INPUT, "session.audio.input.")
+        refuse_misspelt(transcription, _TRANSCRIPTION_SETTINGS, "session.audio.input.transcription.")
         hot_words, phrases = await self._hot_words(transcription), self.settings.phrases
         false_alarms = self.settings.false_alarms
         if transcription.keys() & {"phrases", *KEYWORDS}:  # our extensions: only these
@@ -196,7 +218,11 @@ class Realtime(Connection):
             return None
         detection = _object(audio_input, "turn_detection")
         if detection.get("type") != "server_vad":
-            raise BadRequestError("turn_detection is null, or of type server_vad")
+            kind = short_repr(detection.get("type"))
+            raise BadRequestError(
+                f"turn_detection.type={kind} is not offered: turn_detection is null, or of type server_vad"
+            )
+        refuse_misspelt(detection, _DETECTION, "session.audio.input.turn_detection.")
         silence_ms = detection.get("silence_duration_ms", _DEFAULT_SILENCE_MS)
         return check_number(silence_ms, "turn_detection.silence_duration_ms", _SILENCE_MS)
 
@@ -218,9 +244,11 @@ def _object(outer: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _decode_base64(audio: Any) -> bytes:
+    if not isinstance(audio, str):
+        raise BadRequestError(f"audio is {short_repr(audio)}: give base64 of samples, a text")
     try:
         return base64.b64decode(audio, validate=True)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise BadRequestError(f"audio is base64 of samples: {error}") from error
 
 

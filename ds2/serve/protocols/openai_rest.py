@@ -24,7 +24,8 @@ from ds2.decoding.hypothesis import Word, measured
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings
-from ds2.serve.limits import BadRequestError, FullError, Limits, StatusError
+from ds2.serve.limits import BadRequestError, FullError, Limits, StatusError, refuse_misspelt
+from ds2.serve.phrases import KEYWORDS
 from ds2.system import UserError
 from ds2.system.plain import short_repr
 
@@ -34,6 +35,11 @@ _T = TypeVar("_T")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _TIMED = ("srt", "verbose_json", "vtt")
 _GRANULARITIES = ("word", "segment")
+_FIELDS = (  # those that change nothing here among them
+    "file", "model", "language", "prompt", "response_format", "temperature", "stream", "timestamp_granularities[]",
+    "timestamp_granularities", "include[]", "include", "chunking_strategy", "known_speaker_names[]",
+    "known_speaker_references[]", "keywords[]", "hot_words", "phrases", *KEYWORDS,
+)  # fmt: skip
 _PIECE_BYTES = 1 << 20  # copied at a time
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # the content of some formats does not identify them
 
@@ -85,6 +91,7 @@ class Transcriptions:
             file, response_format = form.get("file"), str(form.get("response_format") or "json")
             if not isinstance(file, UploadFile):
                 raise BadRequestError("the form has no file: send multipart/form-data with a field `file`")
+            refuse_misspelt(form, _FIELDS)
             if response_format not in FORMATS:
                 formats = ", ".join(FORMATS)
                 raise BadRequestError(f"response_format={short_repr(response_format)} is not one of {formats}")
@@ -99,6 +106,11 @@ class Transcriptions:
             if unknown := [one for one in granularities if one not in _GRANULARITIES]:
                 raise BadRequestError(
                     f"timestamp_granularities={short_repr(unknown[0])} is not one of {', '.join(_GRANULARITIES)}"
+                )
+            if granularities and not stream and response_format != "verbose_json":
+                raise BadRequestError(
+                    f"timestamp_granularities needs response_format=verbose_json or stream=true; {response_format} "
+                    "has no field for them"
                 )
             language = str(form.get("language") or "unknown")
             phrases = self.engine.phrases

@@ -13,7 +13,7 @@ weights, the syntax of `ds2.decoding.phrases` in `grammar`, and `endpoints`, whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ds2.system.plain import short_repr
 _DEFAULT_RATE_HZ = 8000
 _RATE_HZ = Range(*RATES_HZ)
 _SECONDS = Range(0, 1e9, above=True)
+_SETTINGS = ("sample_rate", "words", "phrase_list", "hot_words", "grammar", *KEYWORDS, "endpoints")
 _EVERYTHING_ELSE = "[unk]"  # in a phrase_list
 
 
@@ -52,6 +53,8 @@ class Vosk(Connection):
                 await self.send(socket, self._reply(result.final) if result.final else {"partial": result.partial})
                 continue
             command = json_object(message.get("text") or "")
+            if not command.keys() & {"config", "reset", "eof"}:
+                raise BadRequestError(f"a text message has config, reset or eof, this one has {_shown(command)}")
             if "config" in command:
                 await self._configure(command["config"])
             if command.get("reset") or command.get("eof"):
@@ -66,6 +69,8 @@ class Vosk(Connection):
     async def _configure(self, config: Any) -> None:
         if not isinstance(config, dict):
             raise BadRequestError("config is an object")
+        if unknown := [name for name in config if name not in (*_SETTINGS, "max_alternatives")]:
+            raise BadRequestError(f"config has no setting {_shown(unknown)}: {', '.join(_SETTINGS)} are allowed")
         if config.get("max_alternatives"):
             raise BadRequestError("config.max_alternatives is not offered by this server: leave it out")
         settings = self.settings
@@ -101,6 +106,11 @@ class Vosk(Connection):
             for word in segment.hypothesis.words
         ]
         return reply | ({"result": words} if self.words and words else {})
+
+
+def _shown(names: Iterable[str]) -> str:
+    """Names that a client sent, as far as they fit into a message."""
+    return ", ".join(map(short_repr, names))[:200] or "nothing"
 
 
 def _without_unknown(phrases: Any) -> Any:

@@ -26,6 +26,7 @@ from ds2.serve.limits import (
     StatusError,
 )
 from ds2.system import UserError
+from ds2.system.plain import short_repr
 
 _REASON_BYTES = 100  # of a close message; the protocol allows 123
 _REFUSAL_S = 2.0
@@ -216,9 +217,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"text messages are JSON: {error}") from error
+        raise BadRequestError(f"text messages are JSON objects, this is {short_repr(text)}: {error}") from error
     if not isinstance(value, dict):
-        raise BadRequestError("text messages are JSON objects")
+        raise BadRequestError(f"text messages are JSON objects, this is {short_repr(value)}")
     return value
 
 

@@ -24,11 +24,13 @@ from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER
 from ds2.serve.engine import SessionSettings
-from ds2.serve.limits import BadRequestError, check_number
+from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
 from ds2.serve.protocols.websocket import Connection, json_object
+from ds2.system.plain import short_repr
 
 FIRST_BYTE = b"{"
 _RATE_HZ = Range(*RATES_HZ)
+_TRANSCRIBE = ("transcript_names", "transcript_terms", "name", "language", "context")
 _CLOSE_S = 2.0
 _SOURCE = {"attribution": {"name": "ds2", "url": ""}, "installed": True, "version": None}
 
@@ -53,6 +55,7 @@ class Wyoming(Connection):
             elif kind == "ping":
                 await self.send(socket, _event("pong", text=data.get("text")))
             elif kind == "transcribe":
+                refuse_misspelt(data, _TRANSCRIBE)
                 terms = [data.get(name) or [] for name in ("transcript_names", "transcript_terms")]
                 if not all(isinstance(term, list) for term in terms):
                     raise BadRequestError("transcript_names and transcript_terms are lists of texts")
@@ -167,7 +170,8 @@ class EventSocket:
         header = json_object(_decode(line))
         data = header.get("data") or {}
         if not isinstance(header.get("type"), str) or not isinstance(data, dict):
-            raise BadRequestError("an event has a type, a text, and data, an object")
+            shown = ", ".join(f"{name}={short_repr(header.get(name))}" for name in ("type", "data"))
+            raise BadRequestError(f"{shown}: an event has a type, a text, and data, an object")
         if length := self._length(header, "data_length"):
             data = data | json_object(_decode(await self.reader.readexactly(length)))
         payload = await self.reader.readexactly(self._length(header, "payload_length"))

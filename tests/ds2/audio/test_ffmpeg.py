@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -153,7 +154,7 @@ def test_damaged_and_silent_containers_are_named(tmp_path: Path) -> None:
     with pytest.raises(AudioError, match=r"mute\.mkv: it holds no sound"):
         read_audio(mute)
     (tmp_path / "text.wav").write_text("no audio at all")
-    with pytest.raises(AudioError, match=r"text\.wav: not readable as audio: .*[Ff]ormat"):
+    with pytest.raises(AudioError, match=r"text\.wav: not readable as audio: .*[Ff]ormat not recognised; give wav"):
         read_audio(tmp_path / "text.wav")
 
 
@@ -296,7 +297,23 @@ def test_a_long_file_is_decoded_only_as_far_as_it_is_read(tmp_path: Path) -> Non
         audio_info(path)
 
 
-@pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="no ffmpeg on the PATH")
+def test_an_old_ffmpeg_is_named(tmp_path: Path, only_ffmpeg: Path) -> None:
+    program = tmp_path / "bin" / "ffmpeg"
+    program.write_text("#!/bin/sh\necho \"Unrecognized option 'fd'.\" >&2; echo Option not found >&2; exit 1\n")
+    (tmp_path / "x.m4a").write_bytes(b"any bytes")
+    with pytest.raises(AudioError, match=r"x\.m4a: the ffmpeg on the PATH is older than 6\.0: pip install av"):
+        read_audio(tmp_path / "x.m4a")
+
+
+def has_new_ffmpeg() -> bool:
+    """Whether there is an ffmpeg of 6.0 or newer, which has the protocol fd."""
+    if shutil.which("ffmpeg") is None:
+        return False
+    shown = subprocess.run(["ffmpeg", "-v", "quiet", "-protocols"], capture_output=True, text=True, check=False)
+    return "fd" in shown.stdout.split()
+
+
+@pytest.mark.skipif(not has_new_ffmpeg(), reason="no ffmpeg of 6.0 or newer on the PATH")
 def test_the_real_ffmpeg_reads_what_pyav_does_and_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def test_align_prints_as_many_as_were_asked_for(
     assert main(["align", str(make_model()), str(tone_manifest), "--worst", "3", "--device", "cpu"]) == 0
     head, *worst = capsys.readouterr().out.splitlines()
     surprises = [float(line.split()[0]) for line in worst]
-    assert "of 10 transcripts are probably wrong" in head
+    assert " of 10 transcripts (surprise in nats a label):" in head
     assert len(surprises) == 3 and surprises == sorted(surprises, reverse=True)
 
 

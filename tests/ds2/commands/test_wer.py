@@ -114,13 +114,13 @@ def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest
 @pytest.mark.parametrize(
     ("reference", "hypothesis", "options", "message"),
     [
-        (b"a\n", b"a\nb\n", [], "1 hypotheses have no reference: 2"),
+        (b"a\n", b"a\nb\n", [], "1 hypothesis without a reference: 2"),
         (b"\xff\xfea\n", b"a\n", [], ":1: is not UTF-8 but UTF-16"),
         (
             b'{"text": "a", "audio_filepath": "x/1.wav"}\n',
             b'{"text": "a", "audio_filepath": "/y/1.wav"}\n',
             [],
-            "1 hypotheses have no reference: 1; references have such names, but other paths",
+            "1 hypothesis without a reference: 1; references have such names, but other paths",
         ),
         (b"a\n", b"a\n", ["--out", __file__], f"{Path(__file__) / 'report.txt'} could not be written"),
         (b"u1 a\nu1 b\n", b"u1 a\n", ["--ids"], "ref:2: u1 is listed twice"),

@@ -130,7 +130,7 @@ def test_opening_reads_no_pages(tmp_path: Path) -> None:
 
 def test_broken_binaries_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.lm"
-    with pytest.raises(LanguageModelError, match="there is no language model"):
+    with pytest.raises(LanguageModelError, match=r"there is no language model .*: `ds2 lm build TEXT"):
         load_ngram(path)
     save_ngram(estimate(zipf_text(), 3).model, path)
     whole = path.read_bytes()

@@ -19,6 +19,7 @@ from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.latency import aligned_ends, measure_latency, read_ends, word_delays
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import BLOCK_S
+from ds2.system.files import TextError
 
 CPU = torch.device("cpu")
 
@@ -126,7 +127,23 @@ def test_options_and_files_that_do_not_fit_are_refused(
     times = tmp_path / "times.jsonl"
     times.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"times\.jsonl, line 1: .*ds2 align"):
-        read_ends(times, [])
+        read_ends(times)
     times.write_text("")
     with pytest.raises(ConfigError, match="has no words of"):
-        read_ends(times, read_manifest(tone_manifest))
+        read_ends(times).of(read_manifest(tone_manifest))
+    with pytest.raises(TextError, match=r"none\.jsonl: No such file"):
+        read_ends(tmp_path / "none.jsonl")
+
+
+def test_word_times_are_read_once(tmp_path: Path, tone_manifest: Path) -> None:
+    """A file may be a pipe, and that of a large corpus takes a while."""
+    utterances, times = read_manifest(tone_manifest), tmp_path / "times.jsonl"
+    records = [
+        {"audio_filepath": str(u.audio_filepath), "offset": u.offset_s, "words": [{"text": u.text, "end_s": 1.0}]}
+        for u in utterances
+    ]
+    times.write_text("".join(json.dumps(record) + "\n" for record in records))
+    ends = read_ends(times)
+    times.unlink()
+    for part in (utterances[:3], utterances):  # manifests
+        assert ends.of(part) == [[(u.text, 1.0)] for u in part]

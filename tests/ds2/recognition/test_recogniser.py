@@ -250,6 +250,10 @@ def test_samples_of_standard_input_are_decoded_as_they_come(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(samples.tobytes())))
     assert main(["transcribe", model, "-", "--stream", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines() == [r["text"] for r in records]
+    for begin, message in ((recording.read_bytes(), "begins as an audio file does"), (b"", "holds no samples")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(begin)))
+        assert main(["transcribe", model, "-", "--stream", "--device", "cpu"]) == 1
+        assert f"standard input: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "signal_name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])

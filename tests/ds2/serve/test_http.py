@@ -58,7 +58,7 @@ def test_a_page_of_another_site_opens_no_websocket(shared: Callable[..., Running
             await opens(running, path, "evil.example", f"http://evil.example:{running.port}"),
         ]
 
-    assert asyncio.run(all_of_them()) == [101, 101, 403, 403, 403]
+    assert asyncio.run(all_of_them()) == [101, 101, 403, 403, 421]
 
 
 def test_a_page_of_another_site_reads_nothing(shared: Callable[..., Running]) -> None:
@@ -203,5 +203,26 @@ def test_what_is_no_http_is_refused_in_json(shared: Callable[..., Running], requ
     assert (error["type"], error["message"]) == ("invalid_request_error", "Invalid HTTP request received.")
 
 
-def test_a_websocket_at_a_wrong_path_is_not_refused_as_of_a_wrong_key(shared: Callable[..., Running]) -> None:
-    assert asyncio.run(opens(shared(), "/v2/listen")) == 404
+@pytest.mark.parametrize(
+    ("path", "origin", "code", "way_out"),
+    [("/v2/listen", None, 404, "WebSockets at /v1/realtime"), ("/vosk", EVIL, 403, "--allow-origin ORIGIN")],
+)
+def test_a_websocket_that_is_refused_gets_the_reason(
+    shared: Callable[..., Running],
+    path: str,
+    origin: str | None,
+    code: int,
+    way_out: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = shared()
+
+    async def refusal() -> Any:
+        with pytest.raises(InvalidStatus) as refused:
+            async with connect(f"ws://127.0.0.1:{running.port}{path}", origin=origin):
+                pass
+        return refused.value.response
+
+    response = asyncio.run(refusal())
+    assert response.status_code == code and way_out in json.loads(response.body)["error"]["message"]
+    assert "without completing handshake" not in caplog.text

@@ -108,7 +108,7 @@ def test_more_false_alarms_find_more(measured: Callable[[], Running]) -> None:
 
 REFUSED = {
     "what the network does not write": ({"only_keywords": ["cbc", "zebra"]}, "zebra"),
-    "no list": ({"only_keywords": {"cbc": 1}}, "config.only_keywords is a list of phrases"),
+    "no list": ({"only_keywords": {"cbc": 1}}, "config.only_keywords is {'cbc': 1}: give a list of phrases"),
     "too many": ({"only_keywords": ["a"] * 1001}, "1000 at most"),
     "too many texts": ({"only_keywords": ["(a|b|c) " * 8]}, "more than 200 texts"),
     "what cannot be read": ({"only_keywords": ["(a"]}, "not closed"),

@@ -42,7 +42,7 @@ def test_a_session_recognises_nothing_but_its_grammar(shared: Callable[..., Runn
     [
         (["zebra"], "does not write"),
         (["(a"], "not closed"),
-        ({"a": 1}, "is a list of phrases"),
+        ({"a": 1}, "give a list of phrases"),
         ("a", "list of phrases"),
         ([["a"]], "phrases are texts"),
         (["a"] * 1001, "1000 at most"),

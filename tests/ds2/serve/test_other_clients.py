@@ -123,6 +123,10 @@ def test_deepgrams_client_gets_interim_results_and_events(
         ({"diarize": True}, "diarize=false"),
         ({"endpointing": "soon"}, "endpointing"),
         ({"keyterm": ["ab"]}, "decode.method=beam"),
+        (
+            {"request_options": {"additional_query_parameters": {"interim_result": "true"}}},
+            "no setting; did you mean interim_results?",
+        ),
     ],
 )
 def test_deepgrams_errors_say_what_is_allowed(
@@ -354,6 +358,7 @@ def sent(running: Running, data: bytes) -> list[dict[str, Any]]:
         (b'{"type": "audio-start", "data": {"rate": 1e9, "width": 2, "channels": 1}}\n', "rate="),
         (b'{"type": "transcribe", "data": {"transcript_names": "ab"}}\n', "lists of texts"),
         (b'{"type": "describe", "x": "' + b"x" * 200_000 + b'"}\n', "line of an event is too long"),
+        (b'{"type": "transcribe", "data": {"transcript_name": ["ab"]}}\n', "did you mean transcript_names?"),
         (b'{"type": "unknown"}\n', "nothing came for 4 s"),
     ],
 )

@@ -185,6 +185,8 @@ def test_words_are_reached_by_keys_and_touch(serve: Callable[..., Running], tmp_
         assert page.inner_text("#word") == shown[1]
         assert page.evaluate("document.querySelector('audio').currentTime") > 0
         assert not page.locator(".words small").first.is_visible()
+        page.evaluate("new Recording('talk')")  # whose words the note would cover
+        assert page.inner_text("#word") == "" and page.locator(".chosen").count() == 0
         page.click("#details")
         assert page.locator(".words small").first.is_visible()
         page.on("dialog", lambda dialog: dialog.accept())

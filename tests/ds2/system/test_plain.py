@@ -69,3 +69,4 @@ def test_endless_nesting_is_shown_short() -> None:
 
 def test_one_thing_is_not_written_as_several() -> None:
     assert [counted(number, "more line") for number in (0, 1, 2)] == ["0 more lines", "1 more line", "2 more lines"]
+    assert [counted(number, "hypothesis", "hypotheses") for number in (1, 2)] == ["1 hypothesis", "2 hypotheses"]

@@ -25,6 +25,10 @@ def session(detection: Any) -> dict[str, Any]:
     return {"type": "transcription", "audio": {"input": {"turn_detection": detection}}}
 
 
+def update(**settings: Any) -> dict[str, Any]:
+    return {"type": "session.update", "session": {"type": "transcription", "audio": {"input": settings}}}
+
+
 def _silence(milliseconds: float) -> dict[str, Any]:
     return {"type": "server_vad", "silence_duration_ms": milliseconds}
 
@@ -86,7 +90,11 @@ def test_a_commit_makes_an_item_of_all_that_was_sent(shared: Callable[..., Runni
 def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(shared: Callable[..., Running]) -> None:
     running, data = shared(), speech(2, 1.0, RATE_HZ)
     bad = [
-        ({"type": "response.create", "event_id": "mine"}, "response.create"),
+        ({"type": "response.create", "event_id": "mine"}, "session.update, and input_audio_buffer.append"),
+        ({"type": "input_audio_buffer.append"}, "audio is None: give base64"),
+        (update(transcription={"promt": "ab"}), "session.audio.input.transcription.promt is no setting; did you mean"),
+        (update(turn_detecton=None), "session.audio.input.turn_detection?"),
+        (update(turn_detection={"type": "server_vad", "silence_duration": 1}), "did you mean"),
         ({"type": "input_audio_buffer.commit"}, "append audio"),
         ({"type": "input_audio_buffer.append", "audio": "%"}, "base64"),
         ({"type": "session.update", "session": {"type": "realtime"}}, "transcription"),
