@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.audio.read import MAX_PEAK, RATES_HZ, AudioError
+from ds2.system.plain import short_repr
 
 
 def as_samples(audio: ArrayLike | Tensor) -> NDArray[np.float32]:
@@ -27,6 +28,8 @@ def as_samples(audio: ArrayLike | Tensor) -> NDArray[np.float32]:
         audio = audio.detach().cpu()
         audio = audio.float() if audio.is_floating_point() else audio  # NumPy has no bfloat16
     array = np.asarray(audio)
+    if not array.ndim:
+        raise AudioError(f"{short_repr(audio)} is no audio: give the path of a file, or samples (N,)")
     if array.ndim != 1 or not array.size:
         raise AudioError(
             f"samples have the shape {array.shape}: give (N,) of one channel, N above 0; of several channels their mean"

@@ -16,7 +16,7 @@ from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
-from ds2.model.shipped import WEIGHTS, folder_of, names
+from ds2.model.shipped import WEIGHTS, folder_of, looks_like_model, names
 from ds2.system import UserError
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import (
@@ -92,17 +92,15 @@ def find_model(path: Path) -> Path:
     The path may be the name of a model that comes with ds2.
     """
     path = folder_of(path)
+    way_out = f"give a run folder, its best.safetensors, or one of {', '.join(names())}, which comes with ds2"
     if not path.exists():
-        raise CheckpointError(
-            f"there is no checkpoint {path}: give a run folder, its best.safetensors, or one of {', '.join(names())}, "
-            "which comes with ds2"
-        )
+        raise CheckpointError(f"there is no checkpoint {path}: {way_out}")
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
             f"{path} is written by `ds2 export` for other programs: give the model that it was made of"
         )
-    if path.suffix == ".jsonl":
-        raise CheckpointError(f"{path} is a manifest, not a model: the model comes before it")
+    if path.is_file() and not looks_like_model(str(path)):
+        raise CheckpointError(f"{path} is not a model of ds2, which comes first: {way_out}")
     if not path.is_dir():
         return path
     for name in WEIGHTS:

@@ -61,6 +61,7 @@ def test_samples_of_another_rate_are_resampled(make_model: Callable[..., Path], 
     ("audio", "rate_hz", "message"),
     [
         (np.zeros(9), None, "has no sample rate"),
+        (3, 16000, "3 is no audio: give the path of a file"),
         (np.zeros((9, 2)), 16000, r"shape \(9, 2\): give \(N,\)"),
         (np.zeros(0), 16000, "N above 0"),
         (np.full(9, 20000.0), 16000, "divided by 32768"),
