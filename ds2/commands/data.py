@@ -211,8 +211,9 @@ def _add_split(commands: Any) -> None:
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl, dev.jsonl, ...")
     parser.add_argument(
-        "--shares", nargs="+", default=["train=0.9", "dev=0.1"], metavar="PART=SHARE", help="default train=0.9 dev=0.1"
-    )
+        "--shares", nargs="+", default=["train=0.9", "dev=0.1"], metavar="PART=SHARE",
+        help="of the audio; only proportions count, 8 and 2 are 0.8 and 0.2 (default train=0.9 dev=0.1)",
+    )  # fmt: skip
     parser.add_argument("--by", choices=UNITS, default="speaker", help="unit that is not divided (default speaker)")
     parser.add_argument("--seed", type=whole(0, SEED), default=1)
     parser.set_defaults(run=_split)

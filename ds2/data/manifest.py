@@ -127,12 +127,14 @@ def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
     utterances: list[Utterance] = []
     errors: list[str] = []
     ignored: set[str] = set()
+    objects = 0
     for number, line in read_byte_lines(path):
         if not line.strip():
             continue
         source = f"{path}:{number}"
         try:
             record = _parse(line)
+            objects += 1
             ignored.update(record.keys() - set(_KEYS))
             utterance = _to_utterance(record, folder, source)
             key = (utterance.audio_filepath, utterance.offset_s)
@@ -144,6 +146,11 @@ def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
             errors.append(f"{source}: {error}")
     if errors:
         others = len(errors) - _MAX_ERRORS_SHOWN
+        if not objects and len(errors) > 1:  # a recording or a plain text
+            raise ManifestError(
+                f"{errors[0]}\nNo line of {path} is a JSON object: give a manifest, whose lines are objects with "
+                "audio_filepath, duration and text; `ds2 data import` writes them"
+            )
         more = [f"... and {counted(others, 'more line')}"] if others > 0 else []
         raise ManifestError("\n".join([*errors[:_MAX_ERRORS_SHOWN], *more]))
     if not utterances:

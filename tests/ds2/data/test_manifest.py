@@ -79,3 +79,13 @@ def test_an_utterance_in_two_manifests_of_one_list_is_named_with_both_places(tmp
         write_manifest(tmp_path / f"{name}.jsonl", [Utterance(tmp_path / "a.wav", 1.0, name)])
     with pytest.raises(ManifestError, match=r"n\.jsonl:1: a was listed before, at .*m\.jsonl:1"):
         read_manifests([tmp_path / "m.jsonl", tmp_path / "n.jsonl"])
+
+
+@pytest.mark.parametrize("content", [b"hello world\nsecond line\n", bytes(range(256)) * 4], ids=["text", "binary"])
+def test_a_file_that_is_no_manifest_is_called_so(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "talk").write_bytes(content)
+    with pytest.raises(
+        ManifestError, match=r"talk:1: .*\nNo line of .*talk is a JSON object: .*`ds2 data import`"
+    ) as info:
+        read_manifest(tmp_path / "talk")
+    assert len(str(info.value).splitlines()) == 2
