@@ -353,6 +353,15 @@ def test_results_of_an_unknown_commit_predict_nothing(
     assert refused.value.code == 2 and "copy.json does not name the commit" in capsys.readouterr().err
 
 
+def test_results_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import predict
+
+    with pytest.raises(SystemExit):
+        predict.main([str(tmp_path / "scaling.json"), str(tmp_path / "link.json")])
+    shown = capsys.readouterr().err
+    assert "scaling.json'; `bench.py scaling`" in shown and "No such file" in shown
+
+
 def test_the_delay_of_a_save_is_that_of_the_slowest_step_beside_it() -> None:
     from benchmarks.saves import delays
 

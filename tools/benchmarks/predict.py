@@ -1,8 +1,8 @@
 """Predict throughput on many ranks from the steps and the link of one machine, and compare with measured rows.
 
-    python tools/bench.py scaling --ranks 1 2 4 --per-rank 4 8 16 32 64 --model rnn_48_skip_4 --out measured
-    mpirun -n 4 python tools/bench.py collectives --device cuda --out measured/collectives.json
-    python tools/bench.py predict measured/scaling.json measured/collectives.json --way "ours over NCCL" \\
+    python tools/bench.py scaling --ranks 1 2 4 --per-rank 4 8 16 32 64 --model rnn_48_skip_4
+    mpirun -n 4 python tools/bench.py collectives --device cuda --out collectives.json
+    python tools/bench.py predict scaling.json collectives.json --way "ours over NCCL" \\
         --global-batch 512 --ranks 1 8 16 32 64 128 --ranks-per-host 8 --network-gb-per-s 25 --network-latency-us 20
 
 The model of one step on N ranks with b utterances each:
@@ -186,8 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         *files, collectives = (read_result(path) for path in (*options.scaling, options.collectives))
-    except ValueError as error:
-        parser.error(str(error))
+    except (OSError, ValueError) as error:
+        parser.error(f"{error}; `bench.py scaling` and `bench.py collectives` write such files with --out")
     for backend in options.backend:
         rows = [row for file in files for row in file["rows"] if row.get("backend", "auto") == backend]
         machine = compare(measured_host(rows, collectives, options), rows, backend, fit=options.fit)

@@ -66,7 +66,7 @@ def measure(
         noise = noise_overrides(folder / str(batch), batch, options)
     overrides = [
         f"model={options.model}", f"model.backend={backend}", f"comm.overlap={overlap}", f"comm.batch_norm={norm}",
-        *noise, f"run_dir={folder / 'run'}",
+        *noise,
     ]  # fmt: skip
     trainer, take_step = open_trainer(overrides, batch, comm)
     trainer.overlap.decided = True  # each of the two is measured
