@@ -205,11 +205,10 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> ChainCo
     count = ChainCounts()
     unbroken = folder / "unbroken"
     started = time.monotonic()
-    status = run_and_kill(work.command(unbroken), unbroken)
-    whole_s = time.monotonic() - started
-    if status:
+    if status := run_and_kill(work.command(unbroken), unbroken):
         count.faults.append(f"the unbroken run ended with status {status}: {last_output(unbroken)}")
         return count
+    whole_s = time.monotonic() - started
     expected, ordinary = work.result(unbroken), {path.name for path in _temporary(unbroken)}  # torch's own caches
     while count.kills < kills and len(count.faults) < MAX_FAULTS:
         chain = folder / f"chain{count.chains}"
@@ -217,9 +216,8 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> ChainCo
         for kill in range(min(KILLS_A_CHAIN, kills - count.kills)):
             alone = work.ranks > 1 and draw.random() < 0.5
             started = time.monotonic()
-            status = run_and_kill(
-                work.command(chain), chain, draw.uniform(0.2, 1.05) * whole_s, draw if alone else None
-            )
+            kill_after_s = draw.uniform(0.2, 1.05) * whole_s
+            status = run_and_kill(work.command(chain), chain, kill_after_s, draw if alone else None)
             count.kills += status is None
             if status is not None:
                 if kill == 0:  # a whole run that was over before: the machine is less busy than it was
@@ -236,9 +234,8 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> ChainCo
         leftovers = [path for path in _temporary(chain) if path.name not in ordinary]
         if leftovers:
             size = sum(path.stat().st_size for path in leftovers if path.is_file()) / 1e6
-            count.faults.append(
-                f"chain {count.chains} left {len(leftovers)} temporary files, {size:.1f} MB: {leftovers[0].name}"
-            )
+            left = f"left {len(leftovers)} temporary files, {size:.1f} MB: {leftovers[0].name}"
+            count.faults.append(f"chain {count.chains} {left}")
         shutil.rmtree(chain, ignore_errors=True)
     return count
 
@@ -270,15 +267,13 @@ def run_and_kill(
         **os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "DS2_CACHE_DIR": str(folder / "cache"),
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }  # fmt: skip
+    options = {"cwd": folder, "env": environment, "start_new_session": True}
     with (folder / "output.txt").open("ab") as output:
-        job = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
+        job = subprocess.Popen(command, stdout=output, stderr=output, **options)
         try:
             return job.wait(kill_after_s or None)
         except subprocess.TimeoutExpired:
-            family = [job.pid, *_descendants(job.pid)]
-            ranks = [pid for pid in family if _is_python(pid)] if one_of else []
+            ranks = [pid for pid in (job.pid, *_descendants(job.pid)) if _is_python(pid)]
             if ranks and one_of:
                 _kill([one_of.choice(ranks)])
                 with suppress(subprocess.TimeoutExpired):

@@ -116,7 +116,7 @@ class World(Machine):
         CONFIG.data.cache = self.draw.choice(("disk", "none", "none", "none"))
         for _ in range(self.draw.randint(1, RANKS)):
             self.start()
-        self.call_later(self.draw.expovariate(1.0), self._go_on)
+        self.call_later(self.draw.expovariate(1.0), self._look_and_disturb)
         self.run_events()
 
     def pause(self, where: str = "call") -> None:
@@ -125,18 +125,17 @@ class World(Machine):
         if self.running is None or not most or self.draw.random() >= often:
             return
         self._at[where], self.disturbed_s = (most - 1, often), self.now_s
-        kind = self.draw.choice(("kill", "stop", "stop", "stop", "cut power"))
-        if kind == "kill":
-            self.process.kill()
-        elif kind == "stop":
-            self.process.stop(self.stop_s())
-        else:
-            self.cut_power()
+        self.strike(self.process, self.draw.choice(("kill", "stop", "stop", "stop", "cut power")))
         self.running.sleep(0.0)
 
-    def stop_s(self) -> float:
-        """How long a process is stopped: sometimes for longer than the others may wait for it."""
-        return self.draw.uniform(0.1, self.draw.choice((3, 3, 3, 3, 3, 3, 3, 30)) * SILENT_S)
+    def strike(self, process: Process, kind: str) -> None:
+        """Kill a process, stop it, sometimes for longer than the others may wait for it, or cut the power of all."""
+        if kind == "kill":
+            process.kill()
+        elif kind == "stop":
+            process.stop(self.draw.uniform(0.1, self.draw.choice((3, 3, 3, 3, 3, 3, 3, 30)) * SILENT_S))
+        else:
+            self.cut_power()
 
     def cut_power(self) -> None:
         """End all processes, and with them what the disk does not hold."""
@@ -185,7 +184,7 @@ class World(Machine):
         finally:
             process.dead = True
 
-    def _go_on(self) -> None:
+    def _look_and_disturb(self) -> None:
         self.look()
         living = [process for process in self.processes if not process.dead]
         done = not living and any(process.status == 0 for process in self.processes)
@@ -203,34 +202,31 @@ class World(Machine):
             self.start()
         elif self.events:
             self.disturb(living)
-        self.call_later(self.draw.expovariate(1.0), self._go_on)
+        self.call_later(self.draw.expovariate(1.0), self._look_and_disturb)
 
     def disturb(self, living: Sequence[Process]) -> None:
         """Do something to the processes."""
         self.events, self.disturbed_s = self.events - 1, self.now_s
         process = self.draw.choice(living)
         kind = self.draw.choice(KINDS)
-        if kind == "kill":
-            process.kill()
+        if kind in ("kill", "stop", "cut power"):
+            self.strike(process, kind)
         elif kind == "kill all":
             for each in living:
                 self.call_later(self.draw.uniform(0, 1.5), each.kill)
-        elif kind == "stop":
-            process.stop(self.stop_s())
         elif kind == "leave":
             process.signals.append(signal.SIGTERM)
-        elif kind == "cut power":
-            self.cut_power()
         elif kind == "bad disk":
             self.disk.is_full, self.disk.slowness = self.draw.choice(((True, 1.0), (False, 30.0)))
             self.call_later(self.draw.uniform(1, 10), self.disk.mend)
         elif kind == "damage cache":
             for path in CACHE.glob("*.audio"):
-                data, place = path.stat().data, self.draw.randrange(len(path.stat().data))
-                path.stat().data = data[:place] + bytes([data[place] ^ 1 << self.draw.randrange(8)]) + data[place + 1 :]
+                data = bytearray(path.read_bytes())
+                data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
+                path.stat().data = bytes(data)
         elif kind == "change audio":
             self.changes += 1
-            for number, path in list(enumerate(AUDIO))[: self.draw.randint(1, len(AUDIO))]:  # what they add up to stays
+            for number, path in enumerate(AUDIO[: self.draw.randint(1, len(AUDIO))]):  # what they add up to stays
                 path.stat().data = np.array([(1 << number) + self.changes, -self.changes], "<i2").tobytes()
                 path.stat().st_mtime_ns += self.draw.randint(0, 1)
         elif len(living) < RANKS:
