@@ -21,6 +21,7 @@ import gc
 import json
 import logging
 import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -29,13 +30,13 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ class Strike:
     at_s: float
     of_rank: bool = True
     until_s: float = math.inf
+
+
+Stopped = tuple[float, BaseProcess, Strike]  # until when, who, and by what
 
 
 @dataclass
@@ -171,24 +175,24 @@ def disturbed(
     slow.touch()
     start_one = partial(start, run, output, slow=slow if options.device == "cuda" else None)
     running = [start_one() for _ in range(draw.randint(1, options.ranks))]
-    stopped: dict[int, tuple[float, Strike]] = {}  # processes, and when they go on
+    stopped: list[Stopped] = []
     events, once = draw.randint(EVENTS[0], max(options.events, EVENTS[0])), list(ONCE)
     done = False
     while not done or running or stopped:
         time.sleep(draw.uniform(*PAUSE_S))
-        for process in [process for process, (until, _) in stopped.items() if until < time.monotonic()]:
-            os.kill(process, signal.SIGCONT)
-            stopped.pop(process)[1].until_s = time.time()
-            running.append(process)
-        ended = {process: _status(process) for process in running}
-        done |= 0 in ended.values()
-        running = [process for process, status in ended.items() if status is None]
-        if why := _failure(ended.values(), time.monotonic() - began):
-            _kill([*running, *stopped])
+        running += _wake(stopped)
+        statuses = {process.exitcode for process in running}
+        done |= 0 in statuses
+        running = [process for process in running if process.exitcode is None]
+        if why := _failure(statuses, time.monotonic() - began):
+            for process in (*running, *(process for _, process, _ in stopped)):
+                process.kill()
+                process.join()
             raise Fault(f"{why}: {last_output(folder)}")
         if not (done or running or stopped):  # one has to finish
             running.append(start_one())
-        ranks = [process for process in _ranks(folder / "broken") if process in running]
+        by_number = {process.pid: process for process in running}
+        ranks = [by_number[number] for number in _ranks(folder / "broken") if number in by_number]
         settled = len(ranks) == len(running) or draw.random() < UNSETTLED  # processes take seconds to become ranks
         if not (events and ranks and settled):
             continue
@@ -200,10 +204,10 @@ def disturbed(
         elif number is not None:
             process = ranks[0] if event != kind else draw.choice(ranks if draw.random() < 0.9 else running)
             count.of_ranks += process in ranks
-            os.kill(process, number)
-            strikes.append(Strike(kind, process, time.time(), process in ranks))
+            os.kill(process.pid, number)
+            strikes.append(Strike(kind, process.pid, time.time(), process in ranks))
             if number == signal.SIGSTOP:
-                stopped[process] = time.monotonic() + draw.uniform(0.1, 2 * SILENT_S), strikes[-1]
+                stopped.append((time.monotonic() + draw.uniform(0.1, 2 * SILENT_S), process, strikes[-1]))
                 running.remove(process)
         else:
             continue
@@ -214,6 +218,17 @@ def disturbed(
     count.paused_s += pauses_s(folder / "broken", strikes)
     killed = {strike.process: strike.at_s for strike in strikes if strike.kind == "kill"}
     count.recovered_s += recovered_s(folder / "broken", killed)
+
+
+def _wake(stopped: list[Stopped]) -> list[BaseProcess]:
+    """Let those processes go on whose time has come; returns them."""
+    due = [entry for entry in stopped if entry[0] < time.monotonic()]
+    for entry in due:
+        _, process, strike = entry
+        os.kill(process.pid, signal.SIGCONT)
+        strike.until_s = time.time()
+        stopped.remove(entry)
+    return [process for _, process, _ in due]
 
 
 def recovered_s(folder: Path, killed: dict[int, float]) -> list[float]:
@@ -275,25 +290,12 @@ def _ranks(folder: Path) -> list[int]:
     return []
 
 
-def _status(process: int) -> int | None:
-    """The status of a process, None while it runs."""
-    ended, code = os.waitpid(process, os.WNOHANG)
-    return os.waitstatus_to_exitcode(code) if ended else None
-
-
 def _failure(statuses: Iterable[int | None], run_s: float) -> str:
     """Why a run has failed, by the statuses of its processes and its time so far, or ''."""
     failed = [status for status in statuses if status not in (None, *_EXPECTED)]
     if failed:
         return f"a rank ended with status {failed[0]}"
     return f"not done after {LIMIT_S:.0f} s" if run_s > LIMIT_S else ""
-
-
-def _kill(processes: Sequence[int]) -> None:
-    """Kill the processes of a run and wait until they have ended."""
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
 
 
 def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> None:
@@ -303,11 +305,11 @@ def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> No
         last = max(steps)
         job = [f"train.max_steps={last}", "comm=gloo" if world > 1 else "comm=single"]
         environments = variables_of_ranks(world) if world > 1 else [{}]
-        processes = [start((*run, *job), folder / "whole.txt", environment) for environment in environments]
-        for process in processes:
-            if status := os.waitpid(process, 0)[1]:
+        for process in [start((*run, *job), folder / "whole.txt", environment) for environment in environments]:
+            process.join()
+            if process.exitcode:
                 why = last_output(folder, "whole.txt")
-                raise Fault(f"the run with {world} ranks up to step {last} ended with {status}: {why}")
+                raise Fault(f"the run with {world} ranks up to step {last} ended with {process.exitcode}: {why}")
 
 
 def ranks_of_steps(folder: Path) -> dict[int, int]:
@@ -341,30 +343,25 @@ def pause_before_steps(slow: Path) -> None:
         time.sleep(GPU_PAUSES_S[2 * self.progress.epoch > self.config.train.epochs] if slow.exists() else 0)
         return healthy(self, *arguments)
 
-    Trainer.step = step  # type: ignore[method-assign]
+    Trainer.step = step
 
 
 def start(
-    settings: Sequence[str], output: Path, environment: dict[str, str] | None = None, slow: Path | None = None
-) -> int:
-    """Fork a process that trains, slowly while there is a file `slow`; returns its number."""
-    process = os.fork()
-    if process:
-        return process
-    status = 2
-    try:
-        with output.open("ab", 0) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        logging.basicConfig(format="%(asctime)s %(process)d %(message)s", level=logging.INFO, force=True)
-        os.environ.update(environment or {})
-        if slow is not None:
-            pause_before_steps(slow)
-        config = compose_config(list(settings))
-        status = train(config, Path(config.run_dir))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    settings: Sequence[str], output: Path, environment: Mapping[str, str] | None = None, slow: Path | None = None
+) -> BaseProcess:
+    """Fork a process that trains, slowly while there is a file `slow`."""
+    process = multiprocessing.get_context("fork").Process(target=_train, args=(settings, output, environment, slow))
+    process.start()
+    return process
+
+
+def _train(settings: Sequence[str], output: Path, environment: Mapping[str, str] | None, slow: Path | None) -> None:
+    with output.open("ab", 0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(format="%(asctime)s %(process)d %(message)s", level=logging.INFO, force=True)
+    os.environ.update(environment or {})
+    if slow is not None:
+        pause_before_steps(slow)
+    config = compose_config(list(settings))
+    sys.exit(train(config, Path(config.run_dir)))
