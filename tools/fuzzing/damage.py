@@ -46,10 +46,8 @@ def _cut(draw: random.Random, content: bytes) -> bytes:
 
 def _grow(draw: random.Random, content: bytes) -> bytes:
     at = draw.choice((_place(draw, content), len(content)))
-    added = draw.choice(
-        (draw.randbytes(draw.randint(1, 300)), bytes(draw.randint(1, 5000)), content[: len(content) // 2])
-    )
-    return content[:at] + added + content[at:]
+    random_bytes, zeros = draw.randbytes(draw.randint(1, 300)), bytes(draw.randint(1, 5000))
+    return content[:at] + draw.choice((random_bytes, zeros, content[: len(content) // 2])) + content[at:]
 
 
 def _block(draw: random.Random, content: bytes) -> bytes:
@@ -82,13 +80,9 @@ def _word(draw: random.Random, content: bytes) -> bytes:
 
 def _lines(draw: random.Random, content: bytes) -> bytes:
     lines = content.split(b"\n")
-    chosen = draw.randrange(len(lines))
-    where = draw.randrange(len(lines) + 1)
-    return b"\n".join(
-        draw.choice(
-            (lines[:chosen] + lines[chosen + 1 :], [*lines[:where], lines[chosen], *lines[where:]], lines[::-1])
-        )
-    )
+    chosen, where = draw.randrange(len(lines)), draw.randrange(len(lines) + 1)
+    removed, doubled = lines[:chosen] + lines[chosen + 1 :], [*lines[:where], lines[chosen], *lines[where:]]
+    return b"\n".join(draw.choice((removed, doubled, lines[::-1])))
 
 
 def _encoding(draw: random.Random, content: bytes) -> bytes:
@@ -154,6 +148,10 @@ def _list_of_files(draw: random.Random, content: bytes) -> bytes:
     return draw.choice((made, made, b"\xef\xbb\xbf" + made, made + content, content + made))
 
 
+def _with_checksum(header: bytearray) -> bytearray:
+    return header[:148] + b"%06o\0 " % (sum(header[:148]) + 8 * ord(" ") + sum(header[156:])) + header[156:]
+
+
 def _tar_header(draw: random.Random, content: bytes) -> bytes:
     """A tar file with one field of a header changed and the checksum right, or with a header twice, or a pax record."""
     at = 512 * draw.randrange(max(1, len(content) // 512))
@@ -165,18 +163,14 @@ def _tar_header(draw: random.Random, content: bytes) -> bytes:
         header[156] = draw.choice(b"SLKxg123456\0")
     elif kind == 2:
         header[0:100] = draw.choice((bytes(100), b"\xff" * 100, b"../" * 33 + b"a", header[0:100]))
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
+    header = _with_checksum(header)
     if kind == 3:  # a pax header before it
         record = draw.choice((b"size", b"path", b"GNU.sparse.size", b"GNU.sparse.map", b"hdrcharset", b"mtime"))
-        value = draw.choice(NUMBERS).encode()
-        body = record + b"=" + value + b"\n"
+        body = record + b"=" + draw.choice(NUMBERS).encode() + b"\n"
         pax = b"%d " % (len(body) + len(str(len(body) + 4)) + 1) + body
         before = bytearray(512)
         before[0:1], before[124:136], before[156:157] = b"p", b"%011o\0" % len(pax), b"x"
-        before[148:156] = b" " * 8
-        before[148:156] = b"%06o\0 " % sum(before)
-        header = before + pax.ljust(-(-len(pax) // 512) * 512, b"\0") + header
+        header = _with_checksum(before) + pax.ljust(-(-len(pax) // 512) * 512, b"\0") + header
     return content[:at] + bytes(header) + content[at + 512 * draw.randrange(2) :]
 
 
