@@ -145,7 +145,7 @@ def audio_blocks(
 
     Args:
         lenient: take what can be decoded of a truncated or damaged file, with a warning instead of an error, and warn
-            of a file that is too quiet.
+            of a file that is too quiet or has a lower rate.
     """
     path = Path(path)
     if offset_s < 0 or (duration_s is not None and not duration_s > 0):
@@ -154,6 +154,12 @@ def audio_blocks(
     with _opened(path, sample_rate_hz, lenient=lenient) as file:
         resampler = soxr.ResampleStream(file.samplerate, sample_rate_hz, 1, dtype="float32")
         blocks = _mono_blocks(file, path, offset_s, duration_s, channel, lenient=lenient)
+        if lenient and file.samplerate < sample_rate_hz:
+            warn_once(
+                log,
+                f"audio at {file.samplerate} Hz has no sound above {file.samplerate / 2:g} Hz: a model for "
+                f"{sample_rate_hz} Hz makes more errors in it (logged once)",
+            )
         try:
             for block in chain(blocks, [_NO_SAMPLES]):
                 last = block is _NO_SAMPLES

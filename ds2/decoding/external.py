@@ -25,6 +25,7 @@ from ds2.decoding.lexicon import LexiconError, Spelling, as_written
 from ds2.lm.files import arpa_file
 from ds2.lm.ngram import UNKNOWN, NGram
 from ds2.system.machine import usable_cores
+from ds2.system.plain import shortened
 from ds2.system.terminal import stderr_without
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
@@ -104,7 +105,7 @@ class NativeSearch:
         if bad := [word for word in options.hot_words if not word or not codes.keys() >= set(word)]:
             raise LexiconError(
                 f"hot words {bad}: decode.method=native takes single words in the characters that the network writes: "
-                f"{''.join(sorted(codes))}; phrases need decode.method=beam"
+                f"{shortened(' '.join(sorted(codes)))}; phrases need decode.method=beam"
             )
         self.options, self.splitter = options, ScoreSplitter(alphabet, options, lm)
         self.closing_space = Spelling.of(alphabet).space if lm is not None else -1

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import DecodeError
-from ds2.system.plain import short_repr
+from ds2.system.plain import short_repr, shortened
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: decode.hot_word_bonus
@@ -64,7 +64,7 @@ def check_characters(phrases: Iterable[str], characters: Collection[str]) -> Non
     """Raise LexiconError if a phrase is empty or has other characters than these and spaces."""
     known = {" ", *characters}
     if bad := [phrase for phrase in phrases if not phrase.strip() or not known.issuperset(phrase)]:
-        allowed = "".join(sorted(characters))
+        allowed = shortened(" ".join(sorted(characters)))
         raise LexiconError(f"hot phrases {bad[:5]}: give words in the characters that the network writes: {allowed}")
 
 

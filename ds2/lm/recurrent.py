@@ -180,14 +180,18 @@ def load_recurrent(path: Path, device: torch.device | str = "cpu") -> RecurrentL
     """Load a model file in evaluation mode.
 
     Raises:
-        CheckpointError: the file is missing or damaged.
-        LanguageModelError: a file of another kind.
+        CheckpointError: the file is damaged.
+        LanguageModelError: the file is missing or of another kind.
     """
+    if not path.is_file():
+        raise LanguageModelError(
+            f"there is no recurrent language model {path}: `ds2 lm train TEXT... --output {path}` makes one"
+        )
     kind = read_metadata(path).get("kind")  # read before the tensors: the digest of an n-gram model does not cover them
     if kind != _KIND:
         raise LanguageModelError(
-            f"{path} is a {kind}, not a recurrent language model: `ds2 lm train` writes recurrent models; an n-gram "
-            "model belongs in decode.lm"
+            f"{path} is of kind {kind}, not a recurrent language model: `ds2 lm train` writes recurrent models; an "
+            "n-gram model belongs in decode.lm"
         )
     tensors, metadata = load(path, device)
     try:

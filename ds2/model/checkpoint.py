@@ -100,7 +100,7 @@ def find_model(path: Path) -> Path:
             f"{path} is written by `ds2 export` for other programs: give the model that it was made of"
         )
     if path.is_file() and not looks_like_model(str(path)):
-        raise CheckpointError(f"{path} is not a model of ds2, which comes first: {way_out}")
+        raise CheckpointError(f"{path} is not a model of ds2: {way_out}")
     if not path.is_dir():
         return path
     for name in WEIGHTS:
@@ -119,7 +119,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     file = find_model(Path(path))
     kind = read_metadata(file).get("kind")  # first: the digest of an n-gram model does not cover its tensors
     if kind != "model":
-        raise CheckpointError(f"{file} is a {kind}, not a model: give {' or '.join(WEIGHTS)}")
+        raise CheckpointError(f"{file} is of kind {kind}, not a model: give {' or '.join(WEIGHTS)}")
     tensors, metadata = load(file)
     try:
         header = from_plain(_ModelHeader, metadata, "metadata")

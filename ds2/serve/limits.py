@@ -115,7 +115,11 @@ class Limits:
             key = protocol if before in ("token", "bearer") else key  # as Deepgram has it
         sent = (key, unquote(key))  # a subprotocol takes fewer characters than a key may have
         if self.api_key and not any(hmac.compare_digest(one.encode(), self.api_key.encode()) for one in sent):
-            raise StatusError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
+            raise StatusError(
+                "this server wants its API key: send Authorization: Bearer KEY, or enter it on the page, in Settings",
+                401,
+                1008,
+            )
 
     def check_duration(self, seconds: float) -> None:
         """Raise SessionOverError past the longest session."""

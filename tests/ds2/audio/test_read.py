@@ -101,6 +101,17 @@ def test_channels_are_averaged_and_that_is_logged_once(tmp_path: Path, caplog: p
     ]
 
 
+def test_a_lower_rate_than_the_models_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    soundfile.write(tmp_path / "a.wav", np.full(800, 0.5), 8000)
+    with caplog.at_level(logging.WARNING):
+        for rate_hz in (8000, 16000, 16000):
+            assert sum(map(len, audio_blocks(tmp_path / "a.wav", rate_hz, lenient=True))) == rate_hz // 10
+    assert [record.message for record in caplog.records] == [
+        "audio at 8000 Hz has no sound above 4000 Hz: a model for 16000 Hz makes more errors in it (logged once)"
+    ]
+
+
 def test_a_little_over_full_scale_is_clipped(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.array([1.5, -2.0, 0.5]), 16000, subtype="FLOAT")
     np.testing.assert_array_equal(read_audio(tmp_path / "a.wav"), np.array([1, -1, 0.5], np.float32))

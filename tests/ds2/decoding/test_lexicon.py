@@ -182,7 +182,7 @@ def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) 
     ("hot", "message"),
     [
         ({"": 1.0}, "hot phrases"),
-        ({"c": 1.0}, "characters that the network writes: ab"),
+        ({"c": 1.0}, "characters that the network writes: a b"),
         ({"a" * 201: 1.0}, "200 characters"),
         ({"a": float("nan")}, "bonus nan of the hot phrase 'a': give numbers from -1000000 to 1000000"),
         ({"a": 1e39}, r"bonus 1e\+39"),

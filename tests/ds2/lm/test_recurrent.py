@@ -175,7 +175,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         TrainingText.of(iter([]), AB)
     with pytest.raises(ConfigError, match="hidden=0"):
         small(hidden=0)
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(LanguageModelError, match=r"there is no recurrent language model .*none: `ds2 lm train TEXT"):
         load_recurrent(tmp_path / "none")
     save_recurrent(tmp_path / "lm", small(), {})
     for changes in ({"hidden": 65_536}, {"layers": 3}, {"hidden": 0}, {"hidden": "16"}):
@@ -191,9 +191,9 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="digest"):
         load_recurrent(tmp_path / "damaged")
     run(["build", str(_text(tmp_path)), "--output", str(tmp_path / "ngram"), "--order", "2"])
-    with pytest.raises(LanguageModelError, match="ngram is a n-gram, not a recurrent language model"):
+    with pytest.raises(LanguageModelError, match="ngram is of kind n-gram, not a recurrent language model"):
         load_recurrent(tmp_path / "ngram")  # whose digest is not of its tensors' content
-    with pytest.raises(CheckpointError, match="ngram is a n-gram, not a model"):
+    with pytest.raises(CheckpointError, match="ngram is of kind n-gram, not a model"):
         load_model(tmp_path / "ngram")
     with pytest.raises(LanguageModelError, match="lm: is a recurrent-lm, not an n-gram model: `ds2 lm build` writes"):
         load_ngram(tmp_path / "lm")

@@ -172,7 +172,7 @@ def test_mistakes_of_the_user_are_named(
     assert main(["evaluate", str(tmp_path / "none.safetensors")]) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
     assert main(["evaluate", str(tone_manifest)]) == 2
-    assert "is not a model of ds2, which comes first: give a run folder" in capsys.readouterr().err
+    assert "is not a model of ds2: give a run folder" in capsys.readouterr().err
     twice = [str(tone_manifest), str(tone_manifest)]
     assert main(["evaluate", str(model_file), *twice, "--device", "cpu"]) == 2
     assert "--out" in capsys.readouterr().err
