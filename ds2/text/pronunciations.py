@@ -14,6 +14,7 @@ from ds2.system import UserError
 
 Phones = tuple[str, ...]
 _STRESS = "012"
+_WAY_OUT = "give a model of phones, or lines as `ds2 data lexicon FILE --dictionary english` writes them"
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _MAX_TIMES = 100  # that packed pronunciations may grow; those of CMUdict grow 4 times
 
@@ -88,14 +89,12 @@ def read_pronunciations(path: Path, *, keep_stress: bool = True) -> Pronunciatio
 
         alphabet = read_metadata(path).get("alphabet")
         if not isinstance(alphabet, dict) or not isinstance(packed := alphabet.get("pronunciations"), str):
-            raise PronunciationError(f"{path} is no model of phones: it has no pronunciations")
+            raise PronunciationError(f"{path} is no model of phones: it has no pronunciations; {_WAY_OUT}")
         return Pronunciations.unpacked(packed)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PronunciationError(
-            f"pronunciations {path} cannot be read: {error}; `ds2 data lexicon` makes a file"
-        ) from error
+        raise PronunciationError(f"pronunciations {path} cannot be read: {error}; {_WAY_OUT}") from error
     return parse_pronunciations(text.splitlines(), str(path), keep_stress=keep_stress)
 
 

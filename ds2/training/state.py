@@ -492,7 +492,8 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
             theirs[name] = moved
         new = [symbol for symbol in alphabet.symbols if symbol not in labels]
         dropped = [symbol for symbol in source.alphabet.symbols if symbol not in alphabet.symbols]
-        log.info("labels: %d as in the model to start from, %d new: %s", len(rows), len(new), " ".join(map(repr, new)))
+        listed = f": {' '.join(map(repr, new))}" if new else ""
+        log.info("labels: %d as in the model to start from, %d new%s", len(rows), len(new), listed)
         if dropped:
             log.warning(
                 "this run lacks labels of the model to start from and cannot write them: %s",

@@ -71,7 +71,7 @@ def test_a_changed_alphabet_keeps_the_rows_of_shared_labels(
             old = symbols[1].index(symbol)
             assert torch.equal(mine.weight[row], theirs.weight[old]) and torch.equal(mine.bias[row], theirs.bias[old])
     assert mine.weight[3].abs().sum() > 0
-    assert "labels: 5 as in the model to start from, 1 new: 'x'" in caplog.text
+    assert "labels: 5 as in the model to start from, 1 new: 'x'\n" in caplog.text
 
 
 def test_labels_that_the_new_alphabet_lacks_are_named(

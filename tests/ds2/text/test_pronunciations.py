@@ -63,7 +63,9 @@ def test_broken_lines_are_named(lines: list[str], message: str) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PronunciationError, match=r"none.txt cannot be read: .*`ds2 data lexicon` makes a file"):
+    with pytest.raises(
+        PronunciationError, match=r"none.txt cannot be read: .*`ds2 data lexicon FILE --dictionary english`"
+    ):
         read_pronunciations(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes(b"d\xe9j\xe0 D EY ZH AA\n")
     with pytest.raises(PronunciationError, match=r"latin.txt cannot be read"):
