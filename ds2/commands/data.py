@@ -440,7 +440,7 @@ def _add_lexicon(commands: Any) -> None:
     )
     parser.add_argument(
         "--words", type=Path, nargs="+", default=[], metavar="FILE",
-        help="texts and manifests whose words are needed, and word models (.lm, .arpa); none: the whole dictionary",
+        help="texts and manifests whose words are needed, and word models (.lm, .lm.xz, .arpa); none: all its words",
     )  # fmt: skip
     parser.add_argument("--keep-stress", action="store_true", help="keep the 0, 1 or 2 at the end of phones")
     parser.add_argument(
@@ -507,7 +507,7 @@ def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
     from ds2.lm.sentences import SentenceReader
 
     counts: Counter[str] = Counter()
-    texts = [path for path in paths if path.suffix not in (".lm", ".arpa")]
+    texts = [path for path in paths if not {".lm", ".arpa"} & set(path.suffixes[-2:])]
     for tokens in SentenceReader(texts, "word", alphabet=None):
         counts.update(alphabet.normalise(" ".join(tokens))[0].split())
     for path in paths:

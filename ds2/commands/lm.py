@@ -366,7 +366,7 @@ def _grid_help(axis: int) -> str:
 def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
     build = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
-    build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
+    build.add_argument("--output", type=Path, required=True, help="books.lm: binary; books.lm.xz: compressed")
     build.add_argument("--arpa", type=Path, help="also write this ARPA file")
     build.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens")
     build.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
@@ -464,9 +464,9 @@ def make_parser() -> Parser:
 
     _add_train(commands)
 
-    convert = add_command(commands, "convert", "an ARPA file of any tool to the compact binary, or back")
-    convert.add_argument("lm", type=Path, help="binary or ARPA")
-    convert.add_argument("output", type=Path, help="ARPA where the name ends in .arpa, else binary")
+    convert = add_command(commands, "convert", "a model of any form, such as an ARPA file, to another")
+    convert.add_argument("lm", type=Path, help="binary, compressed or ARPA")
+    convert.add_argument("output", type=Path, help="books.arpa: ARPA; books.lm: binary; books.lm.xz: compressed")
     convert.set_defaults(run=_convert)
 
     ppl = add_command(commands, "ppl", "perplexity and OOV rate of texts")

@@ -1,20 +1,21 @@
-"""N-gram model files: a memory-mapped binary, which runs no code when it is opened, and ARPA files of any tool."""
+"""N-gram model files: a memory-mapped binary, the same compressed, and ARPA files of any tool. None runs code."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import lzma
 import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 import numpy as np
 import torch
@@ -38,12 +39,17 @@ from ds2.lm.ngram import (
     to_levels,
 )
 from ds2.system.files import atomic_file, cache_dir, read_lines, remove_stale, temporary_folder
-from ds2.system.plain import from_plain
+from ds2.system.plain import from_plain, parse_json
 from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header, write_tensors
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 log = logging.getLogger(__name__)
 FORMAT_VERSION = 2  # 1 had no digest of the header
+_COMPRESSED, _COMPRESSED_FORMAT = "compressed n-gram", 1
+_COLUMNS: tuple[type[np.int32 | np.int16], ...] = (  # words after each history, words, log-probs, back-offs
+    np.int32, np.int32, np.int16, np.int16,
+)  # fmt: skip
+_STEPS = 16  # of log-probs and back-offs in a compressed file, for each unit of the natural logarithm
 _HEAD_BYTES = 4096  # an ARPA file has its first header line in these
 _CACHE_VERSION = 1  # change it when `write_arpa` changes, which makes cached files invalid
 CACHE_LIMIT_BYTES = 4 << 30  # of cached files; the newest one is never deleted
@@ -55,11 +61,16 @@ _UNKNOWN_SPELLINGS = {"<UNK>": UNKNOWN}
 
 
 def save_ngram(model: NGram, path: Path) -> None:
-    """Write the binary, a safetensors file, atomically.
+    """Write the binary, a safetensors file, atomically; compressed if the name ends in .xz.
+
+    A compressed file has about an eighth of the size. Its log-probs and back-offs are rounded to 1 / 16.
 
     Raises:
-        LanguageModelError: the folder is not writable or the disk is full.
+        LanguageModelError: the folder is not writable, the disk is full, or a number is too large to be compressed.
     """
+    if path.suffix == ".xz":
+        _write_atomically(path, lambda partial: _compress(model, partial))
+        return
     tensors = {name: getattr(model, name).cpu().contiguous() for name in TENSORS}
     tensors["vocabulary"] = torch.frombuffer(bytearray("\n".join(model.vocabulary).encode()), dtype=torch.uint8)
     metadata = {
@@ -82,6 +93,8 @@ def save_ngram(model: NGram, path: Path) -> None:
 def load_ngram(path: Path) -> NGram:
     """Open a language model: a binary of `save_ngram`, which is memory-mapped, or an ARPA file.
 
+    A compressed binary is expanded at its first use, into the cache folder, and memory-mapped from there.
+
     Raises:
         LanguageModelError: the file is missing, truncated, damaged, of another program or of a newer format. The
             contents of a binary's tensors are not checked: `NGram.check` does.
@@ -90,6 +103,8 @@ def load_ngram(path: Path) -> NGram:
         raise LanguageModelError(f"there is no language model {path}: `ds2 lm build TEXT... --output {path}` makes one")
     if ".arpa" in path.suffixes or _looks_like_arpa(path):
         return read_arpa(path)
+    if path.suffix == ".xz":
+        return _load_compressed(path)
     try:
         with safe_open(str(path), framework="pt") as opened:
             header = opened.metadata() or {}
@@ -154,6 +169,118 @@ def _model(stored: _NgramHeader, tensors: dict[str, Tensor]) -> NGram:
     )
 
 
+@dataclass
+class _CompressedHeader:
+    """The first line of a compressed model, as JSON."""
+
+    format: int
+    kind: str
+    sizes: tuple[int, ...]  # n-grams by order
+    unit: str
+    alphabet: dict[str, Any] | None
+    vocabulary: tuple[str, ...]
+
+
+def _compress(model: NGram, path: Path) -> None:
+    """Write a header and, for each order, four columns of `_COLUMNS`: their first bytes, then their second ones, ..."""
+    levels = to_levels(model)
+    sizes = tuple(map(len, levels))
+    alphabet = None if model.alphabet is None else dict(model.alphabet)
+    header = _CompressedHeader(_COMPRESSED_FORMAT, _COMPRESSED, sizes, model.unit, alphabet, model.vocabulary)
+    with lzma.open(path, "wb") as file:
+        file.write(json.dumps(asdict(header)).encode() + b"\n")
+        for histories, level in zip((1, *sizes), levels, strict=False):
+            first = np.diff(level.prefix, prepend=-1) != 0  # the first word after each history
+            columns = (
+                np.bincount(level.prefix, minlength=histories),
+                np.where(first, level.word, np.diff(level.word, prepend=0)),
+                np.rint(level.log_prob * _STEPS),
+                np.rint(level.backoff * _STEPS),
+            )
+            for column, kind in zip(columns, _COLUMNS, strict=True):
+                if not (np.iinfo(kind).min <= column.min() and column.max() <= np.iinfo(kind).max):
+                    raise ValueError(
+                        "a log-prob or back-off is outside -2048 .. 2047, which a compressed file cannot hold: choose "
+                        "a name without .xz"
+                    )
+                file.write(column.astype(kind).view(np.uint8).reshape(len(column), -1).T.tobytes())
+
+
+def _expand(path: Path) -> NGram:
+    """Read a compressed model; raises ValueError, EOFError or LZMAError for a damaged file."""
+    with lzma.open(path) as file:
+        header = from_plain(_CompressedHeader, parse_json(file.readline().decode()), "header")
+        if header.kind != _COMPRESSED or header.format != _COMPRESSED_FORMAT:
+            raise ValueError(
+                f"is a {header.kind} of format {header.format}, expected {_COMPRESSED} of format {_COMPRESSED_FORMAT}"
+            )
+        if header.sizes[:1] != (len(header.vocabulary),):
+            raise ValueError(f"header: n-grams {header.sizes} do not fit {len(header.vocabulary)} words; {WAY_OUT}")
+        levels = []
+        for histories, size in zip((1, *header.sizes), header.sizes, strict=False):
+            lengths = (histories, size, size, size)
+            words_after, steps, log_prob, backoff = (
+                _column(file, length, kind) for length, kind in zip(lengths, _COLUMNS, strict=True)
+            )
+            if words_after.min() < 0 or words_after.sum() != size:
+                raise ValueError(f"an order has {words_after.sum()} n-grams instead of {size}; {WAY_OUT}")
+            sums = np.concatenate(([0], np.cumsum(steps, dtype=np.int64)))
+            before = sums[np.cumsum(words_after) - words_after]  # what was summed before each history's first word
+            levels.append(
+                Level(
+                    np.repeat(np.arange(histories), words_after),
+                    (sums[1:] - np.repeat(before, words_after)).astype(np.int32),
+                    (log_prob / np.float32(_STEPS)).astype(np.float32),
+                    (backoff / np.float32(_STEPS)).astype(np.float32),
+                )
+            )
+        if file.read(1):
+            raise ValueError(f"it goes on after its last column; {WAY_OUT}")
+    return from_levels(levels, header.vocabulary, header.unit, header.alphabet)
+
+
+def _column(file: IO[bytes], length: int, kind: type[np.int32 | np.int16]) -> NDArray[Any]:
+    """Read a column that was written byte by byte of its numbers."""
+    width = np.dtype(kind).itemsize
+    data = file.read(length * width)
+    if length < 1 or len(data) < length * width:
+        raise ValueError(f"it has {len(data)} of {length * width} bytes of a column; {WAY_OUT}")
+    column: NDArray[Any] = np.frombuffer(data, np.uint8).reshape(width, length).T.copy().view(kind)[:, 0]
+    return column
+
+
+def _load_compressed(path: Path) -> NGram:
+    """Return the model of a compressed file, memory-mapped from the cache folder if that can be written."""
+    cached: Path | None = None
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:24]
+        with suppress(RuntimeError):  # the user has no home folder
+            cached = cache_dir() / "lm" / f"{digest}.lm"
+            if cached.is_file():
+                with suppress(OSError):  # the file belongs to another user
+                    cached.touch()
+                return load_ngram(cached)
+    except OSError as error:
+        raise LanguageModelError(f"{path} cannot be read: {error.strerror}") from error
+    except LanguageModelError as error:
+        log.warning("%s; it is made anew", error)
+    log.info("expanding %s, which is done once", path)
+    try:
+        model = _expand(path)
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise LanguageModelError(f"{path} is no compressed language model or is damaged: {error}") from error
+    try:
+        if cached is None:
+            raise LanguageModelError("there is no cache folder")
+        save_ngram(model, cached)
+        _limit_cache(cached)
+        return load_ngram(cached)
+    except (LanguageModelError, OSError) as error:
+        log.warning("%s; the model is expanded at every start: set DS2_CACHE_DIR to a folder with enough space", error)
+        return model
+
+
 def _looks_like_arpa(path: Path) -> bool:
     with open(path, "rb") as opened:
         return b"\\data\\" in opened.read(_HEAD_BYTES)
@@ -165,10 +292,19 @@ def write_arpa(model: NGram, path: Path) -> None:
     Raises:
         LanguageModelError: the folder is not writable or the disk is full.
     """
-    try:
-        with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as out:
+
+    def write(partial: Path) -> None:
+        with partial.open("w", encoding="utf-8") as out:
             _write(model, out)
-    except OSError as error:
+
+    _write_atomically(path, write)
+
+
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    try:
+        with atomic_file(path) as partial:
+            write(partial)
+    except (OSError, ValueError) as error:
         raise LanguageModelError(f"{path} could not be written: {error}") from error
 
 
