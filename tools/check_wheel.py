@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # folder of the checkout -> its place in the wheel, and what of it belongs there
 PACKED = {
-    "ds2": ("ds2", ("*.py", "*.safetensors", "*.lm", "card.json")),
+    "ds2": ("ds2", ("*.py", "*.safetensors", "*.lm.xz", "card.json")),
     "ops/ds2_ops": ("ds2_ops", ("*.py", "*.cuh")),
     "conf": ("ds2/conf", ("*.yaml",)),
 }

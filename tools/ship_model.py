@@ -2,12 +2,12 @@
 
     ds2 data prepare recipe=english data.corpus=CORPORA
     python tools/ship_model.py text corpora/english/train.jsonl others.txt
-    ds2 lm build books_norm_42mb.txt.xz others.txt --order 3 --prune 0 1 3 --output english.lm
+    ds2 lm build books_norm_42mb.txt.xz others.txt --order 4 --prune 0 0 0 1 --output english.lm
     ds2 data lexicon english.txt --dictionary cmudict.dict --words corpora/english/train.jsonl english.lm
     ds2 train recipe=english data.corpus=CORPORA
     ds2 lm tune runs/english english.lm decode=phones
     ds2 evaluate runs/english decode=greedy --out greedy
-    ds2 evaluate runs/english decode.beam=128 --out lm
+    ds2 evaluate runs/english --out lm
     python tools/ship_model.py pack runs/english english.lm card.json --greedy greedy --lm lm --check dev.jsonl
 
 `pack` says how many of the first utterances of --check are recognised differently in 16 bits.
@@ -26,6 +26,7 @@ from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import DataConfig, DecodeConfig
 from ds2.data.manifest import read_manifest
 from ds2.data.splits import scored_utterances
+from ds2.lm.files import load_ngram, save_ngram
 from ds2.model.checkpoint import find_model
 from ds2.model.shipped import FOLDER
 from ds2.recognition.evaluate import recognition_loader
@@ -91,9 +92,9 @@ def pack(options: argparse.Namespace) -> int:
     source, folder = find_model(options.run), options.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    weights, lm = folder / "best.safetensors", folder / f"{folder.name}.lm"
+    weights, lm = folder / "best.safetensors", folder / f"{folder.name}.lm.xz"
     pack_weights(source, weights)
-    shutil.copyfile(options.language_model, lm)
+    save_ngram(load_ngram(options.language_model), lm)
     for file in (weights, lm):
         print(f"{file}: {file.stat().st_size:,} bytes")
         if file.stat().st_size > MAX_BYTES:
@@ -101,7 +102,7 @@ def pack(options: argparse.Namespace) -> int:
             return 1
     tensors, metadata = load(source)
     tuned = decode_settings(source, config_from_dict(metadata["config"]))
-    save_settings(replace(tuned, method="beam", lm=lm.name, beam=128), tuned_file(weights))
+    save_settings(replace(tuned, method="beam", lm=lm.name), tuned_file(weights))
     card = json.loads(options.card.read_text(encoding="utf-8"))
     card["parameters"] = sum(t.numel() for name, t in tensors.items() if name.startswith("model.") and t.ndim > 1)
     trained_by = str(metadata["metrics"].get("git_commit", "unknown"))
