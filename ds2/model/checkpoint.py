@@ -92,21 +92,22 @@ def find_model(path: Path) -> Path:
     The path may be the name of a model that comes with ds2.
     """
     path = folder_of(path)
-    way_out = f"give a run folder, its best.safetensors, or one of {', '.join(names())}, which comes with ds2"
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}: {way_out}")
+        raise CheckpointError(f"there is no checkpoint {path}: {_way_out()}")
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
             f"{path} is written by `ds2 export` for other programs: give the model that it was made of"
         )
-    if path.is_file() and not looks_like_model(str(path)):
-        raise CheckpointError(f"{path} is not a model of ds2: {way_out}")
     if not path.is_dir():
         return path
     for name in WEIGHTS:
         if (path / name).is_file():
             return path / name
     raise CheckpointError(f"{path} has no {' or '.join(WEIGHTS)}: give a model file or a run folder")
+
+
+def _way_out() -> str:
+    return f"give a run folder, its best.safetensors, or one of {', '.join(names())}, which comes with ds2"
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedModel:
@@ -117,6 +118,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
             config, are not floats, or are NaN, infinite or otherwise impossible.
     """
     file = find_model(Path(path))
+    if not looks_like_model(str(file)):
+        raise CheckpointError(f"{file} is not a model of ds2: {_way_out()}")
     kind = read_metadata(file).get("kind")  # first: the digest of an n-gram model does not cover its tensors
     if kind != "model":
         raise CheckpointError(f"{file} is of kind {kind}, not a model: give {' or '.join(WEIGHTS)}")
