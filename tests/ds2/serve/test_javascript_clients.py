@@ -48,9 +48,10 @@ const client = new OpenAI({ baseURL: `http://127.0.0.1:${settings.port}/v1`, api
   const options = async (name) => ({ model: "ds2", file: await toFile(audio, name) });
   const transcribe = client.audio.transcriptions;
   for await (const model of client.models.list()) print(model);
-  const timestamp_granularities = ["word"];
-  for (const response_format of ["json", "text", "verbose_json", "srt", "vtt"])
-    print(await transcribe.create({ ...await options("talk.wav"), response_format, timestamp_granularities }));
+  for (const response_format of ["json", "text", "verbose_json", "srt", "vtt"]) {
+    const times = response_format == "verbose_json" ? { timestamp_granularities: ["word"] } : {};
+    print(await transcribe.create({ ...await options("talk.wav"), response_format, ...times }));
+  }
   for await (const event of await transcribe.create({ ...await options("talk.wav"), stream: true })) print(event);
   audio.fill(0);
   try { await transcribe.create(await options("talk.wav")); }
