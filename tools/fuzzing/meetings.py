@@ -334,7 +334,7 @@ def simulated(world: World) -> Iterator[None]:
         *processes.stand_ins(world),
         *toy.stand_ins(world, world.dev_utterances),
     ]
-    previous = [(target, name, getattr(target, name, None)) for target, name, _ in changed]
+    previous = [(target, name, getattr(target, name)) for target, name, _ in changed]
     try:
         for target, name, value in changed:
             setattr(target, name, value)

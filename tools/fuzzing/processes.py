@@ -338,7 +338,7 @@ class Group(TcpGroup):
 class SimulatedMembers(Members):
     """Members without sockets."""
 
-    machine: Machine
+    machine: Any = None  # the Machine, while it is simulated
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -360,7 +360,7 @@ class SimulatedMembers(Members):
 class SimulatedCommunicator(ElasticCommunicator):
     """An `ElasticCommunicator` whose watchdog is in `Group`."""
 
-    machine: Machine
+    machine: Any = None  # the Machine, while it is simulated
 
     def _use(self, group: Any) -> None:
         self.rank, self.world, self.group = group.rank, group.size, group

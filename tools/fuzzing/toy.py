@@ -278,7 +278,7 @@ def stand_ins(machine: Machine, dev: Sequence[Utterance]) -> list[tuple[Any, str
         *[(module, "member_of", nothing) for module in (audio_cache, splits)],
         (audio_cache, "Path", DiskPath),
         (audio_cache, "read_audio", read_audio),
-        (audio_cache, "ThreadPool", lambda _: nullcontext(SimpleNamespace(imap_unordered=map))),
+        (audio_cache, "thread_pool", lambda _: nullcontext(SimpleNamespace(imap_unordered=map))),
         (audio_cache, "tqdm", lambda *_, **__: bar),
         (dev_set, "scored_utterances", lambda *_: dev),
         (dev_set, "_SHOWN", 0),
