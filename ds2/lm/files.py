@@ -257,9 +257,7 @@ def _load_compressed(path: Path) -> NGram:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:24]
         with suppress(RuntimeError):  # the user has no home folder
             cached = cache_dir() / "lm" / f"{digest}.lm"
-            if cached.is_file():
-                with suppress(OSError):  # the file belongs to another user
-                    cached.touch()
+            if _use(cached):
                 return load_ngram(cached)
     except OSError as error:
         raise LanguageModelError(f"{path} cannot be read: {error.strerror}") from error
@@ -518,13 +516,19 @@ def _kenlm_reads(path: Path) -> bool:
 
 def _cached_file(lm: NGram) -> Path:
     path = cache_dir() / "arpa" / f"{_content_key(lm)}.arpa"
-    if path.is_file():
-        with suppress(OSError):  # the file belongs to another user
-            path.touch()
-    else:
+    if not _use(path):
         write_arpa(lm, path)
         _limit_cache(path)
     return path
+
+
+def _use(cached: Path) -> bool:
+    """Return whether a file is in the cache folder, and mark it as used, so that it is not the next one deleted."""
+    if not cached.is_file():
+        return False
+    with suppress(OSError):  # the file belongs to another user
+        cached.touch()
+    return True
 
 
 def _content_key(lm: NGram) -> str:

@@ -234,8 +234,8 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> ChainCo
         leftovers = [path for path in _temporary(chain) if path.name not in ordinary]
         if leftovers:
             size = sum(path.stat().st_size for path in leftovers if path.is_file()) / 1e6
-            left = f"left {len(leftovers)} temporary files, {size:.1f} MB: {leftovers[0].name}"
-            count.faults.append(f"chain {count.chains} {left}")
+            files = f"{len(leftovers)} temporary files, {size:.1f} MB: {leftovers[0].name}"
+            count.faults.append(f"chain {count.chains} left {files}")
         shutil.rmtree(chain, ignore_errors=True)
     return count
 

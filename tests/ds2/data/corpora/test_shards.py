@@ -88,8 +88,8 @@ def test_shards_of_ds2_are_a_webdataset(tmp_path: Path) -> None:
         (tmp_path / f"{name}.wav").write_bytes(sound(seconds, "WAV"))
     recordings = [Utterance(tmp_path / "a.wav", 0.5, "one", speaker="anna"), Utterance(tmp_path / "b.wav", 0.7, "two")]
     written = write_shards(recordings, tmp_path / "shards", 16000, 1_000_000)
-    found = import_corpus("webdataset", tmp_path / "shards")
-    assert facts(found) == facts(written.utterances)
+    utterances = import_corpus("webdataset", tmp_path / "shards")
+    assert facts(utterances) == facts(written.utterances)
 
 
 def test_cuts_of_a_shar_folder(tmp_path: Path) -> None:
