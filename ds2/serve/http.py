@@ -319,7 +319,17 @@ class HttpConnection(H11Protocol):
         streams.data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in JSON, as other refusals are; uvicorn's own answer is plain text."""
+        """Answer what is no HTTP in JSON, as other refusals are; uvicorn's own answer is plain text.
+
+        It is the last answer of the connection: that of a request whose body is no HTTP is not sent, and where that was
+        sent or begun, this one is not.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
         refusal = error_response(400, msg, {"connection": "close"})
         response = h11.Response(status_code=400, headers=refusal.raw_headers, reason=b"Bad Request")
         for event in (response, h11.Data(data=bytes(refusal.body)), h11.EndOfMessage()):
@@ -371,6 +381,17 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().resume_writing()
         if not self.read_paused:
             self.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """See uvicorn, which never answers a handshake that cannot be read: a POST, a body, a line of 8 KiB."""
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.close_sent:
+            self.close_sent = True
+            reason = self.conn.handshake_exc.__cause__ or self.conn.handshake_exc
+            refusal = error_response(400, f"this is no WebSocket handshake: {reason}", {"connection": "close"})
+            headers = b"".join(name + b": " + value + b"\r\n" for name, value in refusal.raw_headers)
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + headers + b"\r\n" + bytes(refusal.body))
+            self.transport.close()
 
     def send_receive_event_to_app(self) -> None:
         """See uvicorn, which logs a traceback for each text that is not UTF-8."""

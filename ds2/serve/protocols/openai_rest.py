@@ -24,7 +24,7 @@ from ds2.decoding.hypothesis import Word, measured
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings
-from ds2.serve.limits import BadRequestError, FullError, Limits, StatusError, refuse_misspelt
+from ds2.serve.limits import BAD_DATA, BadRequestError, FullError, Limits, StatusError, refuse_misspelt
 from ds2.serve.phrases import KEYWORDS
 from ds2.system import UserError
 from ds2.system.plain import short_repr
@@ -87,10 +87,15 @@ class Transcriptions:
         return error_response(status, message)
 
     async def _transcribe(self, request: Request, upload: _Upload) -> Response:
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise StatusError(f"Content-Encoding {encoding[:40]!r} is not read: send the form as it is", 415, BAD_DATA)
         async with Request(request.scope, self._limited(request, upload)).form(max_files=1) as form:
             file, response_format = form.get("file"), str(form.get("response_format") or "json")
             if not isinstance(file, UploadFile):
-                raise BadRequestError("the form has no file: send multipart/form-data with a field `file`")
+                raise BadRequestError(
+                    "the form has no file: send multipart/form-data with a field `file`, which has a filename"
+                )
             refuse_misspelt(form, _FIELDS)
             if response_format not in FORMATS:
                 formats = ", ".join(FORMATS)

@@ -226,3 +226,56 @@ def test_a_websocket_that_is_refused_gets_the_reason(
     response = asyncio.run(refusal())
     assert response.status_code == code and way_out in json.loads(response.body)["error"]["message"]
     assert "without completing handshake" not in caplog.text
+
+
+HANDSHAKE = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+HANDSHAKE += b"Sec-WebSocket-Key: YWFhYWFhYWFhYWFhYWFhYQ==\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "message"),
+    [
+        (b"POST /vosk", b"Content-Length: 3\r\n", "unsupported request body"),
+        (b"GET /v1/listen?keywords=" + b"a" * 9000, b"", "expected no more than 8192 bytes"),
+        (b"GET /vosk", b"X: y\r\n" * 200, "expected no more than 128 headers"),
+    ],
+)
+def test_a_handshake_that_cannot_be_read_is_refused(
+    shared: Callable[..., Running], request_line: bytes, headers: bytes, message: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", shared().port), timeout=WAIT_S) as raw:
+        raw.sendall(request_line + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n" + HANDSHAKE + headers + b"\r\nabc")
+        head, _, body = raw.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and message in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [b"/healthz", b"/nothing"])
+@pytest.mark.parametrize("first", [b"", b"4\r\nabcd\r\n"])
+def test_a_body_that_is_no_http_is_logged_in_a_line(
+    shared: Callable[..., Running], path: bytes, first: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the answer, and after it."""
+    with socket.create_connection(("127.0.0.1", shared().port), timeout=WAIT_S) as raw:
+        raw.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + first)
+        answer = raw.recv(4096) if first else b""
+        raw.sendall(b"no size\r\n")
+        answer += raw.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 4") and answer.count(b"HTTP/1.1") == 1
+    assert (
+        "Traceback" not in caplog.text and "Fatal" not in caplog.text and not [r for r in caplog.records if r.exc_info]
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "code", "message"),
+    [({"Content-Encoding": "gzip"}, 415, "Content-Encoding 'gzip' is not read"), ({}, 400, "which has a filename")],
+)
+def test_uploads_in_other_forms_are_refused_with_the_reason(
+    shared: Callable[..., Running], headers: dict[str, str], code: int, message: str
+) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--x--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    request = urllib.request.Request(shared().web + TRANSCRIPTIONS, data=body, headers=kind | headers)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=WAIT_S)
+    assert refused.value.code == code and message in json.load(refused.value)["error"]["message"]
