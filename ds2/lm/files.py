@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import logging
@@ -51,9 +52,12 @@ _COLUMNS: tuple[type[np.int32 | np.int16], ...] = (  # words after each history,
 )  # fmt: skip
 _STEPS = 16  # of log-probs and back-offs in a compressed file, for each unit of the natural logarithm
 _HEAD_BYTES = 4096  # an ARPA file has its first header line in these
+_XZ = b"\xfd7zXZ\0"  # how compressed files start
+_UNPACKED_BY: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 _CACHE_VERSION = 1  # change it when `write_arpa` changes, which makes cached files invalid
 CACHE_LIMIT_BYTES = 4 << 30  # of cached files; the newest one is never deleted
 _LN10 = math.log(10.0)
+_MAX_LOG10 = 1e30  # of log-probs and back-offs, which are stored as float32
 _ABSENT_LOG10 = -100.0  # of -inf, and of <unk> in a file without it
 _BLOCK_LINES = 1 << 12
 _COUNT = re.compile(r"[0-9]{1,18}")
@@ -101,9 +105,9 @@ def load_ngram(path: Path) -> NGram:
     """
     if not path.is_file():
         raise LanguageModelError(f"there is no language model {path}: `ds2 lm build TEXT... --output {path}` makes one")
-    if ".arpa" in path.suffixes or _looks_like_arpa(path):
+    if _named_arpa(path) or b"\\data\\" in _head(path):
         return read_arpa(path)
-    if path.suffix == ".xz":
+    if path.suffix == ".xz" or _head(path, unpacked=False).startswith(_XZ):
         return _load_compressed(path)
     try:
         with safe_open(str(path), framework="pt") as opened:
@@ -157,16 +161,21 @@ def _model(stored: _NgramHeader, tensors: dict[str, Tensor]) -> NGram:
             raise ValueError(f"metadata.{name}: is {starts}, expected to rise from 0 to {held}; {WAY_OUT}")
     if len(entries) != len(states) or entries[1] != len(vocabulary) or states[1] != 1:
         raise ValueError(f"metadata: {entries} and {states} do not fit {len(vocabulary)} words; {WAY_OUT}")
-    if stored.unit not in UNITS:
-        raise ValueError(f"metadata.unit: is {stored.unit!r}, expected one of {', '.join(UNITS)}; {WAY_OUT}")
-    if stored.alphabet is not None:
-        try:
-            Alphabet.from_dict(stored.alphabet)
-        except AlphabetError as error:
-            raise ValueError(f"metadata.{error}; {WAY_OUT}") from error
+    _check_unit(stored.unit, stored.alphabet)
     return NGram(
         vocabulary, **tensors, entry_starts=entries, state_starts=states, unit=stored.unit, alphabet=stored.alphabet
     )
+
+
+def _check_unit(unit: str, alphabet: dict[str, Any] | None) -> None:
+    """Raise ValueError if the unit or the alphabet of a header is none."""
+    if unit not in UNITS:
+        raise ValueError(f"metadata.unit: is {unit!r}, expected one of {', '.join(UNITS)}; {WAY_OUT}")
+    if alphabet is not None:
+        try:
+            Alphabet.from_dict(alphabet)
+        except AlphabetError as error:
+            raise ValueError(f"metadata.{error}; {WAY_OUT}") from error
 
 
 @dataclass
@@ -216,6 +225,7 @@ def _expand(path: Path) -> NGram:
             )
         if header.sizes[:1] != (len(header.vocabulary),):
             raise ValueError(f"header: n-grams {header.sizes} do not fit {len(header.vocabulary)} words; {WAY_OUT}")
+        _check_unit(header.unit, header.alphabet)
         levels = []
         for histories, size in zip((1, *header.sizes), header.sizes, strict=False):
             lengths = (histories, size, size, size)
@@ -266,8 +276,9 @@ def _load_compressed(path: Path) -> NGram:
     log.info("expanding %s, which is done once", path)
     try:
         model = _expand(path)
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-        raise LanguageModelError(f"{path} is no compressed language model or is damaged: {error}") from error
+    except (OSError, EOFError, ValueError, MemoryError, LanguageModelError, lzma.LZMAError) as error:
+        reason = str(error) or "its header states a size beyond the memory"
+        raise LanguageModelError(f"{path} is no compressed language model or is damaged: {reason}") from error
     try:
         if cached is None:
             raise LanguageModelError("there is no cache folder")
@@ -279,9 +290,22 @@ def _load_compressed(path: Path) -> NGram:
         return model
 
 
-def _looks_like_arpa(path: Path) -> bool:
-    with open(path, "rb") as opened:
-        return b"\\data\\" in opened.read(_HEAD_BYTES)
+def _named_arpa(path: Path) -> bool:
+    return ".arpa" in (path.suffixes[-2:] if path.suffix in _UNPACKED_BY else [path.suffix])
+
+
+def _head(path: Path, *, unpacked: bool = True) -> bytes:
+    """Return the first bytes of a file, by default of what a file that ends in .gz or .xz holds; b"" of a damaged one.
+
+    The name alone tells little: some tools write ARPA files under any name, and files are renamed.
+    """
+    with (
+        suppress(OSError, EOFError, lzma.LZMAError),
+        (_UNPACKED_BY.get(path.suffix, open) if unpacked else open)(path, "rb") as file,
+    ):
+        head: bytes = file.read(_HEAD_BYTES)
+        return head
+    return b""
 
 
 def write_arpa(model: NGram, path: Path) -> None:
@@ -412,8 +436,10 @@ class _Reader:
             ]
             word_blocks.append(np.array(ids, np.int32).T)
         words, values = np.concatenate(word_blocks), np.concatenate(value_blocks, axis=1)
-        if not (np.isfinite(values).all() and (values[0] <= 0).all()):
-            raise self._error(f"the {n}-grams above hold a log-prob above 0 or a value that is not finite")
+        if not ((abs(values) <= _MAX_LOG10).all() and (values[0] <= 0).all()):  # false for NaN too
+            raise self._error(
+                f"the {n}-grams above hold a log-prob above 0, or a number that is not finite or beyond {_MAX_LOG10:g}"
+            )
         return words, values[0] * _LN10, values[1] * _LN10
 
     def _check(self, rows: list[tuple[int, list[str]]], n: int, count: int, top: bool) -> None:
@@ -490,7 +516,7 @@ def arpa_file(lm: NGram, source: str) -> Iterator[Path]:
     Raises:
         LanguageModelError: the temporary file cannot be written.
     """
-    if ".arpa" in Path(source).suffixes and _kenlm_reads(Path(source)):
+    if _named_arpa(Path(source)) and _kenlm_reads(Path(source)):
         yield Path(source)
         return
     try:

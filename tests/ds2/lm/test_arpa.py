@@ -106,6 +106,7 @@ def test_habits_of_other_tools(tmp_path: Path) -> None:
         ("-0.6\ta b", "-0.6\ta q", ":17: .*q is not among the unigrams"),
         ("-0.6\ta b", "0.6\ta b", "log-prob above 0"),
         ("-0.6\ta b", "nan\ta b", "not finite"),
+        ("-0.6\ta b", "-1e300\ta b", "beyond"),
         ("-0.6\ta b", "-0.6\t<s> a", "listed twice"),
         ("-0.8\tb", "-0.8\ta", "a is listed twice"),
         ("-0.2\ta b <UNK>", "-0.2\tb a b", "the prefix of 'b a b' is not listed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import lzma
 import os
@@ -13,7 +14,7 @@ import torch
 from support.lm_cases import zipf_text
 
 from ds2.cli import main
-from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.files import arpa_file, load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.system.files import cache_dir
@@ -92,6 +93,10 @@ def test_damaged_compressed_files_are_named(tmp_path: Path) -> None:
         "more n-grams": packed(sizes=[*sizes[:-1], sizes[-1] + 1]),
         "fewer n-grams": packed(sizes=[*sizes[:-1], sizes[-1] - 1]),
         "no n-grams": packed(sizes=[]),
+        "more than the memory": packed(sizes=[sizes[0], 10**15, sizes[2]]),
+        "a word twice": packed(vocabulary=fields["vocabulary"][:1] * sizes[0]),
+        "unit": packed(unit="phrase"),
+        "alphabet": packed(alphabet={"letters": "a"}),
         "negative": packed(sizes=[sizes[0], -sizes[1], sizes[2]]),
         "short": lzma.compress(header + b"\n" + columns[:-1]),
         "long": lzma.compress(header + b"\n" + columns + b"1"),
@@ -101,6 +106,20 @@ def test_damaged_compressed_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(LanguageModelError, match=r"m\.lm\.xz is no compressed language model or is damaged: "):
             pytest.fail(f"{name} gave {load_ngram(path).check()}")
     assert not cached_files()
+
+
+def test_what_a_file_holds_counts_not_its_name(tmp_path: Path) -> None:
+    names = "m.lm", "m.lm.xz", "m.arpa"
+    save_ngram(make_model(), tmp_path / names[0])
+    save_ngram(make_model(), tmp_path / names[1])
+    write_arpa(make_model(), tmp_path / names[2])
+    binary, compressed, arpa = ((tmp_path / name).read_bytes() for name in names)
+    packed = {"m.xz": lzma.compress(arpa), "m.gz": gzip.compress(arpa), "m.arpa.gz": gzip.compress(arpa)}
+    for name, content in {**packed, "my.arpa.lm": binary, "renamed.lm": compressed, "a.XZ": compressed}.items():
+        (tmp_path / name).write_bytes(content)
+        assert load_ngram(tmp_path / name).check().order == 3
+    with arpa_file(load_ngram(tmp_path / "my.arpa.lm"), str(tmp_path / "my.arpa.lm")) as path:
+        assert path.read_bytes().startswith(b"\\data\\")
 
 
 def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
