@@ -22,6 +22,7 @@ from ds2.audio.container import describe_damage
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, is_for_ffmpeg
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system import UserError
+from ds2.system.plain import short_repr
 from ds2.system.terminal import warn_once
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,17 @@ class AudioError(UserError):
 
 class EmptyAudioError(AudioError):
     """A file without any samples."""
+
+
+def check_rate(rate_hz: int) -> None:
+    """Raise AudioError unless a sample rate is a whole number in the range: the resampler drops fractions silently."""
+    low, high = RATES_HZ
+    try:
+        fits = low <= rate_hz <= high and float(rate_hz).is_integer()
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise AudioError(f"samples at {short_repr(rate_hz)} Hz: allowed are whole numbers from {low} to {high} Hz")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.audio.read import MAX_PEAK, RATES_HZ, AudioError
+from ds2.audio.read import MAX_PEAK, AudioError, check_rate
 from ds2.system.plain import short_repr
 
 
@@ -52,14 +52,16 @@ def is_in_range(samples: NDArray[np.float32]) -> bool:
 class Resampler:
     """Resamples one stream; how the samples are cut into pieces does not change the result.
 
+    Attributes:
+        samples: taken so far, before resampling.
+
     Raises:
-        AudioError: the rate is out of range.
+        AudioError: the rate is out of range, or no whole number.
     """
 
     def __init__(self, from_hz: int, to_hz: int) -> None:
-        low, high = RATES_HZ
-        if not low <= from_hz <= high:
-            raise AudioError(f"samples at {from_hz} Hz: allowed are {low} to {high} Hz")
+        check_rate(from_hz)
+        self.samples = 0
         self._stream = None if from_hz == to_hz else soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
 
     def accept(self, samples: NDArray[np.float32], *, in_range: bool = False) -> NDArray[np.float32]:
@@ -76,6 +78,7 @@ class Resampler:
         if not in_range and not np.isfinite(samples).all():
             raise AudioError("samples hold NaN or infinity: send finite floats in [-1, 1]")
         samples = np.asarray(samples, np.float32)
+        self.samples += len(samples)
         return samples if self._stream is None and in_range else self._resample(samples, last=False)
 
     def finish(self) -> NDArray[np.float32]:

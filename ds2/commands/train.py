@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import textwrap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,8 @@ def fit(overrides: Sequence[str]) -> Path:
     """Train as `ds2 train` does, in this process; see `ds2.train`."""
     if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
         raise ConfigError("train(...) takes overrides as on the command line: train('recipe=an4', 'run_dir=runs/an4')")
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("train(...) handles signals: call it in the main thread, or in a process of its own")
     config = compose_config(overrides)
     from ds2.training.loop import train
 

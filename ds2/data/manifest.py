@@ -18,7 +18,7 @@ import numpy as np
 from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.system import UserError
 from ds2.system.files import atomic_file, read_byte_lines
-from ds2.system.plain import counted, parse_object, short_repr
+from ds2.system.plain import counted, parse_object, short_repr, shortened
 from ds2.system.signals import time_limit
 
 log = logging.getLogger(__name__)
@@ -97,12 +97,19 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     """Write a manifest atomically.
 
     Audio in the manifest's folder has a relative path, so that the folder can be moved; other audio an absolute one.
+
+    Raises:
+        ManifestError: a text that cannot be written as UTF-8.
     """
     path = Path(path)
     folder = path.parent.resolve()
     with atomic_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
         for utterance in utterances:
-            file.write(json.dumps(_to_record(utterance, folder), ensure_ascii=False) + "\n")
+            line = json.dumps(_to_record(utterance, folder), ensure_ascii=False)
+            try:
+                file.write(line + "\n")
+            except UnicodeEncodeError as error:
+                raise ManifestError(f"{shortened(line)}: half of a surrogate pair is not a character") from error
 
 
 def _to_record(utterance: Utterance, folder: Path) -> dict[str, Any]:

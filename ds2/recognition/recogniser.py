@@ -21,7 +21,7 @@ from torch import Tensor
 from ds2.audio.read import AudioError, audio_blocks
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.device import resolve_device, resolve_precision
-from ds2.config.schema import BatchingConfig, DecodeConfig
+from ds2.config.schema import BatchingConfig, ConfigError, DecodeConfig
 from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder
@@ -38,6 +38,7 @@ from ds2.model.shipped import default_model
 from ds2.recognition.pipeline import Pipeline
 from ds2.recognition.session import BLOCK_S, Endpoints, LiveSession, Session
 from ds2.recognition.settings import decode_settings
+from ds2.system.plain import short_repr
 from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class Recogniser(Pipeline):
             ConfigError: an unknown device or precision.
             DecodeError, LanguageModelError: decoder settings that cannot work.
         """
+        if not isinstance(decode, DecodeConfig | None):
+            raise ConfigError(f"decode={short_repr(decode)}: give a ds2.config.schema.DecodeConfig(method='beam', ...)")
         file, chosen = find_model(default_model() if path is None else Path(path)), resolve_device(device)
         loaded = load_model(file, chosen)
         return cls.of(loaded, decode or decode_settings(file, loaded.config), chosen, precision)
@@ -182,7 +185,15 @@ class Recogniser(Pipeline):
         Args:
             decoder: one of `ds2.decoding`, or a function that gets the log-probs (T', V) float32 of an utterance on the
                 CPU, pieces of 20 s of a longer one, and returns its text; word times then come from an alignment.
+
+        Raises:
+            DecodeError: it is neither; later, if the function returns no text.
         """
+        if not callable(decoder) and not hasattr(decoder, "step"):
+            raise DecodeError(
+                f"{short_repr(decoder)} is no decoder: give one of ds2.decoding, or a function of log-probs (T', V) "
+                "that returns a text; load(..., decode=DecodeConfig(method='beam')) chooses a method"
+            )
         if callable(decoder):
             decoder = SearchDecoder(_searcher(decoder, self.alphabet), self.alphabet, self.frame_s, times=True)
         return replace(self, decoder=decoder)
@@ -459,6 +470,9 @@ def _searcher(text_of: Callable[[Tensor], str], alphabet: Alphabet) -> Search:
 
     def search(log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         texts = [text_of(log_probs[:length, row]) for row, length in enumerate(lengths.tolist())]
+        for text in texts:
+            if not isinstance(text, str):
+                raise DecodeError(f"the function of with_decoder returned {short_repr(text)}: it must return a text")
         return [[Hypothesis(text, 0.0, tuple(alphabet.encode(text)), ())] for text in texts]
 
     return search

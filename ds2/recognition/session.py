@@ -86,8 +86,8 @@ class Session:
 
     @property
     def duration_s(self) -> float:
-        """Audio accepted so far, seconds; of a source that is resampled, all of it only after `input_finished`."""
-        return self._samples.samples / self.pipeline.features.sample_rate_hz
+        """Audio accepted so far, seconds."""
+        return self._resampler.samples / self.sample_rate_hz
 
     def accept_waveform(self, samples: NDArray[Any] | Tensor, *, in_range: bool = False) -> None:
         """Take the next samples (N,), any number: integers of 16 or 32 bits, or floats, which are clipped to [-1, 1].

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_info
+from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_info, check_rate
 from ds2.data.corpora.common import (
     CorpusEntry,
     ImporterError,
@@ -341,10 +341,10 @@ def _utterance(folder: Path, number: int, entry: tuple[Any, ...], rate_hz: int |
         path = folder / f"{number:06d}.flac"
         if path.exists():
             raise ManifestError(f"utterance {number}: {path} exists already: choose another folder, or remove it")
-        try:
-            samples = as_samples(audio)
-        except AudioError as error:
-            raise AudioError(f"utterance {number}: {error}") from error
         made.append(path)
-        soundfile.write(path, np.clip(samples, -1.0, 1.0), rate_hz)
+        try:
+            check_rate(rate_hz)
+            soundfile.write(path, np.clip(as_samples(audio), -1.0, 1.0), int(rate_hz))
+        except (AudioError, soundfile.SoundFileError) as error:
+            raise AudioError(f"utterance {number}: {error}") from error
     return Utterance(path, audio_info(path).duration_s, text, speaker="".join(speaker))

@@ -220,6 +220,14 @@ def test_reset_drops_what_was_not_final(recogniser: Recogniser, recording: Path)
     assert segment.hypothesis.text == expected.result().text and segment.start_s == 15_000 / 16_000
 
 
+def test_audio_that_the_resampler_still_holds_at_a_reset_counts(recogniser: Recogniser) -> None:
+    live = recogniser.live(sample_rate_hz=8000)
+    for _ in range(3):
+        live.accept_waveform(np.zeros(4000, np.float32))
+        live.reset()
+    assert live.duration_s == 1.5
+
+
 def test_silence_is_counted_at_both_ends_of_each_row() -> None:
     draw = np.random.default_rng(2)
     quiet, lengths = draw.random((7, 200)) < 0.8, draw.integers(1, 8, 200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ds2_ops
@@ -17,6 +18,7 @@ import ds2
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.data.manifest import ManifestError, read_manifest
+from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.phrases import PhraseError
 from ds2.recognition.recogniser import Recogniser
@@ -68,7 +70,9 @@ def test_samples_of_another_rate_are_resampled(make_model: Callable[..., Path], 
         (np.full(9, np.nan), 16000, "nan"),
         (np.zeros(9, np.uint8), 16000, "uint8"),
         ("talk.wav", 16000, "its own sample rate"),
-        (np.zeros(9), 10, "allowed are 1000 to"),
+        (np.zeros(9), 10, "allowed are whole numbers from 1000 to"),
+        (np.zeros(9), 16000.5, "samples at 16000.5 Hz"),
+        (np.zeros(9), "16000", "samples at '16000' Hz"),
     ],
 )
 def test_samples_that_cannot_be_used_are_named(
@@ -178,3 +182,24 @@ def test_only_listed_phrases_are_written_in_files_and_streams(
         session = only.session()
         session.accept_waveform(read_audio(recording))
         assert session.finish().text == transcript.text
+
+
+def test_arguments_of_other_kinds_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    model, samples = make_model(), np.zeros(900)
+    with pytest.raises(ConfigError, match="precision='fp16' is not one of auto, fp32, bf16"):
+        ds2.load(model, device="cpu", precision="fp16")
+    with pytest.raises(ConfigError, match=r"decode='beam': give a .*DecodeConfig\(method='beam'"):
+        ds2.load(model, device="cpu", decode="beam")
+    recogniser = ds2.load(model, device="cpu")
+    with pytest.raises(DecodeError, match="'beam' is no decoder"):
+        recogniser.with_decoder("beam")  # type: ignore[arg-type]
+    with pytest.raises(DecodeError, match="returned 3: it must return a text"):
+        recogniser.with_decoder(lambda log_probs: 3).transcribe(np.zeros(9000), 16000)  # type: ignore[arg-type, return-value]
+    for rate_hz in (0, 16000.5, "16000", 768_000):  # FLAC has no rate as high as the last one
+        with pytest.raises(AudioError, match="utterance 1: "):
+            ds2.save_dataset(tmp_path / "rates", [(samples, "a")], sample_rate_hz=rate_hz)  # type: ignore[arg-type]
+    with pytest.raises(ManifestError, match="half of a surrogate pair"):
+        ds2.save_dataset(tmp_path / "half", [(samples, "\ud800")], sample_rate_hz=16000)
+    assert not [*tmp_path.rglob("*.flac"), *tmp_path.rglob("*.jsonl")]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="in the main thread"):
+        pool.submit(ds2.train, "data.train=[x.jsonl]", f"run_dir={tmp_path / 'run'}").result()
