@@ -8,10 +8,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
+from ds2.system import USER_ERROR
 from ds2.system.machine import VERSION
+from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
 from ds2.system.terminal import VisibleFormatter, open_missing_streams, safe_output
 
@@ -74,7 +75,6 @@ COMMANDS = (
     "doctor",
 )
 """Each is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
-_USER_ERROR = 2
 _SPINS = "1000"  # of a waiting OpenMP thread before it sleeps; the default is 300,000: docs/results/accuracy.md
 
 
@@ -99,24 +99,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
-        return 0 if arguments else _USER_ERROR
+        return 0 if arguments else USER_ERROR
     if arguments[0] == "--version":
         print(f"ds2 {VERSION}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}? There are" if close else "one of"
-        print(f"ds2: unknown command {name!r}; {hint} {', '.join(COMMANDS)}", file=sys.stderr)
-        return _USER_ERROR
+        hint = did_you_mean(name, COMMANDS, cutoff=0.5)
+        listed = f"{hint} There are" if hint else "; one of"
+        print(f"ds2: unknown command {name!r}{listed} {', '.join(COMMANDS)}", file=sys.stderr)
+        return USER_ERROR
     let_waiting_threads_sleep()
     atexit.register(_skip_last_collection)
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[terminal])
     with default_signals():
-        report_errors = import_module("ds2.commands.common").report_errors
-        if import_module("ds2.distributed.launcher").launched().rank:
+        from ds2.commands.common import report_errors
+        from ds2.distributed.launcher import launched
+
+        if launched().rank:
             terminal.setLevel(logging.ERROR)  # rank 0 says the same; `ds2 train` logs each rank to a file
 
     def run() -> int:
@@ -126,8 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
 
     with safe_output():
-        status: int = report_errors(run)
-    return status
+        return report_errors(run)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from local_ranks import variables_of_ranks
 from ds2.cli import let_waiting_threads_sleep
 from ds2.cli import main as ds2
 from ds2.data.corpora.layouts import AN4_SOURCE
+from ds2.system import USER_ERROR
 from ds2.system.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
-_USER_ERROR = 2  # status of a ds2 command
 _ENDS_S = 30.0  # a rank ends by itself within this time after the other has ended
 
 
@@ -56,7 +56,7 @@ def train(command: Sequence[str]) -> int:
         status = ds2(command)
         return status
     finally:
-        if status != _USER_ERROR:  # launchers end the other ranks at once too: they would print the same message
+        if status != USER_ERROR:  # launchers end the other ranks at once too: they would print the same message
             with suppress(subprocess.TimeoutExpired):
                 other.wait(_ENDS_S)
         other.kill()  # without effect on a process that has ended

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from ds2.commands.common import Parser, whole
+from ds2.commands.common import Parser, add_device, add_model, whole
 from ds2.commands.transcribe import output_files
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
@@ -30,7 +30,7 @@ _SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times
 def make_parser() -> Parser:
     """Return the parser of `ds2 align`."""
     parser = Parser(prog="ds2 align", description="word times of transcripts, and doubtful transcripts")
-    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
+    add_model(parser)
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
     parser.add_argument(
@@ -41,7 +41,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace existing TextGrids")
     parser.add_argument("--worst", type=whole(1, 1_000_000), help="print so many, the least probable first")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    add_device(parser)
     return parser
 
 

@@ -1,13 +1,12 @@
-"""Shared by all commands: the argument parser, folders of own recipes, and errors as messages."""
+"""Shared by commands: the argument parser, arguments that several have, and errors as messages."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,13 @@ from ds2.config.allowed import COUNT, Range
 from ds2.config.schema import ConfigError
 from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
 from ds2.distributed.launcher import yield_to_rank_0
-from ds2.model.shipped import DEFAULT, default_model
-from ds2.system import UserError
+from ds2.model.shipped import DEFAULT
+from ds2.system import USER_ERROR, UserError
 from ds2.system.files import describe_full_disk
-from ds2.system.plain import short_repr
+from ds2.system.plain import did_you_mean, short_repr
 from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
-USER_ERROR = 2
 ALL_SETTINGS, DECODER_SETTINGS = "", "decode"  # of a Parser
 
 
@@ -62,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._mixing = False
         if unknown:
-            hint = _nearest(unknown[0].split("=")[0], self._option_string_actions)
+            hint = did_you_mean(unknown[0].split("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, []
 
@@ -75,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            hint = _nearest(str(value), action.choices or ())
+            hint = did_you_mean(str(value), action.choices or ())
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
 
 
@@ -102,53 +100,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} ({default}{action.type})".strip()
 
 
-def _nearest(word: str, allowed: Iterable[object]) -> str:
-    close = difflib.get_close_matches(word, map(str, allowed), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def with_search_path(arguments: Sequence[str]) -> list[str]:
-    """Replace `--config-dir DIR` by the override `hydra.searchpath`."""
-    remaining, folders = split_config_dirs(arguments)
-    if folders:
-        quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
-        remaining.append("hydra.searchpath=[" + ",".join(f"'ds2://{path}'" for path in quoted) + "]")
-    return remaining
-
-
-def split_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """Return the other arguments, and the folders of `--config-dir`.
-
-    Raises:
-        ConfigError: a folder that does not exist, or with a file that ds2 has too.
-    """
-    remaining, folders = [], []
-    pending = iter(arguments)
-    for argument in pending:
-        if argument in ("--config-dir", "-cd"):
-            folders.append(next(pending, ""))
-        elif argument.startswith("--config-dir="):
-            folders.append(argument.split("=", 1)[1])
-        else:
-            remaining.append(argument)
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"--config-dir {folder!r} is not a folder: give the one that holds your recipe/NAME.yaml")
-        _refuse_taken_names(Path(folder))
-    return remaining, [Path(folder) for folder in folders]
-
-
-def _refuse_taken_names(folder: Path) -> None:
-    """Raise ConfigError for a file that Hydra would not read, as ds2 has another one of that group and name."""
-    from ds2.commands.compose import config_dir
-
-    for file in sorted(folder.glob("*/*.yaml")):
-        name = file.relative_to(folder)
-        ours = config_dir() / name
-        if ours.is_file() and ours.read_bytes() != file.read_bytes():
-            raise ConfigError(f"{file}: ds2 has a {name} too, which would be read instead: rename yours")
-
-
 def manifests_of(model_file: Path, paths: Sequence[str | Path], configured: Sequence[str], key: str) -> list[Path]:
     """Return the manifests of the command line, or else those of the model's config.
 
@@ -168,24 +119,23 @@ def manifests_of(model_file: Path, paths: Sequence[str | Path], configured: Sequ
     raise ConfigError(f"{model_file}: no manifests were given, and {lacks}: add MANIFEST... to the command")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the optional MODEL; `chosen_model` has the default."""
+def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add MODEL. An optional one is of a live command: without it `default_model` of ds2.model.shipped is meant."""
+    kinds = "model file or run folder of a unidirectional model, or" if optional else "model file, run folder or"
+    default = f" (default: {DEFAULT})" if optional else ""
     parser.add_argument(
-        "model",
-        type=Path,
-        nargs="?",
-        help=f"model file or run folder of a unidirectional model, or a name of `ds2 models` (default: {DEFAULT})",
+        "model", type=Path, nargs="?" if optional else None, help=f"{kinds} a name of `ds2 models`{default}"
     )
 
 
-def chosen_model(model: Path | None) -> Path:
-    """Return the model of the command line, or the one that comes with ds2, which is then named on stderr."""
-    return default_model() if model is None else model
-
-
-def add_where(parser: argparse.ArgumentParser) -> None:
-    """Add --device and --precision."""
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add --device, as `resolve_device` takes it."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+
+
+def add_device_and_precision(parser: argparse.ArgumentParser) -> None:
+    """Add --device and --precision, as `Recogniser.load` takes them."""
+    add_device(parser)
     parser.add_argument(
         "--precision",
         default="auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import os
@@ -26,10 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ds2.config.check import check
 from ds2.config.convert import (
-    FREE_FORM,
     Inheritance,
     config_from_dict,
     inherit,
+    is_free_form,
     raise_explained,
     read_yaml,
     text_keys,
@@ -38,6 +37,7 @@ from ds2.config.convert import (
 )
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
+from ds2.system.plain import did_you_mean
 from ds2.text.pieces import read_pieces
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,52 @@ def config_dir() -> Path:
             return candidate
     places = f"{package / 'conf'} and {package.parent / 'conf'}"
     raise FileNotFoundError(f"no Hydra tree: looked for {PRIMARY_CONFIG}.yaml in {places}")
+
+
+def choices(group: str, folders: Sequence[Path] | None = None) -> list[str]:
+    """Return the names that a group has in folders of configs; None: in that of ds2."""
+    trees = [config_dir()] if folders is None else folders
+    return sorted({file.stem for tree in trees for file in (tree / group).glob("*.yaml")})
+
+
+def with_search_path(arguments: Sequence[str]) -> list[str]:
+    """Replace `--config-dir DIR` by the override `hydra.searchpath`."""
+    remaining, folders = split_config_dirs(arguments)
+    if folders:
+        quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
+        remaining.append("hydra.searchpath=[" + ",".join(f"'ds2://{path}'" for path in quoted) + "]")
+    return remaining
+
+
+def split_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Return the other arguments, and the folders of `--config-dir`.
+
+    Raises:
+        ConfigError: a folder that does not exist, or with a file that ds2 has too.
+    """
+    remaining, folders = [], []
+    pending = iter(arguments)
+    for argument in pending:
+        if argument in ("--config-dir", "-cd"):
+            folders.append(next(pending, ""))
+        elif argument.startswith("--config-dir="):
+            folders.append(argument.split("=", 1)[1])
+        else:
+            remaining.append(argument)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir {folder!r} is not a folder: give the one that holds your recipe/NAME.yaml")
+        _refuse_taken_names(Path(folder))
+    return remaining, [Path(folder) for folder in folders]
+
+
+def _refuse_taken_names(folder: Path) -> None:
+    """Raise ConfigError for a file that Hydra would not read, as ds2 has another one of that group and name."""
+    for file in sorted(folder.glob("*/*.yaml")):
+        name = file.relative_to(folder)
+        ours = config_dir() / name
+        if ours.is_file() and ours.read_bytes() != file.read_bytes():
+            raise ConfigError(f"{file}: ds2 has a {name} too, which would be read instead: rename yours")
 
 
 def compose_config(overrides: Sequence[str] = ()) -> Config:
@@ -174,9 +220,8 @@ def _check_choice(override: Override) -> None:
     names = choice if isinstance(choice, list) else [choice]
     if override.is_delete() or isinstance(choice, dict) or all(isinstance(name, str) and name for name in names):
         return
-    if (config_dir() / group).is_dir():
-        listed = ", ".join(sorted(path.stem for path in (config_dir() / group).glob("*.yaml")))
-        raise ConfigError(f"{override.input_line}: choose one of {listed}, or leave {group}= out")
+    if ours := choices(group):
+        raise ConfigError(f"{override.input_line}: choose one of {', '.join(ours)}, or leave {group}= out")
 
 
 def read_config(
@@ -236,9 +281,7 @@ def _initial_config(config: Config) -> Config:
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Return overrides in Hydra's grammar, with `++` for mappings whose keys the user chooses."""
     overrides = [_quote_words(override) for override in overrides]
-    keys = [override.split("=", 1)[0] for override in overrides]
-    free_form = [any(key == free or key.startswith(f"{free}.") for free in FREE_FORM) for key in keys]
-    return [f"++{override}" if free else override for override, free in zip(overrides, free_form, strict=True)]
+    return [f"++{override}" if is_free_form(override.split("=", 1)[0]) else override for override in overrides]
 
 
 def overridden_keys(overrides: Sequence[str]) -> set[str]:
@@ -318,9 +361,8 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
     if new := _RENAMED.get(wanted):
         raise ConfigError(f"{wanted.replace('/', '=')} is called {new} now; an earlier run goes on with run_dir=FOLDER")
     options = list(error.options or [])
-    close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], options, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}? There are" if close else "; there are"
-    listing = f"{hint} {', '.join(options)}" if options else ""
+    hint = did_you_mean(wanted.rsplit("/", 1)[-1], options, cutoff=0.4)
+    listing = f"{f'{hint} There' if hint else '; there'} are {', '.join(options)}" if options else ""
     raise ConfigError(f"there is no config {wanted!r}{listing}") from error
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, add_command, real, whole, with_search_path
-from ds2.commands.compose import compose_config, overridden_keys
+from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, add_command, real, whole
+from ds2.commands.compose import compose_config, overridden_keys, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data.check import check

@@ -9,7 +9,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_where, manifests_of, real, whole
+from ds2.commands.common import (
+    DECODER_SETTINGS,
+    Parser,
+    add_device_and_precision,
+    add_model,
+    manifests_of,
+    real,
+    whole,
+)
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
@@ -152,7 +160,7 @@ def make_parser() -> Parser:
         usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
     )
-    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
+    add_model(parser)
     parser.add_argument("manifests", type=Path, nargs="*", default=[], help="default: data.test of the model's config")
     parser.add_argument(
         "--out",
@@ -185,7 +193,7 @@ def make_parser() -> Parser:
         help="with --latency: words' ends of `ds2 align --out`, one file for all models that are compared; default: "
         "the model's own alignment, which is late where the model is",
     )
-    add_where(parser)
+    add_device_and_precision(parser)
     parser.add_argument(
         "--batch-audio-s",
         type=real(0, UNLIMITED, above=True),

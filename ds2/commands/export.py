@@ -8,7 +8,7 @@ from typing import Any
 
 from ds2_ops.install import install_command
 
-from ds2.commands.common import Parser, real
+from ds2.commands.common import Parser, add_model, real
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import is_shipped
@@ -67,7 +67,7 @@ def make_parser() -> Parser:
         prog="ds2 export",
         description="one file that needs no ds2: its inputs, outputs and states are described in docs/guide/export.md",
     )
-    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
+    add_model(parser)
     parser.add_argument("--to", required=True, choices=["onnx", "torch"])
     parser.add_argument(
         "--out",

@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 from ds2.audio.features import Features
-from ds2.commands.common import ALL_SETTINGS, Parser, with_search_path
-from ds2.commands.compose import compose_config
+from ds2.commands.common import ALL_SETTINGS, Parser
+from ds2.commands.compose import compose_config, with_search_path
 from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.export.files import why_not_sherpa
 from ds2.model.acoustic import AcousticModel

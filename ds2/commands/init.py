@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds2.commands.common import Parser
-from ds2.commands.compose import config_dir
+from ds2.commands.compose import choices
 from ds2.config.schema import ConfigError
 from ds2.system.files import files_beneath, write_text
 
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
     parser.add_argument("folder", type=Path, help="new or empty")
     parser.add_argument(
         "--recipe",
-        choices=sorted(path.stem for path in (config_dir() / "recipe").glob("*.yaml")),
+        choices=choices("recipe"),
         default="synthetic",
         metavar="NAME",
         help="the recipe that yours extends (synthetic, which needs no corpus)",

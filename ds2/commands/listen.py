@@ -19,11 +19,10 @@ from ds2.audio.read import AudioError
 from ds2.commands.common import (
     DECODER_SETTINGS,
     Parser,
+    add_device_and_precision,
     add_false_alarms,
     add_model,
     add_phrases,
-    add_where,
-    chosen_model,
 )
 from ds2.commands.compose import refuse_search_settings, resolve_options, split_overrides
 from ds2.config.device import resolve_device
@@ -32,6 +31,7 @@ from ds2.decoding.hypothesis import Word, span_record, word_record
 from ds2.decoding.keywords import measured_search
 from ds2.decoding.phrases import FALSE_ALARMS, OTHERS
 from ds2.model.checkpoint import find_model, load_model
+from ds2.model.shipped import default_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import LiveSession, describe_delays
 from ds2.system.signals import STOP_SIGNALS, StopHandler, handle_signals
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
         refuse_search_settings(overrides)
     sounddevice = _import_sounddevice()
     device = resolve_device(options.device)
-    file = find_model(chosen_model(options.model))
+    file = find_model(options.model or default_model())
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, options.precision)
     if options.false_alarms is not None or (
@@ -190,7 +190,7 @@ def make_parser() -> Parser:
         description="live recognition of a microphone: a line whenever the speaker pauses; on a terminal, the "
         "open one in grey",
     )
-    add_model(parser)
+    add_model(parser, optional=True)
     parser.add_argument("--input", default="", help="microphone, by number or part of its name (default: the system's)")
     parser.add_argument("--format", choices=["text", "json"], default="text")
     parser.add_argument(
@@ -206,5 +206,5 @@ def make_parser() -> Parser:
         "nothing of other speech; may be repeated",
     )
     add_false_alarms(parser)
-    add_where(parser)
+    add_device_and_precision(parser)
     return parser

@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 
-from ds2.commands.common import DECODER_SETTINGS, NumberArgument, Parser, add_command, manifests_of, real, whole
+from ds2.commands.common import (
+    DECODER_SETTINGS,
+    NumberArgument,
+    Parser,
+    add_command,
+    add_device,
+    add_model,
+    manifests_of,
+    real,
+    whole,
+)
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import COUNT, KEY, UNLIMITED
 from ds2.config.convert import setting_comments
@@ -404,7 +414,7 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
         "the training; 0: only then",
     )  # fmt: skip
-    command.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    add_device(command)
     _add_alphabet(command)
 
 
@@ -444,14 +454,14 @@ def _add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
         "decode.label_min_log_prob and decode.unknown_score stay as the model's config or the command line has them.",
     )
-    parser.add_argument("model", type=Path, help="model file, run folder or a name of `ds2 models`")
+    add_model(parser)
     parser.add_argument("lm", type=Path, help="binary or ARPA")
     parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
     parser.add_argument("--alphas", type=_range, help=_grid_help(0))
     parser.add_argument("--betas", type=_range, help=_grid_help(1))
     parser.add_argument("--beam", type=whole(1, 1_000_000), help="while alpha and beta are tried (default decode.beam)")
     parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    add_device(parser)
     parser.set_defaults(run=_tune)
 
 

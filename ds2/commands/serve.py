@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from ds2_ops.install import install_command
 
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_model, add_where, chosen_model, real, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_device_and_precision, add_model, real, whole
 from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES
 from ds2.model.checkpoint import find_model, load_model
+from ds2.model.shipped import default_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import describe_delays
 from ds2.system.machine import allow_files, usable_cores
@@ -51,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
     device = resolve_device(options.device)
-    file = find_model(chosen_model(options.model))
+    file = find_model(options.model or default_model())
     read = {file: identity(file)}
     config = load_model(file).config
     delays, decode = describe_delays(config), resolve_options(overrides, file, config)
@@ -230,7 +231,7 @@ def make_parser() -> Parser:
         "clients must send it as Authorization: Bearer KEY",
         epilog=_fixed_limits(),
     )
-    add_model(parser)
+    add_model(parser, optional=True)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
     parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any free one, which is printed")
     parser.add_argument(
@@ -307,5 +308,5 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
     )
-    add_where(parser)
+    add_device_and_precision(parser)
     return parser

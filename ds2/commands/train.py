@@ -5,7 +5,6 @@ The result of a sweep is a table that ranks its runs, and a picture of their dev
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import logging
 import math
@@ -23,10 +22,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ds2.commands.common import report_errors, split_config_dirs, with_search_path
+from ds2.commands.common import report_errors
 from ds2.commands.compose import (
     PRIMARY_CONFIG,
     check_sweep,
+    choices,
     compose_config,
     config_dir,
     first_of_sweep,
@@ -34,11 +34,14 @@ from ds2.commands.compose import (
     parse_override,
     read_config,
     register,
+    split_config_dirs,
+    with_search_path,
 )
 from ds2.config.convert import documented_keys
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import launched
 from ds2.system.files import read_log, write_text
+from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
 
 log = logging.getLogger(__name__)
@@ -156,8 +159,7 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
         elif full in _REFUSED:
             raise ConfigError(f"{name} does not work with `ds2 train`: {_REFUSED[full]}")
         elif name not in HYDRA_OPTIONS:
-            close = difflib.get_close_matches(name, [*HYDRA_OPTIONS, "--help", "--config-dir"], n=1, cutoff=0.6)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, [*HYDRA_OPTIONS, "--help", "--config-dir"])
             raise ConfigError(f"unknown option {argument!r}{hint} (a setting is KEY=VALUE: `ds2 train --help`)")
         else:
             options.append(argument)
@@ -182,8 +184,8 @@ def help_text(own: Sequence[Path]) -> str:
     lines = [_HEAD, "Groups and their choices (* yours):", ""]
     groups = sorted({path.parent.name for folder in (config_dir(), *own) for path in folder.glob("*/*.yaml")})
     for group in sorted(groups, key=lambda name: name != "recipe"):
-        ours, theirs = _choices([config_dir()], group), _choices(own, group)
-        shown = [*(f"{name}*" for name in theirs), *(name for name in ours if name not in theirs)]
+        theirs = choices(group, own)
+        shown = [*(f"{name}*" for name in theirs), *(name for name in choices(group) if name not in theirs)]
         lines += textwrap.wrap(
             " | ".join(shown), _WIDTH, initial_indent=f"  {group + '=':<12}", subsequent_indent=" " * 14
         )
@@ -193,10 +195,6 @@ def help_text(own: Sequence[Path]) -> str:
         for key in keys:
             lines.append(f"  {f'{key.name}={key.default}':<44} {key.comment}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def _choices(folders: Sequence[Path], group: str) -> list[str]:
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 _LONGEST_NAME = 120

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_phrases, add_where, chosen_model, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_device_and_precision, add_phrases, whole
 from ds2.commands.compose import refuse_search_settings, resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, span_record, word_record
 from ds2.decoding.phrases import OTHERS
 from ds2.model.checkpoint import find_model, load_model
-from ds2.model.shipped import DEFAULT, looks_like_model
+from ds2.model.shipped import DEFAULT, default_model, looks_like_model
 from ds2.recognition.captions import cues, paragraphs, srt, vtt
 from ds2.recognition.recogniser import Recogniser, Transcript, transcribe_file
 from ds2.system.files import check_writable, files_beneath, temporary_folder, write_text
@@ -135,7 +135,7 @@ def run(arguments: Sequence[str]) -> int:
         outputs = output_files(files, _SUFFIXES[args.format], args.out, overwrite=args.overwrite)
     elif args.overwrite:
         raise ConfigError("--overwrite replaces files, but this command prints: name a folder with --out FOLDER")
-    file = find_model(chosen_model(args.model))
+    file = find_model(args.model or default_model())
     loaded = load_model(file, device)
     options = resolve_options(decode, file, loaded.config)
     if args.format in _CAPTIONS and not options.times:
@@ -321,7 +321,7 @@ def make_parser() -> Parser:
     )
     add_phrases(parser)
     add_channel(parser)
-    add_where(parser)
+    add_device_and_precision(parser)
     return parser
 
 

@@ -37,7 +37,7 @@ from ds2.config.schema import AlphabetConfig, Config, ConfigError, ConvConfig
 from ds2.system.files import write_text
 from ds2.system.plain import NAMES, FieldError, UnknownField, from_plain, short_repr
 
-FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
+_FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
 _SYNONYMS = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
              "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
 _SECTIONS = ("model", "features", "alphabet")
@@ -96,6 +96,11 @@ def declared_settings() -> dict[str, tuple[Field[Any], Any]]:
     return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
 
 
+def is_free_form(key: str) -> bool:
+    """Whether a dotted key is that of a mapping whose keys the user chooses, or of an entry of one."""
+    return any(key == mapping or key.startswith(f"{mapping}.") for mapping in _FREE_FORM)
+
+
 def to_tree(config: Config) -> DictConfig:
     """Return the configuration as a typed tree of OmegaConf that takes changes, for `to_config`."""
     return cast(DictConfig, OmegaConf.structured(from_plain(_without_numbers(Config), asdict(config), "config")))
@@ -135,7 +140,7 @@ def to_config(composed: DictConfig) -> Config:
     known = declared_settings()
     try:
         for key in _keys(composed):
-            if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
+            if key not in known and not is_free_form(key):
                 _raise_unknown(key)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         config = from_plain(Config, _read_bools(Config, values), "config")

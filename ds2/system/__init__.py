@@ -13,3 +13,6 @@ class UserError(Exception):
     Every error class of ds2 derives from it. A command prints the message and exits with status 2. Any other exception
     is a bug of ds2 and keeps its traceback.
     """
+
+
+USER_ERROR = 2  # the exit status of a command that ends with such an error

@@ -1,12 +1,14 @@
-"""JSON and YAML values to dataclasses, with checks of types and field names."""
+"""JSON and YAML values to dataclasses, with checks of types and field names; values and words for messages."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from ds2.system import UserError
@@ -120,6 +122,16 @@ def _mapping(value: object, field: str) -> dict[str, object]:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun, for a message: 1 utterance, 2 utterances; `plural` if s alone does not make it."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def did_you_mean(word: str, allowed: Iterable[object], cutoff: float = 0.6) -> str:
+    """Return "; did you mean X?" with the most similar of the allowed words, for a message; empty if none is similar.
+
+    Args:
+        cutoff: the least similarity, from 0 to 1, of `difflib.get_close_matches`.
+    """
+    close = difflib.get_close_matches(word, map(str, allowed), 1, cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def short_repr(value: object) -> str:

@@ -16,8 +16,7 @@ import pytest
 from support.paths import ROOT
 
 from ds2.cli import COMMANDS, main
-from ds2.commands.common import with_search_path
-from ds2.commands.compose import compose_config, first_of_sweep
+from ds2.commands.compose import compose_config, first_of_sweep, with_search_path
 from ds2.commands.train import options_and_overrides
 
 LOG = ROOT / "docs" / "log"  # history: its commands and paths are those of their commits

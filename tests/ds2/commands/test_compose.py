@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from ds2.commands.common import with_search_path
 from ds2.commands.compose import (
     check_sweep,
     compose_config,
@@ -12,6 +11,7 @@ from ds2.commands.compose import (
     first_of_sweep,
     resolve_options,
     split_overrides,
+    with_search_path,
 )
 from ds2.config.check import check
 from ds2.config.convert import config_from_dict, config_to_dict, save_config

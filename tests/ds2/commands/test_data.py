@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds2.cli import main
-from ds2.commands.common import with_search_path
-from ds2.commands.compose import compose_config
+from ds2.commands.compose import compose_config, with_search_path
 from ds2.data import manifest as manifest_module
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.text.alphabet import Alphabet

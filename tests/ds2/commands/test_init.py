@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds2.cli import main
-from ds2.commands.common import with_search_path
-from ds2.commands.compose import compose_config
+from ds2.commands.compose import compose_config, with_search_path
 from ds2.data.corpora import synthetic
 from ds2.system.files import write_text
 

@@ -61,7 +61,7 @@ def test_the_configuration_is_printed_instead_of_trained(tmp_path: Path, capsys:
         (["--cfg"], "--cfg needs a value"),
         (["--resolve"], "--cfg job --resolve"),
         (["--cfg", "job", "-m", "recipe=an4,an4_demo"], "leave one of the two out"),
-        (["--multrun"], "did you mean --multirun?"),
+        (["--multrun"], "did you mean '--multirun'?"),
         (["lr=1"], "did you mean 'optim.learning_rate'?"),
         (["--config-dir", "/nowhere", "--help"], "is not a folder"),
     ],
