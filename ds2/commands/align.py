@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from ds2.recognition.captions import Interval, text_grid
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcripts import AlignedTranscript, align_utterances, suspicious
-from ds2.system.files import check_writable, write_text
+from ds2.system.files import check_writable, write_json_lines, write_text
 from ds2.system.plain import counted
 
 _SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times
@@ -61,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         names = [(str(audio), audio.relative_to(common)) for audio in recordings]
         grids = output_files(names, ".TextGrid", args.textgrid, overwrite=args.overwrite, option="--textgrid")
     recogniser = Recogniser.of(loaded, DecodeConfig(), device)
-    order, swapped = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
+    aligned, swapped = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
     if args.out:
         records = (
             {
@@ -72,21 +71,20 @@ def run(arguments: Sequence[str]) -> int:
                 "surprise": a.surprise if math.isfinite(a.surprise) else None,
                 "words": [word_record(word) for word in a.words],
             }
-            for u, a in zip(utterances, order, strict=True)
+            for u, a in zip(utterances, aligned, strict=True)
         )
-        write_text(args.out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        write_json_lines(args.out, records)
     if args.textgrid:
-        name = "pieces" if loaded.alphabet.has_pieces else "characters"
-        name = "phones" if loaded.alphabet.pronunciations is not None else name
+        labels = "phones" if loaded.alphabet.pronunciations is not None else f"{loaded.alphabet.unit}s"
         for indices, path in zip(recordings.values(), grids, strict=True):
-            write_text(path, _grid([(utterances[i], order[i]) for i in indices], name))
-    doubtful = suspicious((a.surprise for a in order), swapped)
-    worst = sorted(range(len(order)), key=lambda i: -order[i].surprise)[: args.worst] if args.worst else doubtful
+            write_text(path, _grid([(utterances[i], aligned[i]) for i in indices], labels))
+    doubtful = suspicious((a.surprise for a in aligned), swapped)
+    worst = sorted(range(len(aligned)), key=lambda i: -aligned[i].surprise)[: args.worst] if args.worst else doubtful
     total = counted(len(utterances), "transcript")
     print(f"probably wrong: {len(doubtful)} of {total}" + " (surprise in nats a label):" * bool(worst))
     for index in worst:
         utterance = utterances[index]
-        print(f"{order[index].surprise:8.2f}  {utterance.place}  {utterance.text!r}")
+        print(f"{aligned[index].surprise:8.2f}  {utterance.place}  {utterance.text!r}")
     return 0
 
 
@@ -109,7 +107,7 @@ def _check_overlaps(utterances: Sequence[Utterance], recordings: Mapping[Path, S
 
 
 def _grid(aligned: Sequence[tuple[Utterance, AlignedTranscript]], labels: str) -> str:
-    """The TextGrid of the utterances of a recording."""
+    """The TextGrid of the utterances of a recording; `labels` is the name of the tier of the network's labels."""
     words, characters = list[Interval](), list[Interval]()
     for utterance, transcript in aligned:
         start_s, end_s = utterance.offset_s, utterance.offset_s + utterance.duration_s

@@ -24,7 +24,7 @@ from ds2.system.plain import did_you_mean, short_repr
 from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
-ALL_SETTINGS, DECODER_SETTINGS = "", "decode"  # of a Parser
+ALL_SETTINGS, DECODER_SETTINGS = "", "decode"  # sections whose overrides a Parser may take as arguments
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +41,8 @@ class Parser(argparse.ArgumentParser):
     _mixing = False
 
     def __init__(self, *arguments: Any, settings: str | None = None, **others: Any) -> None:
-        super().__init__(*arguments, **{"formatter_class": _HelpFormatter, **others})
+        others.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*arguments, **others)
         self.settings = settings
 
     def actions(self) -> list[argparse.Action]:
@@ -84,7 +85,8 @@ def add_command(commands: Any, name: str, summary: str, **others: Any) -> Parser
         commands: what `add_subparsers` returned.
         others: as of `Parser`.
     """
-    parser: Parser = commands.add_parser(name, help=summary, **{"description": summary, **others})
+    others.setdefault("description", summary)
+    parser: Parser = commands.add_parser(name, help=summary, **others)
     return parser
 
 

@@ -373,7 +373,7 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=to_tree(Config()))
 
 
-def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_decode_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others.
 
     Raises:
@@ -408,10 +408,11 @@ def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, 
     Raises:
         ConfigError: an unknown name, key, type or value, or a tuned file that does not fit.
     """
+    quoted = [_quote_path(override) for override in overrides]
     if any(override.startswith("decode=") for override in overrides):
-        return compose_config([_quote_path(override) for override in overrides]).decode
+        return compose_config(quoted).decode
     options = decode_settings(model_file, config, overrides, tuned=tuned)
-    warn_of_repeated([_quote_path(override) for override in overrides])
+    warn_of_repeated(quoted)
     return options
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import sys
@@ -25,6 +24,7 @@ from ds2.data.corpora.kaldi import export_kaldi
 from ds2.data.manifest import (
     UNITS,
     Conditions,
+    amount,
     draw,
     hours,
     read_manifest,
@@ -37,7 +37,7 @@ from ds2.data.manifest import (
 from ds2.data.shards import MANIFEST, write_shards
 from ds2.data.splits import ensure_manifests, require_files, warn_of_other_corpus
 from ds2.system import UserError
-from ds2.system.files import check_writable, write_text
+from ds2.system.files import check_writable, write_json, write_text
 from ds2.system.plain import counted, shortened
 from ds2.system.signals import default_signals
 from ds2.text.alphabet import Alphabet, describe, unread_message
@@ -65,8 +65,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one data command and return its exit status; 1 from `check` means that training must not start."""
-    options = make_parser().parse_args(with_search_path(arguments))
-    status: int | None = options.run(options)
+    args = make_parser().parse_args(with_search_path(arguments))
+    status: int | None = args.run(args)
     return status or 0
 
 
@@ -98,14 +98,14 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
 
     ensure_manifests(config.data)
     require_files(config)
+    manifests = {"train": config.data.train, "dev": config.data.dev, "test": config.data.test}
     if json_path is not None:
-        check_writable(json_path, inputs=[*config.data.train, *config.data.dev, *config.data.test])
+        check_writable(json_path, inputs=chain(*manifests.values()))
     features = Features(config.features, config.data.sample_rate_hz)
     alphabet = Alphabet.from_config(config.alphabet)
     with torch.device("meta"):
         model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
-    named = {"train": config.data.train, "dev": config.data.dev, "test": config.data.test}
-    splits = {split: read_manifests(paths) for split, paths in named.items() if paths}
+    splits = {name: read_manifests(paths) for name, paths in manifests.items() if paths}
     warn_of_other_corpus(config.data, splits["train"])
 
     def output_frames(samples: int) -> int:
@@ -126,8 +126,8 @@ def _add_prepare(commands: Any) -> None:
     parser.set_defaults(run=_prepare)
 
 
-def _prepare(options: argparse.Namespace) -> None:
-    data = compose_config(options.overrides).data
+def _prepare(args: argparse.Namespace) -> None:
+    data = compose_config(args.overrides).data
     for part, path in prepare(data.prepare, data.corpus, data.work_dir).items():
         print(f"{part}: {path}")
 
@@ -145,13 +145,11 @@ def _add_import(commands: Any) -> None:
     parser.set_defaults(run=_import)
 
 
-def _import(options: argparse.Namespace) -> None:
-    check_writable(options.manifest, inputs=[options.folder])
-    utterances = import_corpus(
-        options.format, options.folder, options.split, skip_bad=options.skip_bad, encoding=options.encoding
-    )
-    write_manifest(options.manifest, utterances)
-    print(f"{options.manifest}: {counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h")
+def _import(args: argparse.Namespace) -> None:
+    check_writable(args.manifest, inputs=[args.folder])
+    utterances = import_corpus(args.format, args.folder, args.split, skip_bad=args.skip_bad, encoding=args.encoding)
+    write_manifest(args.manifest, utterances)
+    print(f"{args.manifest}: {amount(utterances)}")
 
 
 def _add_pieces(commands: Any) -> None:
@@ -169,13 +167,13 @@ def _add_pieces(commands: Any) -> None:
     parser.set_defaults(run=_pieces)
 
 
-def _pieces(options: argparse.Namespace) -> None:
+def _pieces(args: argparse.Namespace) -> None:
     """Learn pieces from the training transcripts, which are prepared where missing.
 
     Raises:
         AlphabetError: no text, a count too small, or sentencepiece is not installed.
     """
-    config, count, output = compose_config(options.overrides), options.count, options.output
+    config, count, output = compose_config(args.overrides), args.count, args.output
     ensure_manifests(config.data)
     check_writable(output, inputs=config.data.train)
     texts = [u.text for u in read_manifests(config.data.train)]
@@ -201,9 +199,9 @@ def _add_export_kaldi(commands: Any) -> None:
     parser.set_defaults(run=_export_kaldi)
 
 
-def _export_kaldi(options: argparse.Namespace) -> None:
-    export_kaldi(read_manifest(options.manifest), options.folder)
-    print(f"{options.folder}: Kaldi data folder")
+def _export_kaldi(args: argparse.Namespace) -> None:
+    export_kaldi(read_manifest(args.manifest), args.folder)
+    print(f"{args.folder}: Kaldi data folder")
 
 
 def _add_split(commands: Any) -> None:
@@ -219,9 +217,9 @@ def _add_split(commands: Any) -> None:
     parser.set_defaults(run=_split)
 
 
-def _split(options: argparse.Namespace) -> None:
+def _split(args: argparse.Namespace) -> None:
     shares: dict[str, float] = {}
-    for text in options.shares:
+    for text in args.shares:
         name, _, share = text.partition("=")
         try:
             shares[name] = float(share)
@@ -229,24 +227,24 @@ def _split(options: argparse.Namespace) -> None:
             raise ConfigError(f"--shares {text!r} is not PART=SHARE, such as dev=0.1") from error
         if not name or Path(name).name != name:
             raise ConfigError(f"--shares {text!r}: the part names a file, give a plain word such as dev")
-    if len(shares) < len(options.shares):
-        raise ConfigError(f"--shares {' '.join(options.shares)}: give each part once")
-    outputs = {name: options.out / f"{name}.jsonl" for name in shares}
-    check_writable(*outputs.values(), inputs=options.manifests)
-    utterances = read_manifests(options.manifests)
-    parts = split(utterances, shares, by=options.by, seed=options.seed)
+    if len(shares) < len(args.shares):
+        raise ConfigError(f"--shares {' '.join(args.shares)}: give each part once")
+    outputs = {name: args.out / f"{name}.jsonl" for name in shares}
+    check_writable(*outputs.values(), inputs=args.manifests)
+    utterances = read_manifests(args.manifests)
+    parts = split(utterances, shares, by=args.by, seed=args.seed)
     total = hours(utterances)
     for name, part in parts.items():
         write_manifest(outputs[name], part)
         share = f"{100 * hours(part) / total:.1f} %"
         speakers = counted(len({u.speaker for u in part if u.speaker}), "speaker")
-        print(f"{outputs[name]}: {counted(len(part), 'utterance')}, {hours(part):.2f} h ({share}), {speakers}")
-    read = {path.resolve() for path in (*options.manifests, *outputs.values())}
-    others = sorted(path.name for path in options.out.glob("*.jsonl") if path.resolve() not in read)
+        print(f"{outputs[name]}: {amount(part)} ({share}), {speakers}")
+    read = {path.resolve() for path in (*args.manifests, *outputs.values())}
+    others = sorted(path.name for path in args.out.glob("*.jsonl") if path.resolve() not in read)
     if others:
         log.warning(
             "%s also holds %s, which this split did not write: of an earlier split, its speakers may be in train now",
-            options.out, ", ".join(others),
+            args.out, ", ".join(others),
         )  # fmt: skip
 
 
@@ -258,16 +256,16 @@ def _add_stats(commands: Any) -> None:
     parser.set_defaults(run=_stats)
 
 
-def _stats(options: argparse.Namespace) -> None:
-    check_writable(*filter(None, (options.json, options.picture)), inputs=options.manifests)
-    utterances = read_manifests(options.manifests)
+def _stats(args: argparse.Namespace) -> None:
+    check_writable(*filter(None, (args.json, args.picture)), inputs=args.manifests)
+    utterances = read_manifests(args.manifests)
     facts = statistics(utterances)
     print(facts.format())
-    if options.json:
-        write_text(options.json, json.dumps(asdict(facts), ensure_ascii=False, indent=1) + "\n")
-    if options.picture:
-        draw(utterances, options.picture)
-        print(f"wrote {options.picture}")
+    if args.json:
+        write_json(args.json, asdict(facts))
+    if args.picture:
+        draw(utterances, args.picture)
+        print(f"wrote {args.picture}")
 
 
 def _add_filter(commands: Any) -> None:
@@ -284,21 +282,21 @@ def _add_filter(commands: Any) -> None:
     parser.set_defaults(run=_filter)
 
 
-def _filter(options: argparse.Namespace) -> None:
+def _filter(args: argparse.Namespace) -> None:
     conditions = Conditions(
-        options.min_s, options.max_s, options.min_pace, options.max_pace, options.speakers, options.without_speakers,
-        options.text, options.without_text,
+        args.min_s, args.max_s, args.min_pace, args.max_pace, args.speakers, args.without_speakers,
+        args.text, args.without_text,
     )  # fmt: skip
-    check_writable(options.output, inputs=[options.manifest])
-    utterances = read_manifests([options.manifest])
+    check_writable(args.output, inputs=[args.manifest])
+    utterances = read_manifests([args.manifest])
     selected, dropped = select(utterances, conditions)
-    write_manifest(options.output, selected)
-    print(f"{options.output}: {len(selected)} of {len(utterances)} utterances, {hours(selected):.2f} h")
+    write_manifest(args.output, selected)
+    print(f"{args.output}: {len(selected)} of {len(utterances)} utterances, {hours(selected):.2f} h")
     for reason, count in dropped.most_common():
         print(f"  {count:6d} {reason}")
-    absent = {*options.speakers, *options.without_speakers} - {u.speaker for u in utterances}
+    absent = {*args.speakers, *args.without_speakers} - {u.speaker for u in utterances}
     if absent:
-        log.warning("%s has no speaker %s", options.manifest, ", ".join(sorted(absent)))
+        log.warning("%s has no speaker %s", args.manifest, ", ".join(sorted(absent)))
 
 
 def _add_shards(commands: Any) -> None:
@@ -313,23 +311,21 @@ def _add_shards(commands: Any) -> None:
     parser.set_defaults(run=_shards)
 
 
-def _shards(options: argparse.Namespace) -> None:
-    check_writable(options.out / MANIFEST, inputs=options.manifests)
-    shard_bytes = int(1e6 * options.shard_mb)
+def _shards(args: argparse.Namespace) -> None:
+    check_writable(args.out / MANIFEST, inputs=args.manifests)
+    shard_bytes = int(1e6 * args.shard_mb)
     written = write_shards(
-        read_manifests(options.manifests),
-        options.out,
-        options.rate,
+        read_manifests(args.manifests),
+        args.out,
+        args.rate,
         shard_bytes,
-        channel=options.channel,
-        skip_bad=options.skip_bad,
+        channel=args.channel,
+        skip_bad=args.skip_bad,
     )
     for error in written.left_out:
         print(f"left out: {error}")
-    utterances = written.utterances
     print(
-        f"{options.out / MANIFEST}: {counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h, "
-        f"in {counted(written.shards, 'shard')}"
+        f"{args.out / MANIFEST}: {amount(written.utterances)}, in {counted(written.shards, 'shard')}"
         + (f", {written.reused} of them reused" if written.reused else "")
         + (f"; {counted(len(written.left_out), 'utterance')} left out" if written.left_out else "")
     )
@@ -350,14 +346,14 @@ def _add_alphabet(commands: Any) -> None:
     parser.set_defaults(run=_alphabet)
 
 
-def _alphabet(options: argparse.Namespace) -> None:
-    overrides = [a for a in options.arguments if "=" in a and not Path(a).is_file()]
-    manifests = [Path(a) for a in options.arguments if a not in overrides]
+def _alphabet(args: argparse.Namespace) -> None:
+    overrides = [a for a in args.arguments if "=" in a and not Path(a).is_file()]
+    manifests = [Path(a) for a in args.arguments if a not in overrides]
     if not manifests:
         raise ConfigError("ds2 data alphabet needs a manifest: ds2 data alphabet train.jsonl alphabet.case=lower")
-    if options.out:
-        check_writable(options.out, inputs=manifests)
-    config = compose_config(with_search_path([*overrides, "run_dir=unused"])).alphabet
+    if args.out:
+        check_writable(args.out, inputs=manifests)
+    config = compose_config([*overrides, "run_dir=unused"]).alphabet
     set_keys = overridden_keys(overrides)
     if not set_keys & {"alphabet", "alphabet.symbols"}:
         config = replace(config, symbols=_BASE_SYMBOLS)
@@ -371,7 +367,7 @@ def _alphabet(options: argparse.Namespace) -> None:
     if not any(c.strip() for c in counts):
         raise ConfigError(f"{', '.join(map(str, manifests))}: no transcript has a character that counts")
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
-    rare = Counter({c: n for c, n in counts.items() if n < options.least})
+    rare = Counter({c: n for c, n in counts.items() if n < args.least})
     symbols = counts.keys() - digits.keys() - rare.keys()
     content = "\n".join(alphabet_lines({*symbols, " "}, alphabet, alphabet.rules())) + "\n"
     print(content, end="")
@@ -386,16 +382,16 @@ def _alphabet(options: argparse.Namespace) -> None:
             f"or keep them with alphabet.symbols={''.join(sorted(digits))}"
         )
     if rare:
-        print(f"left out, occurring less than {options.least} times: {describe(rare)}")
-    if options.out:
+        print(f"left out, occurring less than {args.least} times: {describe(rare)}")
+    if args.out:
         source = ", ".join(path.name for path in manifests)
-        write_text(options.out, f"# Characters of {source}, by `ds2 data alphabet`.\n{content}")
-        folder, name = options.out.parent, options.out.stem
-        if folder.name == "alphabet" and options.out.suffix == ".yaml":
-            print(f"wrote {options.out}; use it with --config-dir {folder.parent} alphabet={name}")
+        write_text(args.out, f"# Characters of {source}, by `ds2 data alphabet`.\n{content}")
+        folder, name = args.out.parent, args.out.stem
+        if folder.name == "alphabet" and args.out.suffix == ".yaml":
+            print(f"wrote {args.out}; use it with --config-dir {folder.parent} alphabet={name}")
         else:  # Hydra finds no other place
             way = f"move it to my_conf/alphabet/{name}.yaml, then --config-dir my_conf alphabet={name}"
-            print(f"wrote {options.out}; to use it {way}")
+            print(f"wrote {args.out}; to use it {way}")
 
 
 def _add_normalise(commands: Any) -> None:
@@ -409,13 +405,13 @@ def _add_normalise(commands: Any) -> None:
     parser.set_defaults(run=_normalise)
 
 
-def _normalise(options: argparse.Namespace) -> int:
+def _normalise(args: argparse.Namespace) -> int:
     """Print each text as it is normalised; the status is 1 if the alphabet cannot write one of them."""
-    overrides = [a for a in options.arguments if _OVERRIDE.match(a)]
-    texts = [a for a in options.arguments if not _OVERRIDE.match(a)]
+    overrides = [a for a in args.arguments if _OVERRIDE.match(a)]
+    texts = [a for a in args.arguments if not _OVERRIDE.match(a)]
     if not texts:
         raise ConfigError("ds2 data normalise needs a text: ds2 data normalise 'in 1995' alphabet.numbers=en")
-    alphabet = Alphabet.from_config(compose_config(with_search_path([*overrides, "run_dir=unused"])).alphabet)
+    alphabet = Alphabet.from_config(compose_config([*overrides, "run_dir=unused"]).alphabet)
     status = 0
     for text in chain.from_iterable(sys.stdin if argument == "-" else [argument] for argument in texts):
         normalised, unknown = alphabet.normalise(text)
@@ -449,44 +445,45 @@ def _add_lexicon(commands: Any) -> None:
     parser.set_defaults(run=_lexicon)
 
 
-def _lexicon(options: argparse.Namespace) -> None:
+def _lexicon(args: argparse.Namespace) -> None:
     # imported late: the other data commands need no torch
     from ds2.lm.letters_to_phones import MAX_LETTERS, LettersToPhones
     from ds2.model.checkpoint import find_model
     from ds2.model.shipped import folder_of
 
-    if folder_of(options.dictionary).is_dir():  # a run folder or a name of `ds2 models`
-        options.dictionary = find_model(options.dictionary)
-    check_writable(options.output, inputs=[options.dictionary, *options.words])
-    missing = [str(path) for path in options.words if not path.is_file()]
+    source: Path = args.dictionary
+    if folder_of(source).is_dir():  # a run folder or a name of `ds2 models`
+        source = find_model(source)
+    check_writable(args.output, inputs=[source, *args.words])
+    missing = [str(path) for path in args.words if not path.is_file()]
     if missing:
         raise UserError(f"there is no file {', '.join(missing)}")
-    dictionary = read_pronunciations(options.dictionary, keep_stress=options.keep_stress)
+    dictionary = read_pronunciations(source, keep_stress=args.keep_stress)
     phones = dictionary.phones
     alphabet = Alphabet(("", *sorted({" ", *"".join(dictionary.words).lower()})), punctuation="drop")
     normalised: dict[str, list[Phones]] = {}
     for word, variants in dictionary.words.items():
         normalised.setdefault(alphabet.normalise(word)[0], []).extend(variants)
     dictionary = Pronunciations.of(normalised)
-    wanted = _words(options.words, alphabet) if options.words else Counter(dictionary.words)
+    wanted = _words(args.words, alphabet) if args.words else Counter(dictionary.words)
     unknown = [word for word in wanted if word not in dictionary.words]
-    guessed = LettersToPhones(dictionary).pronounce(unknown) if unknown and not options.no_guess else {}
+    guessed = LettersToPhones(dictionary).pronounce(unknown) if unknown and not args.no_guess else {}
     listed = {word: dictionary.words.get(word) or (guessed[word],) for word in sorted(wanted)
               if word in dictionary.words or word in guessed}  # fmt: skip
     if not listed:
-        raise UserError(f"no word of {', '.join(map(str, options.words))} has a pronunciation")
+        raise UserError(f"no word of {', '.join(map(str, args.words))} has a pronunciation")
     written = Pronunciations.of(listed)
-    write_text(options.output, "".join(line + "\n" for line in written.lines()))
+    write_text(args.output, "".join(line + "\n" for line in written.lines()))
     words, phones_of_words = counted(len(listed), "word"), counted(len(written.phones), "phone")
     print(
-        f"wrote {options.output}: {words}, {phones_of_words}; guessed from their letters, as {options.dictionary} "
+        f"wrote {args.output}: {words}, {phones_of_words}; guessed from their letters, as {source} "
         f"lacks them: {len(guessed)}"
     )
-    if options.dictionary.suffix == ".safetensors" and (lost := [p for p in phones if p not in written.phones]):
+    if source.suffix == ".safetensors" and (lost := [p for p in phones if p not in written.phones]):
         log.warning(
             "no word of %s has these phones of the model, which a network trained with it cannot write: %s; name more "
             "texts by --words, or leave it out to write all words of the model",
-            options.output, " ".join(lost),
+            args.output, " ".join(lost),
         )  # fmt: skip
     if guessed:
         common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN_WORDS]

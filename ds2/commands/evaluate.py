@@ -18,7 +18,7 @@ from ds2.commands.common import (
     real,
     whole,
 )
-from ds2.commands.compose import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_decode_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
 from ds2.data.manifest import Utterance, read_manifest
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 evaluate MODEL [MANIFEST...] [decode=NAME] [decode.KEY=VALUE...]`: rank 0 reports on each manifest."""
-    decode, arguments = split_overrides(arguments)
+    overrides, arguments = split_decode_overrides(arguments)
     args = _parse(arguments)
     with connect(CommConfig(), args.device) as comm:
         if comm.rank != 0:
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         loaded = load_model(file, comm.device)
         data = loaded.config.data
         manifests = manifests_of(file, args.manifests, data.test, "data.test")
-        options = resolve_options(decode, file, loaded.config)
+        options = resolve_options(overrides, file, loaded.config)
         reports = args.out or report_folder(args.model, file)
         if comm.rank == 0:
             check_writable(reports / "report.json")
@@ -66,7 +66,8 @@ def run(arguments: Sequence[str]) -> int:
             for manifest in (path for path in manifests if str(path) != "-"):  # standard input is read once
                 word_ends.of(read_manifest(manifest))
         if args.robustness is not None:
-            return _robustness(recogniser, manifests, data, args, reports)
+            _robustness(recogniser, manifests, data, args, reports)
+            return 0
         trained_on = training_data(data) if comm.rank == 0 else []
         settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers, "comm": comm}
         for scored in evaluate(recogniser, manifests, data, **settings):
@@ -128,7 +129,7 @@ def training_data(data: DataConfig) -> list[Utterance]:
 
 def _robustness(
     recogniser: Recogniser, manifests: Sequence[Path], data: DataConfig, args: argparse.Namespace, folder: Path
-) -> int:
+) -> None:
     """Print a table of WER by condition for each manifest, and write it to robustness.md."""
     snrs_db = args.robustness or [20.0, 10.0, 5.0, 0.0]
     for manifest in manifests:
@@ -138,7 +139,6 @@ def _robustness(
         path = folder / manifest.stem / "robustness.md"
         write_text(path, f"{manifest}\n\n{text}")
         print(f"{manifest}\n\n{text}\nreport: {path}")
-    return 0
 
 
 def report_folder(model: Path, file: Path) -> Path:

@@ -39,23 +39,24 @@ def run(arguments: Sequence[str]) -> int:
             described = export_torch(loaded, path, chunk_s=chunk_s)
     except ImportError as error:
         raise ConfigError(f"ds2 export needs {error.name}: {install_command('export')}") from error
-    _print_summary(path, loaded, described)
+    tokens = path.with_name(TOKENS)
+    _print_summary(path, tokens, loaded, described)
     if for_sherpa:
         print(
             f"{described['runs']}; send {described['tail_s']:.2f} s of silence after the last word. To try it:\n"
-            f"  sherpa-onnx --nemo-ctc-model={path} --tokens={path.with_name('tokens.txt')} FILE.wav"
+            f"  sherpa-onnx --nemo-ctc-model={path} --tokens={tokens} FILE.wav"
         )
     return 0
 
 
-def _print_summary(path: Path, loaded: LoadedModel, described: dict[str, Any]) -> None:
+def _print_summary(path: Path, tokens: Path, loaded: LoadedModel, described: dict[str, Any]) -> None:
     late_ms = 1000 * described["lag_frames"] * described["frame_s"]
     chunking = (
         f"chunks of {1000 * described['chunk_s']:g} ms, {late_ms:g} ms behind" if described["chunk"] else "utterances"
     )
     print(
         f"{path}: {path.stat().st_size / 2**20:.1f} MiB; {described['signal']} at {described['sample_rate_hz']} Hz in, "
-        f"{chunking}; {len(loaded.alphabet)} labels in {path.with_name('tokens.txt')}"
+        f"{chunking}; {len(loaded.alphabet)} labels in {tokens}"
     )
     if loaded.alphabet.pronunciations is not None:
         print("the labels are phones: what runs the file writes phones, and the search for words stays with ds2")

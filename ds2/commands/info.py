@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from torch import nn
+
 from ds2.audio.features import Features
 from ds2.commands.common import ALL_SETTINGS, Parser
 from ds2.commands.compose import compose_config, with_search_path
@@ -18,6 +20,9 @@ from ds2.model.structure import lookahead_parts_ms, module_plan
 from ds2.recognition.session import describe_delays
 from ds2.recognition.settings import tuned_file
 from ds2.text.alphabet import Alphabet
+
+_LABELS_SHOWN = 20
+_GATE_VALUES = 6  # gates, output and the state before, kept a unit and frame
 
 
 def make_parser() -> Parser:
@@ -67,10 +72,6 @@ def _show_file(path: Path) -> None:
 
 def _live(config: Config) -> str:
     return f"live        {'needs a unidirectional model' if config.model.bidirectional else describe_delays(config)}"
-
-
-_LABELS_SHOWN = 20
-_GATE_VALUES = 6  # gates, output and the state before, kept a unit and frame
 
 
 def summary(model: AcousticModel) -> str:
@@ -195,8 +196,8 @@ def _layer_values(config: ModelConfig, width: int, norm: int) -> float:
     return width * (norm + directions - 1) + config.hidden * directions * _GATE_VALUES + dropped
 
 
-def _count(module: object) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())  # type: ignore[attr-defined]
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _module_name(config: ModelConfig, index: int, model: AcousticModel) -> str:

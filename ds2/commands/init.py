@@ -62,11 +62,11 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 init FOLDER [--recipe NAME]`: write the folder; 0."""
-    options = make_parser().parse_args(arguments)
-    folder: Path = options.folder
+    args = make_parser().parse_args(arguments)
+    folder: Path = args.folder
     texts = {
-        "README.md": _README.format(name=folder.resolve().name, base=options.recipe),
-        "conf/recipe/mine.yaml": _RECIPE.format(base=options.recipe),
+        "README.md": _README.format(name=folder.resolve().name, base=args.recipe),
+        "conf/recipe/mine.yaml": _RECIPE.format(base=args.recipe),
         ".gitignore": _IGNORED,
     }
 

@@ -24,7 +24,7 @@ from ds2.commands.common import (
     add_model,
     add_phrases,
 )
-from ds2.commands.compose import refuse_search_settings, resolve_options, split_overrides
+from ds2.commands.compose import refuse_search_settings, resolve_options, split_decode_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import Word, span_record, word_record
@@ -44,31 +44,30 @@ _CLEAR = "\r\x1b[K"
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 listen [MODEL]`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
-    overrides, arguments = split_overrides(arguments)
+    overrides, arguments = split_decode_overrides(arguments)
     parser = make_parser()
-    options = parser.parse_args(arguments)
-    if options.allowance is not None and not (options.phrases or options.keywords):
+    args = parser.parse_args(arguments)
+    if args.allowance is not None and not (args.phrases or args.keywords):
         parser.error("--allowance needs --phrases or --keywords")
-    if options.false_alarms is not None and (not options.keywords or options.phrases or options.allowance is not None):
+    only_keywords = args.keywords and not args.phrases and args.allowance is None
+    if args.false_alarms is not None and not only_keywords:
         parser.error("--false-alarms needs --keywords, and goes with neither --phrases nor --allowance")
-    if options.phrases:
+    if args.phrases:
         refuse_search_settings(overrides)
     sounddevice = _import_sounddevice()
-    device = resolve_device(options.device)
-    file = find_model(options.model or default_model())
+    device = resolve_device(args.device)
+    file = find_model(args.model or default_model())
     loaded = load_model(file, device)
-    recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, options.precision)
-    if options.false_alarms is not None or (
-        options.keywords and not options.phrases and options.allowance is None and measured_search(recogniser.decoder)
-    ):
-        alarms = FALSE_ALARMS if options.false_alarms is None else options.false_alarms
-        recogniser = recogniser.only_keywords(options.keywords, alarms)
-    elif only := [*options.phrases, *options.keywords]:
-        recogniser = recogniser.only_phrases([*only, OTHERS], options.allowance)
-    hot_words = dict.fromkeys(options.hot)
-    printer, stop = _Printer(options.format == "json", bool(options.keywords)), StopHandler()
+    recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, args.precision)
+    if only_keywords and (args.false_alarms is not None or measured_search(recogniser.decoder)):
+        alarms = FALSE_ALARMS if args.false_alarms is None else args.false_alarms
+        recogniser = recogniser.only_keywords(args.keywords, alarms)
+    elif only := [*args.phrases, *args.keywords]:
+        recogniser = recogniser.only_phrases([*only, OTHERS], args.allowance)
+    hot_words = dict.fromkeys(args.hot)
+    printer, stop = _Printer(args.format == "json", bool(args.keywords)), StopHandler()
     with handle_signals(STOP_SIGNALS, stop):
-        with _microphone(sounddevice, options.input, recogniser.features.sample_rate_hz) as (rate_hz, recorded):
+        with _microphone(sounddevice, args.input, recogniser.features.sample_rate_hz) as (rate_hz, recorded):
             live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
             print(f"listening; Ctrl-C ends; {describe_delays(loaded.config)}", file=sys.stderr, flush=True)
             for samples in stop.until_stopped(recorded.get):
@@ -99,10 +98,7 @@ class _Printer:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
         while live.segments:
             segment = live.segments.popleft()
-            words = [word_record(word) for word in segment.hypothesis.words]
-            times = span_record(segment.start_s, segment.end_s)
-            record = times | {"text": segment.hypothesis.text, "words": words}
-            print(json.dumps(record, ensure_ascii=False) if self.as_json else segment.hypothesis.text, flush=True)
+            self._print(segment.start_s, segment.end_s, segment.hypothesis.text, segment.hypothesis.words)
         if self.partials:
             print(f"\x1b[90m{visible(live.result().text)[-70:]}\x1b[0m", end="", file=sys.stderr, flush=True)
 
@@ -123,9 +119,12 @@ class _Printer:
             if other:
                 continue
             phrase = list(group)
-            text, records = " ".join(word.text for word in phrase), [word_record(word) for word in phrase]
-            record = span_record(phrase[0].start_s, phrase[-1].end_s) | {"text": text, "words": records}
-            print(json.dumps(record, ensure_ascii=False) if self.as_json else text, flush=True)
+            text = " ".join(word.text for word in phrase)
+            self._print(phrase[0].start_s, phrase[-1].end_s, text, phrase)
+
+    def _print(self, start_s: float, end_s: float, text: str, words: Iterable[Word]) -> None:
+        record = span_record(start_s, end_s) | {"text": text, "words": [word_record(word) for word in words]}
+        print(json.dumps(record, ensure_ascii=False) if self.as_json else text, flush=True)
 
 
 def _import_sounddevice() -> Any:

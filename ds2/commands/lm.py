@@ -25,7 +25,7 @@ from ds2.commands.common import (
     real,
     whole,
 )
-from ds2.commands.compose import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_decode_overrides
 from ds2.config.allowed import COUNT, KEY, UNLIMITED
 from ds2.config.convert import setting_comments
 from ds2.config.device import resolve_device
@@ -69,48 +69,48 @@ _GRID = ("0:1.6:5", "0:3:4")  # of alpha and beta
 _PHONE_GRID = ("0.4:1.6:4", "0:1:3")  # words of one sound need the model (alpha 0 cannot tell them apart), few a bonus
 
 
-def _alphabet(arguments: argparse.Namespace) -> Alphabet:
-    if arguments.model and arguments.pieces:
+def _alphabet(args: argparse.Namespace) -> Alphabet:
+    if args.model and args.pieces:
         raise LanguageModelError(
             "--pieces and --model exclude each other: the alphabet of the network has its own labels"
         )
-    if arguments.model:
-        return load_model(arguments.model).alphabet
+    if args.model:
+        return load_model(args.model).alphabet
     replacements = {}
-    for pair in arguments.replace:
+    for pair in args.replace:
         old, equals, new = pair.partition("=")
         if not old or not equals:
             raise LanguageModelError(f"--replace {pair!r} is not OLD=NEW")
         replacements[old] = new
-    pieces = read_pieces(arguments.pieces) if arguments.pieces else []
-    return Alphabet.from_config(AlphabetConfig(arguments.symbols, arguments.case, replacements, pieces=pieces))
+    pieces = read_pieces(args.pieces) if args.pieces else []
+    return Alphabet.from_config(AlphabetConfig(args.symbols, args.case, replacements, pieces=pieces))
 
 
 def _stored_alphabet(model: NGram) -> Alphabet | None:
     return None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
 
 
-def _inputs(arguments: argparse.Namespace) -> list[Path]:
+def _inputs(args: argparse.Namespace) -> list[Path]:
     """The files that `build` and `train` read."""
-    inputs = [*arguments.text, *(arguments.heldout or ()), *filter(None, [arguments.pieces])]
-    if arguments.model:
-        inputs.append(find_model(arguments.model))
+    inputs = [*args.text, *(args.heldout or ()), *filter(None, [args.pieces])]
+    if args.model:
+        inputs.append(find_model(args.model))
     return inputs
 
 
-def _check_texts(arguments: argparse.Namespace) -> None:
+def _check_texts(args: argparse.Namespace) -> None:
     """Refuse texts that are missing, and standard input twice; warn of held-out texts that the model is made of.
 
     Raises:
         LanguageModelError: names them.
     """
-    heldout = arguments.heldout or []
-    missing = [str(path) for path in (*arguments.text, *heldout) if path != STANDARD_INPUT and not path.is_file()]
+    heldout = args.heldout or []
+    missing = [str(path) for path in (*args.text, *heldout) if path != STANDARD_INPUT and not path.is_file()]
     if missing:
         raise LanguageModelError(f"there is no text {', '.join(missing)}")
-    if [*arguments.text, *heldout].count(STANDARD_INPUT) > 1:
+    if [*args.text, *heldout].count(STANDARD_INPUT) > 1:
         raise LanguageModelError("standard input (-) can be read once: give it once, and files for other texts")
-    own = {path.resolve() for path in arguments.text if path != STANDARD_INPUT}
+    own = {path.resolve() for path in args.text if path != STANDARD_INPUT}
     for path in heldout:
         if path.resolve() in own:
             log.warning("%s is held out and also a text of the model: its perplexity says nothing about others", path)
@@ -132,27 +132,27 @@ def _refuse_repeated(texts: Sequence[Path]) -> None:
         first[path.resolve()] = path
 
 
-def _build(arguments: argparse.Namespace) -> int:
-    alphabet = None if arguments.unit == "piece" and not (arguments.model or arguments.pieces) else _alphabet(arguments)
-    if arguments.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
-        raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters: give --pieces alone")
-    output = arguments.output
+def _build(args: argparse.Namespace) -> int:
+    alphabet = None if args.unit == "piece" and not (args.model or args.pieces) else _alphabet(args)
+    if args.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
+        raise LanguageModelError(f"--unit piece: the alphabet of {args.model} has characters: give --pieces alone")
+    output = args.output
     if output.suffix == ".arpa":  # as which other commands would read it
         raise LanguageModelError(
             f"--output {output}: this file is binary: call it {output.with_suffix('.lm')}; --arpa {output} writes ARPA"
         )
-    _check_texts(arguments)
-    _refuse_repeated(arguments.text)
-    check_writable(output, *filter(None, [arguments.arpa]), inputs=_inputs(arguments))
-    reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
+    _check_texts(args)
+    _refuse_repeated(args.text)
+    check_writable(output, *filter(None, [args.arpa]), inputs=_inputs(args))
+    reader = SentenceReader(args.text, args.unit, alphabet, args.unknown)
     result = estimate(
         reader,
-        arguments.order,
-        arguments.prune,
-        unit=arguments.unit,
+        args.order,
+        args.prune,
+        unit=args.unit,
         alphabet=None if alphabet is None else alphabet.to_dict(),
-        memory_bytes=arguments.memory_mib << 20,
-        temp_dir=arguments.temp_dir,
+        memory_bytes=args.memory_mib << 20,
+        temp_dir=args.temp_dir,
     )
     print(f"read {reader.report()}")
     for n, (size, before, discounts) in enumerate(
@@ -160,13 +160,17 @@ def _build(arguments: argparse.Namespace) -> int:
     ):
         print(f"{n}-grams {size} of {before}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
     save_ngram(result.model, output)
-    print(f"wrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
-    if arguments.arpa:
-        write_arpa(result.model, arguments.arpa)
-        print(f"wrote {arguments.arpa}, {arguments.arpa.stat().st_size / 2**20:.1f} MiB")
-    if arguments.heldout:
-        _print_perplexity(result.model, arguments.heldout, alphabet, arguments.unknown)
+    print(_written(output))
+    if args.arpa:
+        write_arpa(result.model, args.arpa)
+        print(_written(args.arpa))
+    if args.heldout:
+        _print_perplexity(result.model, args.heldout, alphabet, args.unknown)
     return 0
+
+
+def _written(path: Path) -> str:
+    return f"wrote {path}, {path.stat().st_size / 2**20:.1f} MiB"
 
 
 def _print_perplexity(model: NGram, texts: Sequence[Path], alphabet: Alphabet | None, unknown: str) -> None:
@@ -189,19 +193,19 @@ def _print_recurrent_perplexity(model: RecurrentLM, texts: Sequence[Path], unkno
     )
 
 
-def _convert(arguments: argparse.Namespace) -> int:
-    check_writable(arguments.output, inputs=[arguments.lm])
-    model = load_ngram(arguments.lm)
-    if arguments.output.suffix == ".arpa":
-        write_arpa(model, arguments.output)
+def _convert(args: argparse.Namespace) -> int:
+    check_writable(args.output, inputs=[args.lm])
+    model = load_ngram(args.lm)
+    if args.output.suffix == ".arpa":
+        write_arpa(model, args.output)
     else:
-        save_ngram(model, arguments.output)
+        save_ngram(model, args.output)
     sizes = " + ".join(str(end - start) for start, end in pairwise(model.entry_starts))
-    print(f"wrote {arguments.output}: {sizes} n-grams of orders 1 to {model.order}")
+    print(f"wrote {args.output}: {sizes} n-grams of orders 1 to {model.order}")
     return 0
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> int:
     """Read the texts, train, write the model and score it; a signal ends the training early and writes the model too.
 
     After a stop or a kill, the same command resumes from the state file next to the model, which is removed when the
@@ -212,23 +216,23 @@ def _train(arguments: argparse.Namespace) -> int:
         CheckpointError: the state is damaged or of another training.
         Stopped: by a signal, after state and model are written.
     """
-    _check_texts(arguments)
-    alphabet = _alphabet(arguments)
-    output: Path = arguments.output
+    _check_texts(args)
+    alphabet = _alphabet(args)
+    output: Path = args.output
     state_file = output.parent / f"{output.name}.state"
-    check_writable(output, state_file, inputs=_inputs(arguments))
-    reader = SentenceReader(arguments.text, alphabet.unit, alphabet, arguments.unknown)
+    check_writable(output, state_file, inputs=_inputs(args))
+    reader = SentenceReader(args.text, alphabet.unit, alphabet, args.unknown)
     text = TrainingText.of(reader, alphabet)
     print(f"read {reader.report()}", flush=True)
-    device = resolve_device(arguments.device)
-    torch.manual_seed(arguments.seed)
-    shape, settings = _settings(RecurrentShape, arguments), _settings(TrainingSettings, arguments)
+    device = resolve_device(args.device)
+    torch.manual_seed(args.seed)
+    shape, settings = _settings(RecurrentShape, args), _settings(TrainingSettings, args)
     model = RecurrentLM(alphabet, shape).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     fixed = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
              if name not in _CHANGEABLE}  # fmt: skip
     made_of = {**fixed, "text": text.digest, "alphabet": alphabet.to_dict()}
-    state = StateFile(state_file, made_of, 60 * arguments.save_minutes)
+    state = StateFile(state_file, made_of, 60 * args.save_minutes)
     resumed = f", on from {state.path}" if state.path.is_file() else ""
     print(f"training {parameters:,} parameters on {device}{resumed}", flush=True)
     with Interrupts() as interrupts:
@@ -238,13 +242,12 @@ def _train(arguments: argparse.Namespace) -> int:
         minutes = progress.elapsed_s / 60
         facts = {"epoch": progress.epoch, "step": progress.step, "minutes": minutes, "git_commit": git_commit()}
         save_recurrent(output, model, facts)
-        size_mib = output.stat().st_size / 2**20
-        print(f"wrote {output}, {size_mib:.1f} MiB, after {counted(progress.step, 'step')} in {minutes:.1f} minutes")
+        print(f"{_written(output)}, after {counted(progress.step, 'step')} in {minutes:.1f} minutes")
         if interrupts.received:
             raise Stopped(interrupts.received)
         state.remove()
-    if arguments.heldout:
-        _print_recurrent_perplexity(model, arguments.heldout, arguments.unknown)
+    if args.heldout:
+        _print_recurrent_perplexity(model, args.heldout, args.unknown)
     return 0
 
 
@@ -256,21 +259,21 @@ def _show(progress: TrainingProgress) -> None:
     )
 
 
-def _settings(kind: type[Any], arguments: argparse.Namespace) -> Any:
-    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})
+def _settings(kind: type[Any], args: argparse.Namespace) -> Any:
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
-def _ppl(arguments: argparse.Namespace) -> int:
-    if arguments.lm.suffix == ".safetensors":
-        _print_recurrent_perplexity(load_recurrent(arguments.lm), arguments.text, arguments.unknown)
+def _ppl(args: argparse.Namespace) -> int:
+    if args.lm.suffix == ".safetensors":
+        _print_recurrent_perplexity(load_recurrent(args.lm), args.text, args.unknown)
         return 0
-    model = load_ngram(arguments.lm)
-    _print_perplexity(model, arguments.text, _stored_alphabet(model), arguments.unknown)
+    model = load_ngram(args.lm)
+    _print_perplexity(model, args.text, _stored_alphabet(model), args.unknown)
     return 0
 
 
-def _query(arguments: argparse.Namespace) -> int:
-    model = load_ngram(arguments.lm)
+def _query(args: argparse.Namespace) -> int:
+    model = load_ngram(args.lm)
     alphabet = _stored_alphabet(model)
     for line in sys.stdin:
         text = line if alphabet is None else alphabet.normalise(line)[0]
@@ -285,28 +288,28 @@ def _query(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tune(arguments: argparse.Namespace) -> int:
+def _tune(args: argparse.Namespace) -> int:
     """Tune, print each trial, draw the WER surface and write the best settings next to the model."""
-    file, device = find_model(arguments.model), resolve_device(arguments.device)
+    file, device = find_model(args.model), resolve_device(args.device)
     if is_shipped(file):
         raise DecodeError(
-            f"{arguments.model}: the settings of a model that comes with ds2 are not changed: copy {file.parent} and "
+            f"{args.model}: the settings of a model that comes with ds2 are not changed: copy {file.parent} and "
             "tune the copy"
         )
-    loaded, lm = load_model(file, device), load_ngram(arguments.lm)
-    options = _untuned_options(arguments, file, loaded)
+    loaded, lm = load_model(file, device), load_ngram(args.lm)
+    options = _untuned_options(args, file, loaded)
     make_decoder(options, loaded.alphabet, loaded.frame_s, device, lm)  # raises errors before the model runs
     target = tuned_file(file)
-    picture = arguments.picture or target.with_suffix(".png")
+    picture = args.picture or target.with_suffix(".png")
     check_writable(target, picture)
-    manifests = manifests_of(file, arguments.manifests, loaded.config.data.dev, "data.dev")
+    manifests = manifests_of(file, args.manifests, loaded.config.data.dev, "data.dev")
     utterances = scored_utterances(manifests, loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
     references = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
     dev = DevLogProbs.of(batches, references, loaded.frame_s, loaded.alphabet, lm, device)
     alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
-    alphas, betas = arguments.alphas or alphas, arguments.betas or betas
+    alphas, betas = args.alphas or alphas, args.betas or betas
     trials: list[TuningTrial] = []
     for trial in search(dev, replace(options, rescore=""), alphas, betas):
         trials.append(trial)
@@ -344,16 +347,16 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _untuned_options(arguments: argparse.Namespace, file: Path, loaded: LoadedModel) -> DecodeConfig:
+def _untuned_options(args: argparse.Namespace, file: Path, loaded: LoadedModel) -> DecodeConfig:
     """Return the settings that the trials begin with: those of the command line, with a method that has weights."""
-    options = resolve_options(arguments.overrides, file, loaded.config, tuned=False)
+    options = resolve_options(args.overrides, file, loaded.config, tuned=False)
     if "alpha" not in METHODS[options.method].options:
-        if any(override.split("=")[0] in ("decode", "decode.method") for override in arguments.overrides):
+        if any(override.split("=")[0] in ("decode", "decode.method") for override in args.overrides):
             raise DecodeError(
                 f"decode.method={options.method} has no weights to tune: take decode=beam or decode=native"
             )
         options = replace(options, method="beam")
-    return replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam or options.beam)
+    return replace(options, lm=str(args.lm.resolve()), beam=args.beam or options.beam)
 
 
 def _range(text: str) -> list[float]:
@@ -373,83 +376,84 @@ def _grid_help(axis: int) -> str:
     return f"LOW:HIGH:COUNT (default {_GRID[axis]}, for a network of phones {_PHONE_GRID[axis]})"
 
 
-def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
-    build = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
-    build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
-    build.add_argument("--output", type=Path, required=True, help="books.lm: binary; books.lm.xz: compressed")
-    build.add_argument("--arpa", type=Path, help="also write this ARPA file")
-    build.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens")
-    build.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
+def _add_build(commands: Any) -> None:
+    parser = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
+    parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
+    parser.add_argument("--output", type=Path, required=True, help="books.lm: binary; books.lm.xz: compressed")
+    parser.add_argument("--arpa", type=Path, help="also write this ARPA file")
+    parser.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens")
+    parser.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
                        help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
                             "seen once (default: keep all)")  # fmt: skip
-    build.add_argument(
+    parser.add_argument(
         "--unit",
         choices=UNITS,
         default="word",
         help="token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)",
     )
-    build.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
-    build.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
-    build.set_defaults(run=_build)
-    _add_alphabet(build)
+    parser.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
+    parser.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
+    parser.set_defaults(run=_build)
+    _add_alphabet(parser)
 
 
-def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
-    command = add_command(commands, "train", "fit a recurrent model to texts, for decode.rescore")
-    command.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
-    command.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
-    command.set_defaults(run=_train)
+def _add_train(commands: Any) -> None:
+    parser = add_command(commands, "train", "fit a recurrent model to texts, for decode.rescore")
+    parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
+    parser.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
+    parser.set_defaults(run=_train)
     for kind in (RecurrentShape, TrainingSettings):  # their comments are the help
         comments = setting_comments(sys.modules[kind.__module__])
         for field in fields(kind):
             kind_of: Any = type(field.default)
-            command.add_argument(
+            parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 type=NumberArgument(kind_of, field.metadata[KEY]),
                 default=field.default,
                 help=comments[kind.__name__, field.name],
             )
-    command.add_argument(
+    parser.add_argument(
         "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
         help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
         "the training; 0: only then",
     )  # fmt: skip
-    add_device(command)
-    _add_alphabet(command)
+    add_device(parser)
+    _add_alphabet(parser)
 
 
-def _add_alphabet(command: argparse.ArgumentParser) -> None:
+def _add_alphabet(parser: argparse.ArgumentParser) -> None:
     defaults = AlphabetConfig()
-    command.add_argument(
+    parser.add_argument(
         "--heldout", type=Path, nargs="+", metavar="TEXT", help="print perplexity and OOV rate of this text"
     )
-    command.add_argument(
+    parser.add_argument(
         "--model", type=Path, help="normalise as this network's alphabet does (model file or run folder)"
     )
-    command.add_argument(
+    parser.add_argument(
         "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
     )
-    command.add_argument(
+    parser.add_argument(
         "--pieces",
         type=Path,
         help="byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece",
     )
-    command.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
-    command.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
-    _add_unknown(command)
+    parser.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
+    parser.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
+    _add_unknown(parser)
 
 
-def _add_unknown(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--unknown", choices=("skip", "drop", "stop"), default="skip",
+def _add_unknown(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--unknown", choices=("skip", "drop", "stop"), default="skip",
                          help="what becomes of characters outside the alphabet: skip the line (default), drop them "
                               "or stop; always counted and reported")  # fmt: skip
 
 
-def _add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = commands.add_parser(
+def _add_tune(commands: Any) -> None:
+    parser = add_command(
+        commands,
         "tune",
+        "alpha, beta and beam of a model on a dev set",
         settings=DECODER_SETTINGS,
-        help="alpha, beta and beam of a model on a dev set",
         usage="%(prog)s MODEL LM [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
         "decode.label_min_log_prob and decode.unknown_score stay as the model's config or the command line has them.",
@@ -471,7 +475,6 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
 
     _add_build(commands)
-
     _add_train(commands)
 
     convert = add_command(commands, "convert", "a model of any form, such as an ARPA file, to another")
@@ -499,10 +502,10 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         LanguageModelError: a mistake that the user can mend.
     """
-    overrides, others = split_overrides(arguments)
+    overrides, others = split_decode_overrides(arguments)
     parser = make_parser()
-    parsed = parser.parse_args(others, argparse.Namespace(overrides=overrides))
-    if overrides and parsed.run != _tune:
+    args = parser.parse_args(others, argparse.Namespace(overrides=overrides))
+    if overrides and args.run != _tune:
         parser.error(f"{overrides[0]}: only `ds2 lm tune` takes settings of decoders")
-    status: int = parsed.run(parsed)
+    status: int = args.run(args)
     return status

@@ -14,7 +14,7 @@ import torch
 from ds2_ops.install import install_command
 
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_device_and_precision, add_model, real, whole
-from ds2.commands.compose import resolve_options, split_overrides
+from ds2.commands.compose import resolve_options, split_decode_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
@@ -35,8 +35,8 @@ _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused con
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP; 0. A recogniser that hangs ends it with 1."""
-    overrides, arguments = split_overrides(arguments)
-    options = make_parser().parse_args(arguments)
+    overrides, arguments = split_decode_overrides(arguments)
+    args = make_parser().parse_args(arguments)
     try:
         from ds2.serve.engine import LocalRecogniser
         from ds2.serve.http import bind, listen, make_server, share
@@ -44,38 +44,38 @@ def run(arguments: Sequence[str]) -> int:
         from ds2.serve.processes import Recognisers, Workers
     except ImportError as error:
         raise ConfigError(f"ds2 serve needs {error.name}: {install_command('serve')}") from error
-    needed_files = options.sessions + _OTHER_FILES
+    needed_files = args.sessions + _OTHER_FILES
     if allow_files(needed_files) < needed_files:
         raise ConfigError(
-            f"--sessions {options.sessions} needs {needed_files} open files, more than this process may have: "
+            f"--sessions {args.sessions} needs {needed_files} open files, more than this process may have: "
             "raise the limit with ulimit -n, or allow fewer sessions"
         )
-    bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
-    device = resolve_device(options.device)
-    file = find_model(options.model or default_model())
+    bound = bind(args.host, args.port)  # before the model is loaded, which takes longer
+    device = resolve_device(args.device)
+    file = find_model(args.model or default_model())
     read = {file: identity(file)}
     config = load_model(file).config
     delays, decode = describe_delays(config), resolve_options(overrides, file, config)
     limits = Limits(
-        sessions=options.sessions,
-        batch=options.batch,
-        duration_s=options.duration_s,
-        idle_s=options.idle_s,
+        sessions=args.sessions,
+        batch=args.batch,
+        duration_s=args.duration_s,
+        idle_s=args.idle_s,
         api_key=_api_key(),
-        uploads_bytes=options.uploads_mb << 20,
-        root=options.root,
-        language=options.language,
-        host=options.host,
-        allow_hosts=tuple(options.allow_host),
-        allow_origins=tuple(options.allow_origin),
-        tls=_certificate(options),
+        uploads_bytes=args.uploads_mb << 20,
+        root=args.root,
+        language=args.language,
+        host=args.host,
+        allow_hosts=tuple(args.allow_host),
+        allow_origins=tuple(args.allow_origin),
+        tls=_certificate(args),
     )
     read |= {Path(lm): identity(Path(lm)) for lm in (decode.lm, decode.rescore) if lm}
-    make = functools.partial(_make_recogniser, file, decode, read, device, options.precision, options.log_transcripts)
-    recognisers = _recogniser_count(options.sessions, device.type, options.recognisers)
-    workers = _worker_count(options.sessions, device.type, options.workers)
+    make = functools.partial(_make_recogniser, file, decode, read, device, args.precision, args.log_transcripts)
+    recognisers = args.recognisers or _recogniser_count(args.sessions, device.type)
+    workers = _worker_count(args.sessions, device.type) if args.workers is None else args.workers
     port = bound.getsockname()[1]
-    message = f"ds2 serve: {_addresses(options, port)} on {device}; at most {limits.sessions} sessions\n{delays}"
+    message = f"ds2 serve: {_addresses(args, port)} on {device}; at most {limits.sessions} sessions\n{delays}"
     if recognisers > 1 or workers:
         processes: Workers | Recognisers
         if recognisers > 1:
@@ -108,30 +108,30 @@ def _api_key() -> str:
     return key
 
 
-def _certificate(options: argparse.Namespace) -> Certificate | None:
+def _certificate(args: argparse.Namespace) -> Certificate | None:
     from ds2.serve import tls
 
-    if options.tls_self_signed and (options.tls_cert or options.tls_key):
+    if args.tls_self_signed and (args.tls_cert or args.tls_key):
         raise ConfigError("--tls-self-signed makes a certificate: leave it out, or --tls-cert and --tls-key")
-    if options.tls_self_signed:
-        return tls.self_signed(tls.names_of_host(options.host, options.allow_host))
-    if not options.tls_cert and not options.tls_key:
+    if args.tls_self_signed:
+        return tls.self_signed(tls.names_of_host(args.host, args.allow_host))
+    if not args.tls_cert and not args.tls_key:
         return None
-    if not (options.tls_cert and options.tls_key):
+    if not (args.tls_cert and args.tls_key):
         raise ConfigError("--tls-cert and --tls-key go together: give both, or --tls-self-signed")
-    certificate = tls.Certificate(options.tls_cert, options.tls_key)
+    certificate = tls.Certificate(args.tls_cert, args.tls_key)
     certificate.check()
     return certificate
 
 
-def _addresses(options: argparse.Namespace, port: int) -> str:
+def _addresses(args: argparse.Namespace, port: int) -> str:
     """Describe the addresses of the server: on this machine and, if it listens on all, from other machines."""
     from ds2.serve.http import WILDCARDS, url
     from ds2.serve.tls import reachable_address
 
-    scheme = "https" if options.tls_self_signed or options.tls_cert else "http"
-    if options.host not in WILDCARDS:
-        return url(options.host, port, scheme)
+    scheme = "https" if args.tls_self_signed or args.tls_cert else "http"
+    if args.host not in WILDCARDS:
+        return url(args.host, port, scheme)
     addresses = url("127.0.0.1", port, scheme)
     if other := reachable_address():
         addresses += f", from other machines {url(other, port, scheme)}"
@@ -174,21 +174,17 @@ def _make_recogniser(
     return recogniser
 
 
-def _recogniser_count(sessions: int, device: str, option: int | None) -> int:
+def _recogniser_count(sessions: int, device: str) -> int:
     """Recogniser processes for these sessions, each with cores for itself and its workers."""
     from ds2.serve.processes import RECOGNISER_SESSIONS
 
-    if option is not None:
-        return option
     return 1 if device == "cpu" else max(1, min(-(-sessions // RECOGNISER_SESSIONS), usable_cores() // 8))
 
 
-def _worker_count(sessions: int, device: str, option: int | None) -> int:
+def _worker_count(sessions: int, device: str) -> int:
     """Workers for these sessions, at most as many as there are cores besides the recogniser's own."""
     from ds2.serve.processes import WORKER_SESSIONS
 
-    if option is not None:
-        return option
     if device == "cpu" or sessions <= WORKER_SESSIONS:
         return 0
     return max(0, min(-(-sessions // WORKER_SESSIONS), usable_cores() - 1))

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -56,7 +55,7 @@ Train, or go on where run_dir stopped: ds2 train recipe=an4 model.depth=8 run_di
   --hydra-help       what Hydra itself offers
 """
 HYDRA_OPTIONS = {"--multirun": 0, "-m": 0, "--cfg": 1, "-c": 1, "--resolve": 0, "--package": 1, "-p": 1, "--info": 0,
-              "-i": 0, "--hydra-help": 0}  # fmt: skip
+              "-i": 0, "--hydra-help": 0}  # how many values each takes # fmt: skip
 _REFUSED = {
     "--shell-completion": "`ds2 completion bash|zsh|fish` prints a script for all commands",
     "--config-name": "there is one primary config: put what differs into a recipe (--config-dir DIR recipe=NAME)",
@@ -64,7 +63,9 @@ _REFUSED = {
     "--run": "it is what `ds2 train` does",
     "--experimental-rerun": "the same command again resumes the run; its config lies in run_dir/config.yaml",
 }
-_WIDTH = 120
+_WIDTH = 120  # of the help
+_LONGEST_NAME = 120  # of a folder
+ALL = "all"  # name of a job that differs in nothing
 _SHORT = {"-sc": "--shell-completion", "-cn": "--config-name", "-cp": "--config-path", "-r": "--run"}
 
 
@@ -88,7 +89,15 @@ def run(arguments: Sequence[str]) -> int:
             remaining.append(name)
             return
         twins = [other.name for other in jobs if other.run_dir == folder]
-        status = report_errors(lambda: _refuse_twin(name, twins[0], folder) if twins else _train(composed))
+
+        def train() -> int:
+            if twins:
+                raise ConfigError(
+                    f"{name} and {twins[0]} of this sweep have one folder, {folder}: train them as runs of their own"
+                )
+            return _train(composed)
+
+        status = report_errors(train)
         jobs.append(Job(name or ALL, folder / "refused" if twins else folder, status))
 
     register()
@@ -122,11 +131,8 @@ def fit(overrides: Sequence[str]) -> Path:
 
 
 def is_sweep(options: Sequence[str]) -> bool:
+    """Whether options of Hydra ask for several runs."""
     return not {"-m", "--multirun"}.isdisjoint(options)
-
-
-def _refuse_twin(name: str, twin: str, folder: Path) -> NoReturn:
-    raise ConfigError(f"{name} and {twin} of this sweep have one folder, {folder}: train them as runs of their own")
 
 
 def _train(composed: DictConfig) -> int:
@@ -168,9 +174,10 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
                 if not value:
                     raise ConfigError(f"{argument} needs a value: --cfg job")
                 options.append(value)
-    if is_sweep(options) and any(option.startswith(("--cfg", "-c")) for option in options):
+    shows = any(option.startswith(("--cfg", "-c")) for option in options)
+    if is_sweep(options) and shows:
         raise ConfigError("--cfg shows one configuration, --multirun trains several: leave one of the two out")
-    if "--resolve" in options and not any(option.startswith(("--cfg", "-c")) for option in options):
+    if "--resolve" in options and not shows:
         raise ConfigError("--resolve needs --cfg, which shows a configuration: --cfg job --resolve")
     return options, overrides
 
@@ -195,10 +202,6 @@ def help_text(own: Sequence[Path]) -> str:
         for key in keys:
             lines.append(f"  {f'{key.name}={key.default}':<44} {key.comment}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-_LONGEST_NAME = 120
-ALL = "all"  # of a job that differs in nothing
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def check(config: Config) -> None:
     repeated = sorted({s for s in symbols if symbols.count(s) > 1})
     _require(not repeated, f"alphabet.symbols lists {repeated} more than once")
     _require(
-        config.model.bidirectional is False or config.model.max_lookahead_ms == 0,
+        not config.model.bidirectional or config.model.max_lookahead_ms == 0,
         "model.bidirectional=true needs the whole utterance: set model.max_lookahead_ms=0 to allow it",
     )
 

@@ -35,7 +35,7 @@ from ds2.config.allowed import KEY, REMOVED, Range
 from ds2.config.check import check
 from ds2.config.schema import AlphabetConfig, Config, ConfigError, ConvConfig
 from ds2.system.files import write_text
-from ds2.system.plain import NAMES, FieldError, UnknownField, from_plain, short_repr
+from ds2.system.plain import TYPE_NAMES, FieldError, UnknownField, from_plain, short_repr
 
 _FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
 _SYNONYMS = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
@@ -257,7 +257,7 @@ def expected(key: str, value: object) -> str:
         return f"takes a mapping: {key}={{KEY:VALUE}}"
     single: Any = get_args(kind)[0] if entry else kind
     allowed = declared.metadata.get(KEY)
-    kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else NAMES.get(single, "a mapping")
+    kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else TYPE_NAMES.get(single, "a mapping")
     limits = f"; allowed are {allowed}" if isinstance(allowed, Range) else ""
     shown = "" if entry or declared.default == MISSING else _key("", Config, declared, {}).default
     default = f" (default {shown})" if shown else ""

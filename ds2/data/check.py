@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 from collections import Counter
@@ -24,7 +23,7 @@ from ds2.audio.read import END_TOLERANCE_S, QUIET_PEAK, AudioError, EmptyAudioEr
 from ds2.audio.shard import member_of
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance, hours
-from ds2.system.files import write_text
+from ds2.system.files import write_json
 from ds2.system.machine import usable_cores
 from ds2.system.plain import counted
 from ds2.system.signals import worker_processes
@@ -105,7 +104,7 @@ class CheckReport:
             {"severity": severity, "kind": kind, "count": n} for (severity, kind), n in sorted(self.counts.items())
         ]
         report = asdict(self) | {"counts": counts, "may_start": self.may_start}
-        write_text(path, json.dumps(report, ensure_ascii=False, indent=1))
+        write_json(path, report)
 
 
 @dataclass(frozen=True)

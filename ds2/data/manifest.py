@@ -66,6 +66,11 @@ def hours(utterances: Iterable[Utterance]) -> float:
     return sum(u.duration_s for u in utterances) / 3600
 
 
+def amount(utterances: Sequence[Utterance]) -> str:
+    """Return how many utterances and hours these are, for a message."""
+    return f"{counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h"
+
+
 def read_manifest(path: str | Path) -> list[Utterance]:
     """Read one manifest; see `read_manifests`."""
     return read_manifests([path])

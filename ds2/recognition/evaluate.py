@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from ds2.recognition.latency import Latency
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import kaldi_line, most_errors, write_report
 from ds2.scoring.wer import Report, corpus_report
-from ds2.system.files import write_text
+from ds2.system.files import write_json_lines
 from ds2.system.machine import VERSION
 from ds2.system.plain import counted
 from ds2.system.terminal import ProgressBar
@@ -66,11 +65,11 @@ class Evaluation:
             model, options: for the head of the report.
             recordings: of `worst_recordings`, which errors.html plays.
         """
-        lines = (
-            json.dumps(hypothesis_record(u, h, " ".join(aligned.reference)), ensure_ascii=False)
+        records = (
+            hypothesis_record(u, h, " ".join(aligned.reference))
             for u, h, aligned in zip(self.utterances, self.hypotheses, self.report.utterances, strict=True)
         )
-        write_text(folder / "hypotheses.jsonl", "".join(line + "\n" for line in lines))
+        write_json_lines(folder / "hypotheses.jsonl", records)
         facts: dict[str, Any] = {
             "model": str(model),
             "manifest": str(self.manifest),

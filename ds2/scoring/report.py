@@ -14,7 +14,7 @@ from typing import Any
 
 from ds2.scoring.statistics import ConfidenceInterval, PairedTest
 from ds2.scoring.wer import AlignedUtterance, ErrorCounts, Report
-from ds2.system.files import write_text
+from ds2.system.files import write_json, write_text
 from ds2.system.plain import counted
 
 _CONFUSIONS_SHOWN = 20
@@ -109,9 +109,7 @@ def write_report(
     """
     head = "".join(f"{key}: {value}\n" for key, value in facts.items())
     write_text(folder / "report.txt", f"{head}\n{format_report(report)}" if head else format_report(report))
-    write_text(
-        folder / "report.json", json.dumps({**facts, **report_record(report)}, indent=1, ensure_ascii=False) + "\n"
-    )
+    write_json(folder / "report.json", {**facts, **report_record(report)})
     write_text(folder / "errors.txt", format_alignments(report))
     write_text(folder / "errors.html", html_page(report, title, recordings))
 

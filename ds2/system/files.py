@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gzip
+import json
 import lzma
 import os
 import platform
@@ -190,6 +191,16 @@ def write_text(path: Path, content: str) -> None:
     """Write a UTF-8 file atomically."""
     with atomic_file(path) as partial:
         partial.write_text(content, encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically, indented."""
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+
+
+def write_json_lines(path: Path, values: Iterable[object]) -> None:
+    """Write a file with a JSON value a line atomically."""
+    write_text(path, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
 
 
 def _make_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 from ds2.system import UserError
 
 T = TypeVar("T")
-NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
+TYPE_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 _SHOWN = 60
 
 
@@ -66,11 +66,11 @@ def from_plain(kind: type[T], value: object, field: str) -> T:
 
 
 def _build(kind: Any, value: object, field: str) -> object:
-    if kind in NAMES:
+    if kind in TYPE_NAMES:
         if kind is float and type(value) is int and abs(value) < 2**53:
             return float(value)
         if type(value) is not kind or (kind is int and not -(2**63) <= cast(int, value) < 2**63):
-            raise _wrong(field, value, NAMES[kind])
+            raise _wrong(field, value, TYPE_NAMES[kind])
         return value
     if dataclasses.is_dataclass(kind):
         return _dataclass(cast(type, kind), value, field)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds2.commands.compose import resolve_options
+from ds2.commands.compose import resolve_options, split_decode_overrides
 from ds2.commands.transcribe import audio_files
 from ds2.config.device import resolve_device
 from ds2.model.checkpoint import find_model, load_model
@@ -94,9 +94,8 @@ def add_recogniser_options(parser: argparse.ArgumentParser) -> None:
 
 def files_and_recogniser(options: argparse.Namespace) -> tuple[list[str], Recogniser]:
     """The audio files of `add_recogniser_options`, and the recogniser that the others describe."""
-    decode = [argument for argument in options.files if argument.startswith(("decode=", "decode."))]
-    files = [name for name, _ in audio_files([argument for argument in options.files if argument not in decode])]
-    return files, open_recogniser(options.model, decode, options)
+    decode, files = split_decode_overrides(options.files)
+    return [name for name, _ in audio_files(files)], open_recogniser(options.model, decode, options)
 
 
 def open_recogniser(model: Path, decode: Sequence[str], options: argparse.Namespace) -> Recogniser:

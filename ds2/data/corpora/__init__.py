@@ -21,7 +21,7 @@ from ds2.data.corpora.layouts import (
 )
 from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.synthetic import make_corpus
-from ds2.data.manifest import Utterance, hours, read_manifest, write_manifest
+from ds2.data.manifest import Utterance, amount, read_manifest, write_manifest
 from ds2.system.plain import counted
 
 log = logging.getLogger(__name__)
@@ -96,9 +96,8 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
     for part, utterances in splits.items():
         written[part] = work_dir / f"{part}.jsonl"
         write_manifest(written[part], utterances)
-        speakers = len({u.speaker for u in utterances})
-        facts = f"{counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h, {counted(speakers, 'speaker')}"
-        log.info("%s: %s", written[part], facts)
+        speakers = counted(len({u.speaker for u in utterances}), "speaker")
+        log.info("%s: %s, %s", written[part], amount(utterances), speakers)
     return written
 
 

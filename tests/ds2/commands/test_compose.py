@@ -10,7 +10,7 @@ from ds2.commands.compose import (
     config_dir,
     first_of_sweep,
     resolve_options,
-    split_overrides,
+    split_decode_overrides,
     with_search_path,
 )
 from ds2.config.check import check
@@ -96,7 +96,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose_config(["run_dir=~/runs/a", "data.train=[~/t.jsonl, ~/u.jsonl,v/~/w]", "decode.lm=~/books.lm"])
     assert (config.run_dir, config.decode.lm) == ("/home/zoë x/runs/a", "/home/zoë x/books.lm")
     assert config.data.train == ["/home/zoë x/t.jsonl", "/home/zoë x/u.jsonl", "v/~/w"]
-    assert split_overrides(["m", "decode.lm=~/books.lm"]) == (["decode.lm=/home/zoë x/books.lm"], ["m"])
+    assert split_decode_overrides(["m", "decode.lm=~/books.lm"]) == (["decode.lm=/home/zoë x/books.lm"], ["m"])
 
 
 def test_a_wrong_key_in_a_users_recipe_is_named(tmp_path: Path) -> None:
