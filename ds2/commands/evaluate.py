@@ -38,9 +38,76 @@ from ds2.recognition.latency import Latency, WordEnds, aligned_ends, measure_lat
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
 from ds2.system import UserError
-from ds2.system.files import check_writable, write_text
+from ds2.system.files import STANDARD_INPUT, check_writable, write_text
 
 log = logging.getLogger(__name__)
+
+
+def make_parser() -> Parser:
+    """Return the parser of `ds2 evaluate`."""
+    parser = Parser(
+        prog="ds2 evaluate",
+        settings=DECODER_SETTINGS,
+        usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
+    )
+    add_model(parser)
+    parser.add_argument("manifests", type=Path, nargs="*", default=[], help="default: data.test of the model's config")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)",
+    )
+    parser.add_argument(
+        "--recordings",
+        type=whole(0, 1000),
+        default=20,
+        metavar="N",
+        help="utterances with most errors whose audio errors.html plays, 4 MiB at most; 0: none",
+    )
+    parser.add_argument(
+        "--robustness",
+        type=real(-100, 100),
+        nargs="*",
+        metavar="SNR_DB",
+        help="report only the WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms and codecs",
+    )
+    parser.add_argument(
+        "--latency",
+        action="store_true",
+        help="stream the audio too: seconds from a word's end until it is first shown, and until it stays",
+    )
+    parser.add_argument(
+        "--word-times",
+        type=Path,
+        metavar="FILE",
+        help="with --latency: words' ends of `ds2 align --out`, one file for all models that are compared; default: "
+        "the model's own alignment, which is late where the model is",
+    )
+    add_device_and_precision(parser)
+    parser.add_argument(
+        "--batch-audio-s",
+        type=real(0, UNLIMITED, above=True),
+        help="padded audio per batch; lower it if memory runs out",
+    )
+    parser.add_argument(
+        "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
+    )
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if args.robustness is not None and launched().world > 1:
+        parser.error("--robustness runs in one process: start it without a launcher")
+    if args.latency and launched().world > 1:
+        parser.error("--latency runs in one process: start it without a launcher")
+    if args.latency and args.robustness is not None:
+        parser.error("--robustness has no latency: leave one of them out")
+    if args.word_times is not None and not args.latency:
+        parser.error("--word-times needs --latency")
+    return args
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -63,8 +130,9 @@ def run(arguments: Sequence[str]) -> int:
             recogniser.session()  # raises where the model or the decoder does not stream
         word_ends = None if args.word_times is None else read_ends(args.word_times)
         if word_ends is not None:  # before minutes of recognition
-            for manifest in (path for path in manifests if str(path) != "-"):  # standard input is read once
-                word_ends.of(read_manifest(manifest))
+            for manifest in manifests:
+                if manifest != STANDARD_INPUT:  # which is read once
+                    word_ends.of(read_manifest(manifest))
         if args.robustness is not None:
             _robustness(recogniser, manifests, data, args, reports)
             return 0
@@ -150,70 +218,3 @@ def report_folder(model: Path, file: Path) -> Path:
     """
     in_a_run = model.is_dir() or (file.parent / "log.jsonl").is_file()
     return (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"
-
-
-def make_parser() -> Parser:
-    """Return the parser of `ds2 evaluate`."""
-    parser = Parser(
-        prog="ds2 evaluate",
-        settings=DECODER_SETTINGS,
-        usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
-    )
-    add_model(parser)
-    parser.add_argument("manifests", type=Path, nargs="*", default=[], help="default: data.test of the model's config")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)",
-    )
-    parser.add_argument(
-        "--recordings",
-        type=whole(0, 1000),
-        default=20,
-        metavar="N",
-        help="utterances with most errors whose audio errors.html plays, 4 MiB at most; 0: none",
-    )
-    parser.add_argument(
-        "--robustness",
-        type=real(-100, 100),
-        nargs="*",
-        metavar="SNR_DB",
-        help="report only the WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms and codecs",
-    )
-    parser.add_argument(
-        "--latency",
-        action="store_true",
-        help="stream the audio too: seconds from a word's end until it is first shown, and until it stays",
-    )
-    parser.add_argument(
-        "--word-times",
-        type=Path,
-        metavar="FILE",
-        help="with --latency: words' ends of `ds2 align --out`, one file for all models that are compared; default: "
-        "the model's own alignment, which is late where the model is",
-    )
-    add_device_and_precision(parser)
-    parser.add_argument(
-        "--batch-audio-s",
-        type=real(0, UNLIMITED, above=True),
-        help="padded audio per batch; lower it if memory runs out",
-    )
-    parser.add_argument(
-        "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
-    )
-    return parser
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    if args.robustness is not None and launched().world > 1:
-        parser.error("--robustness runs in one process: start it without a launcher")
-    if args.latency and launched().world > 1:
-        parser.error("--latency runs in one process: start it without a launcher")
-    if args.latency and args.robustness is not None:
-        parser.error("--robustness has no latency: leave one of them out")
-    if args.word_times is not None and not args.latency:
-        parser.error("--word-times needs --latency")
-    return args

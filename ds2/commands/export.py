@@ -17,6 +17,29 @@ from ds2.system.files import check_writable
 _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("torch", False): "model.pt2"}
 
 
+def make_parser() -> Parser:
+    """Return the parser of `ds2 export`."""
+    parser = Parser(
+        prog="ds2 export",
+        description="one file that needs no ds2: its inputs, outputs and states are described in docs/guide/export.md",
+    )
+    add_model(parser)
+    parser.add_argument("--to", required=True, choices=["onnx", "torch"])
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the file; by default in the folder `export` beside the model, or here for a model that comes with ds2",
+    )
+    parser.add_argument(
+        "--interface",
+        choices=["sherpa", "plain"],
+        help="sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model",
+    )
+    parser.add_argument("--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="longest chunk of audio")
+    parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
+    return parser
+
+
 def run(arguments: Sequence[str]) -> int:
     """`ds2 export MODEL --to TARGET`; 0."""
     args = make_parser().parse_args(arguments)
@@ -60,26 +83,3 @@ def _print_summary(path: Path, tokens: Path, loaded: LoadedModel, described: dic
     )
     if loaded.alphabet.pronunciations is not None:
         print("the labels are phones: what runs the file writes phones, and the search for words stays with ds2")
-
-
-def make_parser() -> Parser:
-    """Return the parser of `ds2 export`."""
-    parser = Parser(
-        prog="ds2 export",
-        description="one file that needs no ds2: its inputs, outputs and states are described in docs/guide/export.md",
-    )
-    add_model(parser)
-    parser.add_argument("--to", required=True, choices=["onnx", "torch"])
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="the file; by default in the folder `export` beside the model, or here for a model that comes with ds2",
-    )
-    parser.add_argument(
-        "--interface",
-        choices=["sherpa", "plain"],
-        help="sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model",
-    )
-    parser.add_argument("--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="longest chunk of audio")
-    parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
-    return parser

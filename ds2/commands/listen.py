@@ -42,6 +42,35 @@ _Samples = queue.SimpleQueue[NDArray[np.float32]]
 _CLEAR = "\r\x1b[K"
 
 
+def make_parser() -> Parser:
+    """Return the parser of `ds2 listen`."""
+    parser = Parser(
+        prog="ds2 listen",
+        settings=DECODER_SETTINGS,
+        usage="%(prog)s [MODEL] [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="live recognition of a microphone: a line whenever the speaker pauses; on a terminal, the "
+        "open one in grey",
+    )
+    add_model(parser, optional=True)
+    parser.add_argument("--input", default="", help="microphone, by number or part of its name (default: the system's)")
+    parser.add_argument("--format", choices=["text", "json"], default="text")
+    parser.add_argument(
+        "--hot", action="append", default=[], metavar="PHRASE", help="a word or phrase to expect; needs decode=beam"
+    )
+    add_phrases(parser)
+    parser.add_argument(
+        "--keywords",
+        action="append",
+        default=[],
+        metavar="PHRASE",
+        help="print these phrases only, each as soon as it is certain (with --false-alarms at the next pause), and "
+        "nothing of other speech; may be repeated",
+    )
+    add_false_alarms(parser)
+    add_device_and_precision(parser)
+    return parser
+
+
 def run(arguments: Sequence[str]) -> int:
     """`ds2 listen [MODEL]`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
     overrides, arguments = split_decode_overrides(arguments)
@@ -178,32 +207,3 @@ def _microphone(sounddevice: Any, name: str, wanted_hz: int) -> Iterator[tuple[i
         ) from error
     with stream:
         yield rate_hz, recorded
-
-
-def make_parser() -> Parser:
-    """Return the parser of `ds2 listen`."""
-    parser = Parser(
-        prog="ds2 listen",
-        settings=DECODER_SETTINGS,
-        usage="%(prog)s [MODEL] [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="live recognition of a microphone: a line whenever the speaker pauses; on a terminal, the "
-        "open one in grey",
-    )
-    add_model(parser, optional=True)
-    parser.add_argument("--input", default="", help="microphone, by number or part of its name (default: the system's)")
-    parser.add_argument("--format", choices=["text", "json"], default="text")
-    parser.add_argument(
-        "--hot", action="append", default=[], metavar="PHRASE", help="a word or phrase to expect; needs decode=beam"
-    )
-    add_phrases(parser)
-    parser.add_argument(
-        "--keywords",
-        action="append",
-        default=[],
-        metavar="PHRASE",
-        help="print these phrases only, each as soon as it is certain (with --false-alarms at the next pause), and "
-        "nothing of other speech; may be repeated",
-    )
-    add_false_alarms(parser)
-    add_device_and_precision(parser)
-    return parser

@@ -69,67 +69,67 @@ _GRID = ("0:1.6:5", "0:3:4")  # of alpha and beta
 _PHONE_GRID = ("0.4:1.6:4", "0:1:3")  # words of one sound need the model (alpha 0 cannot tell them apart), few a bonus
 
 
-def _alphabet(args: argparse.Namespace) -> Alphabet:
-    if args.model and args.pieces:
-        raise LanguageModelError(
-            "--pieces and --model exclude each other: the alphabet of the network has its own labels"
-        )
-    if args.model:
-        return load_model(args.model).alphabet
-    replacements = {}
-    for pair in args.replace:
-        old, equals, new = pair.partition("=")
-        if not old or not equals:
-            raise LanguageModelError(f"--replace {pair!r} is not OLD=NEW")
-        replacements[old] = new
-    pieces = read_pieces(args.pieces) if args.pieces else []
-    return Alphabet.from_config(AlphabetConfig(args.symbols, args.case, replacements, pieces=pieces))
+def make_parser() -> Parser:
+    """Return the parser of `ds2 lm`."""
+    parser = Parser(prog="ds2 lm", description="Build, train and query language models.")
+    commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
+
+    _add_build(commands)
+    _add_train(commands)
+
+    convert = add_command(commands, "convert", "a model of any form, such as an ARPA file, to another")
+    convert.add_argument("lm", type=Path, help="binary, compressed or ARPA")
+    convert.add_argument("output", type=Path, help="books.arpa: ARPA; books.lm: binary; books.lm.xz: compressed")
+    convert.set_defaults(run=_convert)
+
+    ppl = add_command(commands, "ppl", "perplexity and OOV rate of texts")
+    ppl.add_argument("lm", type=Path, help="binary, ARPA or, ending in .safetensors, a recurrent model")
+    ppl.add_argument("text", type=Path, nargs="+")
+    ppl.set_defaults(run=_ppl)
+    _add_unknown(ppl)
+
+    query = add_command(commands, "query", "natural-log probability of each sentence on standard input, by token")
+    query.add_argument("lm", type=Path, help="binary or ARPA")
+    query.set_defaults(run=_query)
+
+    _add_tune(commands)
+    return parser
 
 
-def _stored_alphabet(model: NGram) -> Alphabet | None:
-    return None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
-
-
-def _inputs(args: argparse.Namespace) -> list[Path]:
-    """The files that `build` and `train` read."""
-    inputs = [*args.text, *(args.heldout or ()), *filter(None, [args.pieces])]
-    if args.model:
-        inputs.append(find_model(args.model))
-    return inputs
-
-
-def _check_texts(args: argparse.Namespace) -> None:
-    """Refuse texts that are missing, and standard input twice; warn of held-out texts that the model is made of.
+def run(arguments: Sequence[str]) -> int:
+    """Run `ds2 lm ARGUMENTS` and return its exit status.
 
     Raises:
-        LanguageModelError: names them.
+        LanguageModelError: a mistake that the user can mend.
     """
-    heldout = args.heldout or []
-    missing = [str(path) for path in (*args.text, *heldout) if path != STANDARD_INPUT and not path.is_file()]
-    if missing:
-        raise LanguageModelError(f"there is no text {', '.join(missing)}")
-    if [*args.text, *heldout].count(STANDARD_INPUT) > 1:
-        raise LanguageModelError("standard input (-) can be read once: give it once, and files for other texts")
-    own = {path.resolve() for path in args.text if path != STANDARD_INPUT}
-    for path in heldout:
-        if path.resolve() in own:
-            log.warning("%s is held out and also a text of the model: its perplexity says nothing about others", path)
+    overrides, others = split_decode_overrides(arguments)
+    parser = make_parser()
+    args = parser.parse_args(others, argparse.Namespace(overrides=overrides))
+    if overrides and args.run != _tune:
+        parser.error(f"{overrides[0]}: only `ds2 lm tune` takes settings of decoders")
+    status: int = args.run(args)
+    return status
 
 
-def _refuse_repeated(texts: Sequence[Path]) -> None:
-    """Refuse a text that is listed twice: Kneser-Ney takes its discounts from how many n-grams were seen once or twice.
-
-    Raises:
-        LanguageModelError: names it.
-    """
-    first: dict[Path, Path] = {}
-    for path in texts:
-        if path.resolve() in first:
-            raise LanguageModelError(
-                f"{path} is the same text as {first[path.resolve()]}: each of its n-grams would count twice, which "
-                "spoils the discounts of those seen once. Name each text once"
-            )
-        first[path.resolve()] = path
+def _add_build(commands: Any) -> None:
+    parser = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
+    parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
+    parser.add_argument("--output", type=Path, required=True, help="books.lm: binary; books.lm.xz: compressed")
+    parser.add_argument("--arpa", type=Path, help="also write this ARPA file")
+    parser.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens")
+    parser.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
+                       help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
+                            "seen once (default: keep all)")  # fmt: skip
+    parser.add_argument(
+        "--unit",
+        choices=UNITS,
+        default="word",
+        help="token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)",
+    )
+    parser.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
+    parser.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
+    parser.set_defaults(run=_build)
+    _add_text_options(parser)
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -169,40 +169,28 @@ def _build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _written(path: Path) -> str:
-    return f"wrote {path}, {path.stat().st_size / 2**20:.1f} MiB"
-
-
-def _print_perplexity(model: NGram, texts: Sequence[Path], alphabet: Alphabet | None, unknown: str) -> None:
-    reader = SentenceReader(texts, model.unit, alphabet, unknown)
-    result = perplexity(model, reader)
-    print(f"held out: {reader.report()}\n{result.format()}")
-
-
-def _print_recurrent_perplexity(model: RecurrentLM, texts: Sequence[Path], unknown: str) -> None:
-    reader = SentenceReader(texts, "word", model.alphabet, unknown)
-    lines = [" ".join(words) for words in reader]
-    if not lines:
-        raise LanguageModelError("the text to score is empty: no line holds a word")
-    nats = -sum(model.score(lines))
-    labels = sum(len(model.alphabet.spell(line)) for line in lines) + len(lines)
-    a_word = torch.tensor(nats / (reader.tokens + len(lines)), dtype=torch.float64).exp()  # infinite where math fails
-    print(
-        f"held out: {reader.report()}\nperplexity {a_word:.6g} a word, of any spelling, "
-        f"{nats / labels / math.log(2):.3f} bits a label"
-    )
-
-
-def _convert(args: argparse.Namespace) -> int:
-    check_writable(args.output, inputs=[args.lm])
-    model = load_ngram(args.lm)
-    if args.output.suffix == ".arpa":
-        write_arpa(model, args.output)
-    else:
-        save_ngram(model, args.output)
-    sizes = " + ".join(str(end - start) for start, end in pairwise(model.entry_starts))
-    print(f"wrote {args.output}: {sizes} n-grams of orders 1 to {model.order}")
-    return 0
+def _add_train(commands: Any) -> None:
+    parser = add_command(commands, "train", "fit a recurrent model to texts, for decode.rescore")
+    parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
+    parser.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
+    parser.set_defaults(run=_train)
+    for kind in (RecurrentShape, TrainingSettings):  # their comments are the help
+        comments = setting_comments(sys.modules[kind.__module__])
+        for field in fields(kind):
+            kind_of: Any = type(field.default)
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=NumberArgument(kind_of, field.metadata[KEY]),
+                default=field.default,
+                help=comments[kind.__name__, field.name],
+            )
+    parser.add_argument(
+        "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
+        help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
+        "the training; 0: only then",
+    )  # fmt: skip
+    add_device(parser)
+    _add_text_options(parser)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -263,6 +251,18 @@ def _settings(kind: type[Any], args: argparse.Namespace) -> Any:
     return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
+def _convert(args: argparse.Namespace) -> int:
+    check_writable(args.output, inputs=[args.lm])
+    model = load_ngram(args.lm)
+    if args.output.suffix == ".arpa":
+        write_arpa(model, args.output)
+    else:
+        save_ngram(model, args.output)
+    sizes = " + ".join(str(end - start) for start, end in pairwise(model.entry_starts))
+    print(f"wrote {args.output}: {sizes} n-grams of orders 1 to {model.order}")
+    return 0
+
+
 def _ppl(args: argparse.Namespace) -> int:
     if args.lm.suffix == ".safetensors":
         _print_recurrent_perplexity(load_recurrent(args.lm), args.text, args.unknown)
@@ -286,6 +286,27 @@ def _query(args: argparse.Namespace) -> int:
         )
         print(f"{sum(scores):.4f}: {', '.join(parts)}", flush=True)
     return 0
+
+
+def _add_tune(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "tune",
+        "alpha, beta and beam of a model on a dev set",
+        settings=DECODER_SETTINGS,
+        usage="%(prog)s MODEL LM [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
+        "decode.label_min_log_prob and decode.unknown_score stay as the model's config or the command line has them.",
+    )
+    add_model(parser)
+    parser.add_argument("lm", type=Path, help="binary or ARPA")
+    parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
+    parser.add_argument("--alphas", type=_range, help=_grid_help(0))
+    parser.add_argument("--betas", type=_range, help=_grid_help(1))
+    parser.add_argument("--beam", type=whole(1, 1_000_000), help="while alpha and beta are tried (default decode.beam)")
+    parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
+    add_device(parser)
+    parser.set_defaults(run=_tune)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -376,52 +397,7 @@ def _grid_help(axis: int) -> str:
     return f"LOW:HIGH:COUNT (default {_GRID[axis]}, for a network of phones {_PHONE_GRID[axis]})"
 
 
-def _add_build(commands: Any) -> None:
-    parser = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
-    parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
-    parser.add_argument("--output", type=Path, required=True, help="books.lm: binary; books.lm.xz: compressed")
-    parser.add_argument("--arpa", type=Path, help="also write this ARPA file")
-    parser.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens")
-    parser.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
-                       help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
-                            "seen once (default: keep all)")  # fmt: skip
-    parser.add_argument(
-        "--unit",
-        choices=UNITS,
-        default="word",
-        help="token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)",
-    )
-    parser.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
-    parser.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
-    parser.set_defaults(run=_build)
-    _add_alphabet(parser)
-
-
-def _add_train(commands: Any) -> None:
-    parser = add_command(commands, "train", "fit a recurrent model to texts, for decode.rescore")
-    parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
-    parser.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
-    parser.set_defaults(run=_train)
-    for kind in (RecurrentShape, TrainingSettings):  # their comments are the help
-        comments = setting_comments(sys.modules[kind.__module__])
-        for field in fields(kind):
-            kind_of: Any = type(field.default)
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                type=NumberArgument(kind_of, field.metadata[KEY]),
-                default=field.default,
-                help=comments[kind.__name__, field.name],
-            )
-    parser.add_argument(
-        "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
-        help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
-        "the training; 0: only then",
-    )  # fmt: skip
-    add_device(parser)
-    _add_alphabet(parser)
-
-
-def _add_alphabet(parser: argparse.ArgumentParser) -> None:
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
     defaults = AlphabetConfig()
     parser.add_argument(
         "--heldout", type=Path, nargs="+", metavar="TEXT", help="print perplexity and OOV rate of this text"
@@ -448,64 +424,88 @@ def _add_unknown(parser: argparse.ArgumentParser) -> None:
                               "or stop; always counted and reported")  # fmt: skip
 
 
-def _add_tune(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "tune",
-        "alpha, beta and beam of a model on a dev set",
-        settings=DECODER_SETTINGS,
-        usage="%(prog)s MODEL LM [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
-        "decode.label_min_log_prob and decode.unknown_score stay as the model's config or the command line has them.",
-    )
-    add_model(parser)
-    parser.add_argument("lm", type=Path, help="binary or ARPA")
-    parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
-    parser.add_argument("--alphas", type=_range, help=_grid_help(0))
-    parser.add_argument("--betas", type=_range, help=_grid_help(1))
-    parser.add_argument("--beam", type=whole(1, 1_000_000), help="while alpha and beta are tried (default decode.beam)")
-    parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
-    add_device(parser)
-    parser.set_defaults(run=_tune)
+def _alphabet(args: argparse.Namespace) -> Alphabet:
+    if args.model and args.pieces:
+        raise LanguageModelError(
+            "--pieces and --model exclude each other: the alphabet of the network has its own labels"
+        )
+    if args.model:
+        return load_model(args.model).alphabet
+    replacements = {}
+    for pair in args.replace:
+        old, equals, new = pair.partition("=")
+        if not old or not equals:
+            raise LanguageModelError(f"--replace {pair!r} is not OLD=NEW")
+        replacements[old] = new
+    pieces = read_pieces(args.pieces) if args.pieces else []
+    return Alphabet.from_config(AlphabetConfig(args.symbols, args.case, replacements, pieces=pieces))
 
 
-def make_parser() -> Parser:
-    """Return the parser of `ds2 lm`."""
-    parser = Parser(prog="ds2 lm", description="Build, train and query language models.")
-    commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
-
-    _add_build(commands)
-    _add_train(commands)
-
-    convert = add_command(commands, "convert", "a model of any form, such as an ARPA file, to another")
-    convert.add_argument("lm", type=Path, help="binary, compressed or ARPA")
-    convert.add_argument("output", type=Path, help="books.arpa: ARPA; books.lm: binary; books.lm.xz: compressed")
-    convert.set_defaults(run=_convert)
-
-    ppl = add_command(commands, "ppl", "perplexity and OOV rate of texts")
-    ppl.add_argument("lm", type=Path, help="binary, ARPA or, ending in .safetensors, a recurrent model")
-    ppl.add_argument("text", type=Path, nargs="+")
-    ppl.set_defaults(run=_ppl)
-    _add_unknown(ppl)
-
-    query = add_command(commands, "query", "natural-log probability of each sentence on standard input, by token")
-    query.add_argument("lm", type=Path, help="binary or ARPA")
-    query.set_defaults(run=_query)
-
-    _add_tune(commands)
-    return parser
+def _stored_alphabet(model: NGram) -> Alphabet | None:
+    return None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run `ds2 lm ARGUMENTS` and return its exit status.
+def _inputs(args: argparse.Namespace) -> list[Path]:
+    """The files that `build` and `train` read."""
+    inputs = [*args.text, *(args.heldout or ()), *filter(None, [args.pieces])]
+    if args.model:
+        inputs.append(find_model(args.model))
+    return inputs
+
+
+def _check_texts(args: argparse.Namespace) -> None:
+    """Refuse texts that are missing, and standard input twice; warn of held-out texts that the model is made of.
 
     Raises:
-        LanguageModelError: a mistake that the user can mend.
+        LanguageModelError: names them.
     """
-    overrides, others = split_decode_overrides(arguments)
-    parser = make_parser()
-    args = parser.parse_args(others, argparse.Namespace(overrides=overrides))
-    if overrides and args.run != _tune:
-        parser.error(f"{overrides[0]}: only `ds2 lm tune` takes settings of decoders")
-    status: int = args.run(args)
-    return status
+    heldout = args.heldout or []
+    missing = [str(path) for path in (*args.text, *heldout) if path != STANDARD_INPUT and not path.is_file()]
+    if missing:
+        raise LanguageModelError(f"there is no text {', '.join(missing)}")
+    if [*args.text, *heldout].count(STANDARD_INPUT) > 1:
+        raise LanguageModelError("standard input (-) can be read once: give it once, and files for other texts")
+    own = {path.resolve() for path in args.text if path != STANDARD_INPUT}
+    for path in heldout:
+        if path.resolve() in own:
+            log.warning("%s is held out and also a text of the model: its perplexity says nothing about others", path)
+
+
+def _refuse_repeated(texts: Sequence[Path]) -> None:
+    """Refuse a text that is listed twice: Kneser-Ney takes its discounts from how many n-grams were seen once or twice.
+
+    Raises:
+        LanguageModelError: names it.
+    """
+    first: dict[Path, Path] = {}
+    for path in texts:
+        if path.resolve() in first:
+            raise LanguageModelError(
+                f"{path} is the same text as {first[path.resolve()]}: each of its n-grams would count twice, which "
+                "spoils the discounts of those seen once. Name each text once"
+            )
+        first[path.resolve()] = path
+
+
+def _written(path: Path) -> str:
+    return f"wrote {path}, {path.stat().st_size / 2**20:.1f} MiB"
+
+
+def _print_perplexity(model: NGram, texts: Sequence[Path], alphabet: Alphabet | None, unknown: str) -> None:
+    reader = SentenceReader(texts, model.unit, alphabet, unknown)
+    result = perplexity(model, reader)
+    print(f"held out: {reader.report()}\n{result.format()}")
+
+
+def _print_recurrent_perplexity(model: RecurrentLM, texts: Sequence[Path], unknown: str) -> None:
+    reader = SentenceReader(texts, "word", model.alphabet, unknown)
+    lines = [" ".join(words) for words in reader]
+    if not lines:
+        raise LanguageModelError("the text to score is empty: no line holds a word")
+    nats = -sum(model.score(lines))
+    labels = sum(len(model.alphabet.spell(line)) for line in lines) + len(lines)
+    a_word = torch.tensor(nats / (reader.tokens + len(lines)), dtype=torch.float64).exp()  # infinite where math fails
+    print(
+        f"held out: {reader.report()}\nperplexity {a_word:.6g} a word, of any spelling, "
+        f"{nats / labels / math.log(2):.3f} bits a label"
+    )

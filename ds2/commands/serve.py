@@ -33,6 +33,124 @@ if TYPE_CHECKING:
 _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused connections, libraries
 
 
+def make_parser() -> Parser:
+    """Return the parser of `ds2 serve`."""
+    protocols, roots = _protocols()
+    parser = Parser(
+        prog="ds2 serve",
+        settings=DECODER_SETTINGS,
+        usage="%(prog)s [MODEL] [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="a page at / for microphone and files, /v1/audio/transcriptions as OpenAI has it, "
+        f"{protocols}/healthz and /metrics, all on one port; with DS2_API_KEY in the environment, "
+        "clients must send it as Authorization: Bearer KEY",
+        epilog=_fixed_limits(),
+    )
+    add_model(parser, optional=True)
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
+    parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any free one, which is printed")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one more name in clients' URLs, as of a proxy before this server; * allows any (default: the addresses "
+        "listened on)",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a site whose pages may use this server, as https://example.com; * allows any (default: its own page)",
+    )
+    parser.add_argument(
+        "--root",
+        choices=roots,
+        default="vosk",
+        help="the protocol of WebSockets at / (default: vosk)",
+    )
+    parser.add_argument("--language", default="en", help="the language of the model, for Home Assistant (default: en)")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https: a certificate with its chain, PEM")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of that certificate, without a password")
+    parser.add_argument(
+        "--tls-self-signed",
+        action="store_true",
+        help="serve https with a certificate made here, of which browsers warn once; for microphones of other machines",
+    )
+    parser.add_argument(
+        "--uploads-mb",
+        type=whole(1, 1 << 30),
+        default=2048,
+        help="MiB of all uploads at once; what exceeds them is refused",
+    )
+    parser.add_argument(
+        "--sessions",
+        type=whole(1, 1_000_000),
+        default=64,
+        help='most sessions open at once; further clients are refused with "try again later"',
+    )
+    parser.add_argument(
+        "--duration-s",
+        type=real(0, UNLIMITED, above=True),
+        default=4 * 3600.0,
+        help="longest audio of a session, in seconds",
+    )
+    parser.add_argument(
+        "--idle-s",
+        type=real(0, 1e9, above=True),
+        default=60.0,
+        help="seconds after which a client that sends nothing is dropped",
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole(0, 1024),
+        help="processes that speak with clients, besides the recogniser's; 0: that one does so itself (default: on a "
+        "GPU one for every 250 sessions if there are more, else 0)",
+    )
+    parser.add_argument(
+        "--recognisers",
+        type=whole(1, 64),
+        help="recogniser processes, each with the model, a share of the sessions and its own workers (default: on a "
+        "GPU one for every 1,000 sessions if there are more, else 1)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=whole(1, 1 << 20),
+        default=1 << 20,
+        help="most sessions in a batch; 1: no batches; by default all that wait",
+    )
+    parser.add_argument(
+        "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
+    )
+    add_device_and_precision(parser)
+    return parser
+
+
+def _protocols() -> tuple[str, list[str] | None]:
+    """The protocols for the help, and those that `--root` may name: with a version in its path a client needs none."""
+    try:
+        from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS
+    except ImportError:  # without the extra `serve` the help is shorter
+        return "", None
+    paths = [f"{protocol.summary} at {path}" for path, protocol in PROTOCOLS.items()]
+    described = ", ".join([*paths, *(protocol.summary for protocol, _ in TCP_PROTOCOLS.values()), ""])
+    return described, [path[1:] for path in PROTOCOLS if not path.startswith("/v1/")]
+
+
+def _fixed_limits() -> str:
+    """The limits that no option changes."""
+    try:
+        from ds2.serve.limits import Limits
+        from ds2.serve.phrases import MAX_CHARACTERS
+    except ImportError:  # without the extra `serve` the help is shorter
+        return ""
+    return (
+        f"Fixed: an upload has {Limits.upload_bytes >> 20} MiB at most, a message of a WebSocket "
+        f"{Limits.message_bytes >> 20} MiB; hot words or the prompt of a session are at most {MAX_PHRASES} phrases of "
+        f"{MAX_PHRASE_CHARACTERS} characters, {MAX_CHARACTERS} characters together."
+    )
+
+
 def run(arguments: Sequence[str]) -> int:
     """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP; 0. A recogniser that hangs ends it with 1."""
     overrides, arguments = split_decode_overrides(arguments)
@@ -188,121 +306,3 @@ def _worker_count(sessions: int, device: str) -> int:
     if device == "cpu" or sessions <= WORKER_SESSIONS:
         return 0
     return max(0, min(-(-sessions // WORKER_SESSIONS), usable_cores() - 1))
-
-
-def _protocols() -> tuple[str, list[str] | None]:
-    """The protocols for the help, and those that `--root` may name: with a version in its path a client needs none."""
-    try:
-        from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS
-    except ImportError:  # without the extra `serve` the help is shorter
-        return "", None
-    paths = [f"{protocol.summary} at {path}" for path, protocol in PROTOCOLS.items()]
-    described = ", ".join([*paths, *(protocol.summary for protocol, _ in TCP_PROTOCOLS.values()), ""])
-    return described, [path[1:] for path in PROTOCOLS if not path.startswith("/v1/")]
-
-
-def _fixed_limits() -> str:
-    """The limits that no option changes."""
-    try:
-        from ds2.serve.limits import Limits
-        from ds2.serve.phrases import MAX_CHARACTERS
-    except ImportError:  # without the extra `serve` the help is shorter
-        return ""
-    return (
-        f"Fixed: an upload has {Limits.upload_bytes >> 20} MiB at most, a message of a WebSocket "
-        f"{Limits.message_bytes >> 20} MiB; hot words or the prompt of a session are at most {MAX_PHRASES} phrases of "
-        f"{MAX_PHRASE_CHARACTERS} characters, {MAX_CHARACTERS} characters together."
-    )
-
-
-def make_parser() -> Parser:
-    """Return the parser of `ds2 serve`."""
-    protocols, roots = _protocols()
-    parser = Parser(
-        prog="ds2 serve",
-        settings=DECODER_SETTINGS,
-        usage="%(prog)s [MODEL] [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="a page at / for microphone and files, /v1/audio/transcriptions as OpenAI has it, "
-        f"{protocols}/healthz and /metrics, all on one port; with DS2_API_KEY in the environment, "
-        "clients must send it as Authorization: Bearer KEY",
-        epilog=_fixed_limits(),
-    )
-    add_model(parser, optional=True)
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
-    parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any free one, which is printed")
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="one more name in clients' URLs, as of a proxy before this server; * allows any (default: the addresses "
-        "listened on)",
-    )
-    parser.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="a site whose pages may use this server, as https://example.com; * allows any (default: its own page)",
-    )
-    parser.add_argument(
-        "--root",
-        choices=roots,
-        default="vosk",
-        help="the protocol of WebSockets at / (default: vosk)",
-    )
-    parser.add_argument("--language", default="en", help="the language of the model, for Home Assistant (default: en)")
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https: a certificate with its chain, PEM")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of that certificate, without a password")
-    parser.add_argument(
-        "--tls-self-signed",
-        action="store_true",
-        help="serve https with a certificate made here, of which browsers warn once; for microphones of other machines",
-    )
-    parser.add_argument(
-        "--uploads-mb",
-        type=whole(1, 1 << 30),
-        default=2048,
-        help="MiB of all uploads at once; what exceeds them is refused",
-    )
-    parser.add_argument(
-        "--sessions",
-        type=whole(1, 1_000_000),
-        default=64,
-        help='most sessions open at once; further clients are refused with "try again later"',
-    )
-    parser.add_argument(
-        "--duration-s",
-        type=real(0, UNLIMITED, above=True),
-        default=4 * 3600.0,
-        help="longest audio of a session, in seconds",
-    )
-    parser.add_argument(
-        "--idle-s",
-        type=real(0, 1e9, above=True),
-        default=60.0,
-        help="seconds after which a client that sends nothing is dropped",
-    )
-    parser.add_argument(
-        "--workers",
-        type=whole(0, 1024),
-        help="processes that speak with clients, besides the recogniser's; 0: that one does so itself (default: on a "
-        "GPU one for every 250 sessions if there are more, else 0)",
-    )
-    parser.add_argument(
-        "--recognisers",
-        type=whole(1, 64),
-        help="recogniser processes, each with the model, a share of the sessions and its own workers (default: on a "
-        "GPU one for every 1,000 sessions if there are more, else 1)",
-    )
-    parser.add_argument(
-        "--batch",
-        type=whole(1, 1 << 20),
-        default=1 << 20,
-        help="most sessions in a batch; 1: no batches; by default all that wait",
-    )
-    parser.add_argument(
-        "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
-    )
-    add_device_and_precision(parser)
-    return parser

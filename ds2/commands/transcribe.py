@@ -40,6 +40,126 @@ _CAPTIONS = {"srt": srt, "vtt": vtt}
 _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}  # of files, by format
 
 
+def make_parser() -> Parser:
+    """Return the parser of `ds2 transcribe`."""
+    parser = Parser(
+        prog="ds2 transcribe",
+        settings=DECODER_SETTINGS,
+        usage="%(prog)s [MODEL] FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="audio files to text; decode=beam decode.lm=FILE recognises with a language model",
+    )
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="audio file, folder of them, or - for standard input; the first may be the model: a model file, a run "
+        f"folder or a name of `ds2 models` (default: {DEFAULT})",
+    )
+    parser.add_argument(
+        "--format",
+        choices=list(_SUFFIXES),
+        default="text",
+        help="text (a paragraph a line; on standard output with several files a file a line, after its name and a "
+        "tab), one JSON object per file, or captions (on standard output; of several files next to each)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write one file for each audio file, in this folder; files of a folder keep their places below it",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files; without it they are an error")
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="as live recognition: a line or JSON object for each segment as soon as its speaker pauses; - is then "
+        "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
+    )
+    parser.add_argument(
+        "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
+    )
+    add_phrases(parser)
+    add_channel(parser)
+    add_device_and_precision(parser)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    args.model, args.files = _split_model(args.files)
+    if args.allowance is not None and not args.phrases:
+        parser.error("--allowance needs --phrases")
+    if args.stream and args.format in _CAPTIONS:
+        parser.error(f"--stream writes text or json, not {args.format}")
+    if args.stream and args.out is not None:
+        parser.error("--stream writes to standard output: leave out --out, or redirect it with > FILE")
+    if args.stream and args.channel and _STDIN in args.files:
+        parser.error("--channel is of files: - with --stream is mono")
+    if args.rate is not None and not (args.stream and _STDIN in args.files):
+        parser.error("--rate is the rate of headerless samples: it needs --stream and -")
+    return args
+
+
+def _split_model(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the model, if the first word names one, and the audio files.
+
+    Where the first of several words names nothing, it is a model that is missing, unless it has a suffix of audio.
+
+    Raises:
+        ConfigError: a model without audio, or a model that is not the first.
+    """
+    first, *others = words
+    missing = first != _STDIN and not Path(first).exists() and Path(first).suffix.lower() not in AUDIO_SUFFIXES
+    is_model = looks_like_model(first) or (missing and bool(others))
+    files = others if is_model else list(words)
+    if not files:
+        raise ConfigError(f"{first} is a model, not audio: ds2 transcribe {first} talk.mp3")
+    for word in files:
+        if word != _STDIN and looks_like_model(word):
+            raise ConfigError(f"{word} is a model, not audio: the model comes first, ds2 transcribe {word} talk.mp3")
+    return Path(first) if is_model else None, files
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 transcribe [MODEL] FILE...`: transcribe all files; return 1 if any of them failed."""
+    overrides, arguments = split_decode_overrides(arguments)
+    args = _parse(arguments)
+    if args.phrases:
+        refuse_search_settings(overrides)
+    device = resolve_device(args.device)
+    files = list(audio_files(args.files))
+    outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
+    if args.out is not None or (args.format in _CAPTIONS and len(files) > 1):
+        outputs = output_files(files, _SUFFIXES[args.format], args.out, overwrite=args.overwrite)
+    elif args.overwrite:
+        raise ConfigError("--overwrite replaces files, but this command prints: name a folder with --out FOLDER")
+    file = find_model(args.model or default_model())
+    loaded = load_model(file, device)
+    options = resolve_options(overrides, file, loaded.config)
+    if args.format in _CAPTIONS and not options.times:
+        raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
+    recogniser = Recogniser.of(loaded, options, device, args.precision)
+    if args.phrases:
+        recogniser = recogniser.only_phrases([*args.phrases, OTHERS], args.allowance)
+    failed, alone = 0, len(files) == 1
+    with _progress(files, shown=not args.stream) as progress:
+        for done, ((name, _), output) in enumerate(zip(files, outputs, strict=True)):
+            try:
+                if args.stream:
+                    _write_segments(recogniser, name, args, alone=alone)
+                else:
+                    watch = progress.update if alone else partial(_show_part, progress, name, done)
+                    _write_whole(recogniser, name, args, output, alone=alone, progress=progress, watch=watch)
+            except (AudioError, DecodeError) as error:
+                progress.clear()
+                print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
+                failed += 1
+    if failed and len(files) > 1:
+        print(f"ds2 transcribe: {failed} of {len(files)} files failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
 def audio_files(arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yield the files that arguments name: a folder stands for the audio files in and below it, in order of name.
 
@@ -120,45 +240,6 @@ def _readable(name: str) -> Iterator[Path]:
             yield copy
         except AudioError as error:
             raise AudioError(str(error).replace(str(copy), "standard input")) from error
-
-
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 transcribe [MODEL] FILE...`: transcribe all files; return 1 if any of them failed."""
-    overrides, arguments = split_decode_overrides(arguments)
-    args = _parse(arguments)
-    if args.phrases:
-        refuse_search_settings(overrides)
-    device = resolve_device(args.device)
-    files = list(audio_files(args.files))
-    outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
-    if args.out is not None or (args.format in _CAPTIONS and len(files) > 1):
-        outputs = output_files(files, _SUFFIXES[args.format], args.out, overwrite=args.overwrite)
-    elif args.overwrite:
-        raise ConfigError("--overwrite replaces files, but this command prints: name a folder with --out FOLDER")
-    file = find_model(args.model or default_model())
-    loaded = load_model(file, device)
-    options = resolve_options(overrides, file, loaded.config)
-    if args.format in _CAPTIONS and not options.times:
-        raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
-    recogniser = Recogniser.of(loaded, options, device, args.precision)
-    if args.phrases:
-        recogniser = recogniser.only_phrases([*args.phrases, OTHERS], args.allowance)
-    failed, alone = 0, len(files) == 1
-    with _progress(files, shown=not args.stream) as progress:
-        for done, ((name, _), output) in enumerate(zip(files, outputs, strict=True)):
-            try:
-                if args.stream:
-                    _write_segments(recogniser, name, args, alone=alone)
-                else:
-                    watch = progress.update if alone else partial(_show_part, progress, name, done)
-                    _write_whole(recogniser, name, args, output, alone=alone, progress=progress, watch=watch)
-            except (AudioError, DecodeError) as error:
-                progress.clear()
-                print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
-                failed += 1
-    if failed and len(files) > 1:
-        print(f"ds2 transcribe: {failed} of {len(files)} files failed", file=sys.stderr)
-    return 1 if failed else 0
 
 
 def _progress(files: Sequence[tuple[str, Path]], *, shown: bool) -> ProgressBar:
@@ -279,84 +360,3 @@ def _paragraph_texts(transcript: Transcript) -> list[str]:
 def _result(hypothesis: Hypothesis) -> dict[str, Any]:
     words = [word_record(word) for word in hypothesis.words]
     return {"text": hypothesis.text, "score": hypothesis.score, "words": words}
-
-
-def make_parser() -> Parser:
-    """Return the parser of `ds2 transcribe`."""
-    parser = Parser(
-        prog="ds2 transcribe",
-        settings=DECODER_SETTINGS,
-        usage="%(prog)s [MODEL] FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="audio files to text; decode=beam decode.lm=FILE recognises with a language model",
-    )
-    parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="audio file, folder of them, or - for standard input; the first may be the model: a model file, a run "
-        f"folder or a name of `ds2 models` (default: {DEFAULT})",
-    )
-    parser.add_argument(
-        "--format",
-        choices=list(_SUFFIXES),
-        default="text",
-        help="text (a paragraph a line; on standard output with several files a file a line, after its name and a "
-        "tab), one JSON object per file, or captions (on standard output; of several files next to each)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="write one file for each audio file, in this folder; files of a folder keep their places below it",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace existing files; without it they are an error")
-    parser.add_argument(
-        "--stream",
-        action="store_true",
-        help="as live recognition: a line or JSON object for each segment as soon as its speaker pauses; - is then "
-        "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
-    )
-    parser.add_argument(
-        "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
-    )
-    add_phrases(parser)
-    add_channel(parser)
-    add_device_and_precision(parser)
-    return parser
-
-
-def _split_model(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the model, if the first word names one, and the audio files.
-
-    Where the first of several words names nothing, it is a model that is missing, unless it has a suffix of audio.
-
-    Raises:
-        ConfigError: a model without audio, or a model that is not the first.
-    """
-    first, *others = words
-    missing = first != _STDIN and not Path(first).exists() and Path(first).suffix.lower() not in AUDIO_SUFFIXES
-    is_model = looks_like_model(first) or (missing and bool(others))
-    files = others if is_model else list(words)
-    if not files:
-        raise ConfigError(f"{first} is a model, not audio: ds2 transcribe {first} talk.mp3")
-    for word in files:
-        if word != _STDIN and looks_like_model(word):
-            raise ConfigError(f"{word} is a model, not audio: the model comes first, ds2 transcribe {word} talk.mp3")
-    return Path(first) if is_model else None, files
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    args.model, args.files = _split_model(args.files)
-    if args.allowance is not None and not args.phrases:
-        parser.error("--allowance needs --phrases")
-    if args.stream and args.format in _CAPTIONS:
-        parser.error(f"--stream writes text or json, not {args.format}")
-    if args.stream and args.out is not None:
-        parser.error("--stream writes to standard output: leave out --out, or redirect it with > FILE")
-    if args.stream and args.channel and _STDIN in args.files:
-        parser.error("--channel is of files: - with --stream is mono")
-    if args.rate is not None and not (args.stream and _STDIN in args.files):
-        parser.error("--rate is the rate of headerless samples: it needs --stream and -")
-    return args

@@ -18,91 +18,11 @@ from ds2.commands.common import Parser
 from ds2.scoring.report import format_alignments, format_paired_test, format_report, summary, write_report
 from ds2.scoring.statistics import ScoringError, paired_test
 from ds2.scoring.wer import corpus_report
-from ds2.system.files import check_writable, read_lines
+from ds2.system.files import STANDARD_INPUT, check_writable, read_lines
 from ds2.system.plain import counted, parse_object
 from ds2.text.alphabet import fold
 
-
-def _warn_of_ids(references: dict[str, TextLine], hypotheses: dict[str, TextLine]) -> None:
-    def words(texts: dict[str, TextLine], position: int) -> list[str]:
-        return ["".join(line.text.split()[position:][:1]) for line in texts.values()]
-
-    for position, place, way_out in (
-        (0, "first", "use --ids"),
-        (-1, "last", "as in sclite's trn, put them first, without brackets, and use --ids"),
-    ):
-        own, others = words(references, position), set(words(hypotheses, position))
-        ids = {word for word in own if position == 0 or (word[:1] + word[-1:] == "()" and len(word) > 2)} - {""}
-        if 1 < len(own) == len(ids) and others and others <= ids:
-            print(
-                f"the {place} words of all lines are distinct and the same in both files: if these are ids, {way_out}",
-                file=sys.stderr,
-            )
-
-
-def _speakers(path: Path, names: list[str]) -> list[str]:
-    speakers = {key: line.text.strip() for key, line in read_texts(path, ids=True, hypotheses=False).items()}
-    absent = [name for name in names if name not in speakers]
-    if absent:
-        raise ScoringError(f"{path}: no speaker for {counted(len(absent), 'utterance')}: {first_names(absent)}")
-    return [speakers[name] for name in names]
-
-
-def _score(args: argparse.Namespace) -> None:
-    """Read, match and align the files; print and write the reports."""
-    if [args.references, args.hypotheses, args.hypotheses_b].count(Path("-")) > 1:
-        raise ScoringError("standard input, -, can be one of the files only: give the others by name")
-    if args.out:
-        check_writable(args.out / "report.txt")
-    references = read_texts(args.references, ids=args.ids, hypotheses=False)
-    if not references:
-        raise ScoringError(f"{args.references}: holds no utterances, so there is no error rate; give the references")
-    names = [line.name for line in references.values()]
-    speakers = _speakers(args.utt2spk, names) if args.utt2spk else [line.speaker for line in references.values()]
-    reports = []
-    for path in filter(None, (args.hypotheses, args.hypotheses_b)):
-        hypotheses = read_texts(path, ids=args.ids, hypotheses=True)
-        if not args.ids:
-            _warn_of_ids(references, hypotheses)
-        texts, absent = match_texts(references, hypotheses, path, missing=args.missing)
-        if absent:
-            print(f"{path}: {len(absent)} missing hypotheses count as empty: {first_names(absent)}", file=sys.stderr)
-        if not args.lower:
-            _warn_of_case(references, texts, path)
-        prepare = str.lower if args.lower else str
-        spoken, recognised = [prepare(line.text) for line in references.values()], list(map(prepare, texts))
-        reports.append(corpus_report(spoken, recognised, names=names, speakers=speakers))
-    report = reports[0]
-    print(format_report(report), end="")
-    if args.fold:
-        spoken = [fold(" ".join(u.reference)) for u in report.utterances]
-        recognised = [fold(" ".join(u.hypothesis)) for u in report.utterances]
-        folded = corpus_report(spoken, recognised, names=names, speakers=speakers)
-        print(f"\nwithout case and punctuation:\n{summary(folded)}")
-    if args.errors:
-        print(f"\n{format_alignments(report)}", end="")
-    if len(reports) == 2:
-        other = reports[1]
-        errors, lengths = report.errors_and_lengths()
-        print(f"\nsystem B: {args.hypotheses_b}\n{summary(other)}\n")
-        print(format_paired_test(paired_test(errors, other.errors_and_lengths()[0], lengths), "utterances"))
-        if report.speaker_interval is not None:
-            test = paired_test(errors, other.errors_and_lengths()[0], lengths, speakers)
-            print(format_paired_test(test, "speakers"))
-    if args.out:
-        facts = {"references": str(args.references), "hypotheses": str(args.hypotheses)}
-        write_report(report, args.out, f"{args.hypotheses} against {args.references}", facts)
-        print(f"\nreport: {args.out}")
-
-
-def _warn_of_case(references: dict[str, TextLine], hypotheses: Sequence[str], path: Path) -> None:
-    spoken, recognised = " ".join(line.text for line in references.values()), " ".join(hypotheses)
-    if recognised and spoken != spoken.lower() and recognised == recognised.lower():
-        print(
-            f"the references have capitals, {path} has none: words that differ in case count as errors; compare in "
-            "lower case with --lower, or with the references of `ds2 evaluate`, the `text` of its hypotheses.jsonl",
-            file=sys.stderr,
-        )
+_MAX_NAMED = 10  # utterances in a message
 
 
 def make_parser() -> Parser:
@@ -132,7 +52,85 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-_MAX_NAMED = 10
+def _score(args: argparse.Namespace) -> None:
+    """Read, match and align the files; print and write the reports."""
+    if [args.references, args.hypotheses, args.hypotheses_b].count(STANDARD_INPUT) > 1:
+        raise ScoringError("standard input, -, can be one of the files only: give the others by name")
+    if args.out:
+        check_writable(args.out / "report.txt")
+    references = read_texts(args.references, ids=args.ids, hypotheses=False)
+    if not references:
+        raise ScoringError(f"{args.references}: holds no utterances, so there is no error rate; give the references")
+    names = [line.name for line in references.values()]
+    speakers = _speakers(args.utt2spk, names) if args.utt2spk else [line.speaker for line in references.values()]
+    reports = []
+    for path in filter(None, (args.hypotheses, args.hypotheses_b)):
+        hypotheses = read_texts(path, ids=args.ids, hypotheses=True)
+        if not args.ids:
+            _warn_of_ids(references, hypotheses)
+        texts, absent = match_texts(references, hypotheses, path, missing=args.missing)
+        if absent:
+            print(f"{path}: {len(absent)} missing hypotheses count as empty: {_first_names(absent)}", file=sys.stderr)
+        if not args.lower:
+            _warn_of_case(references, texts, path)
+        prepare = str.lower if args.lower else str
+        spoken, recognised = [prepare(line.text) for line in references.values()], list(map(prepare, texts))
+        reports.append(corpus_report(spoken, recognised, names=names, speakers=speakers))
+    report = reports[0]
+    print(format_report(report), end="")
+    if args.fold:
+        spoken = [fold(" ".join(u.reference)) for u in report.utterances]
+        recognised = [fold(" ".join(u.hypothesis)) for u in report.utterances]
+        folded = corpus_report(spoken, recognised, names=names, speakers=speakers)
+        print(f"\nwithout case and punctuation:\n{summary(folded)}")
+    if args.errors:
+        print(f"\n{format_alignments(report)}", end="")
+    if len(reports) == 2:
+        other = reports[1]
+        (errors, lengths), (other_errors, _) = report.errors_and_lengths(), other.errors_and_lengths()
+        print(f"\nsystem B: {args.hypotheses_b}\n{summary(other)}\n")
+        print(format_paired_test(paired_test(errors, other_errors, lengths), "utterances"))
+        if report.speaker_interval is not None:
+            print(format_paired_test(paired_test(errors, other_errors, lengths, speakers), "speakers"))
+    if args.out:
+        facts = {"references": str(args.references), "hypotheses": str(args.hypotheses)}
+        write_report(report, args.out, f"{args.hypotheses} against {args.references}", facts)
+        print(f"\nreport: {args.out}")
+
+
+def _speakers(path: Path, names: list[str]) -> list[str]:
+    speakers = {key: line.text.strip() for key, line in read_texts(path, ids=True, hypotheses=False).items()}
+    absent = [name for name in names if name not in speakers]
+    if absent:
+        raise ScoringError(f"{path}: no speaker for {counted(len(absent), 'utterance')}: {_first_names(absent)}")
+    return [speakers[name] for name in names]
+
+
+def _warn_of_ids(references: dict[str, TextLine], hypotheses: dict[str, TextLine]) -> None:
+    def words(texts: dict[str, TextLine], position: int) -> list[str]:
+        return ["".join(line.text.split()[position:][:1]) for line in texts.values()]
+
+    for position, place, way_out in (
+        (0, "first", "use --ids"),
+        (-1, "last", "as in sclite's trn, put them first, without brackets, and use --ids"),
+    ):
+        own, others = words(references, position), set(words(hypotheses, position))
+        ids = {word for word in own if position == 0 or (word[:1] + word[-1:] == "()" and len(word) > 2)} - {""}
+        if 1 < len(own) == len(ids) and others and others <= ids:
+            print(
+                f"the {place} words of all lines are distinct and the same in both files: if these are ids, {way_out}",
+                file=sys.stderr,
+            )
+
+
+def _warn_of_case(references: dict[str, TextLine], hypotheses: Sequence[str], path: Path) -> None:
+    spoken, recognised = " ".join(line.text for line in references.values()), " ".join(hypotheses)
+    if recognised and spoken != spoken.lower() and recognised == recognised.lower():
+        print(
+            f"the references have capitals, {path} has none: words that differ in case count as errors; compare in "
+            "lower case with --lower, or with the references of `ds2 evaluate`, the `text` of its hypotheses.jsonl",
+            file=sys.stderr,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,20 +215,17 @@ def match_texts(
     extra = [hypotheses[key].name for key in hypotheses if key not in references]
     if extra:
         moved = not {line.name for line in references.values()}.isdisjoint(extra)
-        hint = (
-            "; references have such names, but other paths: make the audio_filepath of both the same" if moved else ""
-        )
-        raise ScoringError(
-            f"{path}: {counted(len(extra), 'hypothesis', 'hypotheses')} without a reference: {first_names(extra)}{hint}"
-        )
+        way_out = "; references have such names, but other paths: make the audio_filepath of both the same" * moved
+        number = counted(len(extra), "hypothesis", "hypotheses")
+        raise ScoringError(f"{path}: {number} without a reference: {_first_names(extra)}{way_out}")
     if absent and missing == "stop":
         raise ScoringError(
-            f"{path}: {len(absent)} of {len(references)} references have no hypothesis: {first_names(absent)}; "
+            f"{path}: {len(absent)} of {len(references)} references have no hypothesis: {_first_names(absent)}; "
             "use --missing empty to count their words as deleted"
         )
     return [hypotheses[key].text if key in hypotheses else "" for key in references], absent
 
 
-def first_names(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     """Return the first names of a list, for a message."""
     return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
