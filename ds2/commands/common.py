@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does, which calls this again for each kind of argument; refuse unknown arguments."""
-        if self._mixing or self._subparsers is not None or "--" in (args or ()):  # which Python 3.11 drops
+        if self._mixing or self._subparsers is not None or "--" in (args or ()):  # Python 3.11 would drop the --
             return super().parse_known_args(args, namespace)
         self._mixing = True
         try:

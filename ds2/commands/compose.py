@@ -198,7 +198,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
                 f"{key}=[A,B], and one text with a comma in it is quoted twice: \"{key}='A,B'\""
             )
         _check_choice(override)
-    register()
+    register_schema()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
@@ -367,7 +367,7 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
 
 
 @functools.cache  # reading the schema takes a seventh of a composition
-def register() -> None:
+def register_schema() -> None:
     """Register the schema with Hydra as `schema`, the first default of the primary config, and folders of recipes."""
     Plugins.instance().register(ConfigFolder)
     ConfigStore.instance().store(name="schema", node=to_tree(Config()))

@@ -137,8 +137,9 @@ def run(arguments: Sequence[str]) -> int:
             _robustness(recogniser, manifests, data, args, reports)
             return 0
         trained_on = training_data(data) if comm.rank == 0 else []
-        settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers, "comm": comm}
-        for scored in evaluate(recogniser, manifests, data, **settings):
+        for scored in evaluate(
+            recogniser, manifests, data, batch_audio_s=args.batch_audio_s, workers=args.workers, comm=comm
+        ):
             if comm.rank == 0:
                 evaluation = (
                     _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored
@@ -202,8 +203,8 @@ def _robustness(
     snrs_db = args.robustness or [20.0, 10.0, 5.0, 0.0]
     for manifest in manifests:
         utterances = scored_utterances([manifest], recogniser.alphabet)
-        settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers}
-        text = robustness_table(list(robustness(recogniser, utterances, data, snrs_db, **settings)))
+        rows = robustness(recogniser, utterances, data, snrs_db, batch_audio_s=args.batch_audio_s, workers=args.workers)
+        text = robustness_table(list(rows))
         path = folder / manifest.stem / "robustness.md"
         write_text(path, f"{manifest}\n\n{text}")
         print(f"{manifest}\n\n{text}\nreport: {path}")

@@ -26,7 +26,7 @@ from ds2.commands.common import (
     whole,
 )
 from ds2.commands.compose import resolve_options, split_decode_overrides
-from ds2.config.allowed import COUNT, KEY, UNLIMITED
+from ds2.config.allowed import ALLOWED, COUNT, UNLIMITED
 from ds2.config.convert import setting_comments
 from ds2.config.device import resolve_device
 from ds2.config.schema import AlphabetConfig, DecodeConfig
@@ -180,7 +180,7 @@ def _add_train(commands: Any) -> None:
             kind_of: Any = type(field.default)
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
-                type=NumberArgument(kind_of, field.metadata[KEY]),
+                type=NumberArgument(kind_of, field.metadata[ALLOWED]),
                 default=field.default,
                 help=comments[kind.__name__, field.name],
             )

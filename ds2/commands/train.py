@@ -32,7 +32,7 @@ from ds2.commands.compose import (
     hydra_overrides,
     parse_override,
     read_config,
-    register,
+    register_schema,
     split_config_dirs,
     with_search_path,
 )
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         status = report_errors(train)
         jobs.append(Job(name or ALL, folder / "refused" if twins else folder, status))
 
-    register()
+    register_schema()
     OmegaConf.register_new_resolver("ds2.folder_name", folder_name, replace=True)
     keys: dict[str, bool] = {}
     for override in map(parse_override, overrides):

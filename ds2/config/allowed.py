@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-KEY = "allowed"  # entry of a field's metadata: a Range or a tuple of names
+ALLOWED = "allowed"  # entry of a field's metadata: a Range or a tuple of names
 REMOVED = "removed"  # entry of a field's metadata: its constant value, and what is done instead
 UNLIMITED = math.inf
 COUNT = 10**12  # a limit above all counts
@@ -44,24 +44,24 @@ class Range:
 
 def number(default: float, low: float, high: float, *, above: bool = False, below: bool = False) -> Any:
     """A setting that is one number of a range; arguments as of `Range`."""
-    return field(default=default, metadata={KEY: Range(low, high, above, below)})
+    return field(default=default, metadata={ALLOWED: Range(low, high, above, below)})
 
 
 def numbers(
     default: Sequence[float], low: float, high: float, *, below: bool = False, lengths: tuple[int, ...] = ()
 ) -> Any:
     """A setting that is a list of numbers of one range; arguments as of `Range`."""
-    return field(default_factory=lambda: list(default), metadata={KEY: Range(low, high, False, below, lengths)})
+    return field(default_factory=lambda: list(default), metadata={ALLOWED: Range(low, high, False, below, lengths)})
 
 
 def numbers_by_name(low: float, high: float, *, above: bool, way_out: str) -> Any:
     """A setting that maps names chosen by the user to numbers of one range; empty by default."""
-    return field(default_factory=dict, metadata={KEY: Range(low, high, above, way_out=way_out)})
+    return field(default_factory=dict, metadata={ALLOWED: Range(low, high, above, way_out=way_out)})
 
 
 def choice(default: str, *others: str) -> Any:
     """A setting that is one of a few names; the default may be among the others too."""
-    return field(default=default, metadata={KEY: tuple(dict.fromkeys((default, *others)))})
+    return field(default=default, metadata={ALLOWED: tuple(dict.fromkeys((default, *others)))})
 
 
 def removed(default: Any, instead: str) -> Any:

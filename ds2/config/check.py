@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
-from ds2.config.allowed import KEY, REMOVED, Range
+from ds2.config.allowed import ALLOWED, REMOVED, Range
 from ds2.config.schema import CODECS, Config, ConfigError
 from ds2.system.terminal import warn_once
 
@@ -27,7 +27,7 @@ def check_allowed(section: Any, key: str = "") -> None:
         ConfigError: a value that is not allowed; the message names its key and the allowed values.
     """
     for name, value, declared in _settings(section, f"{key}." if key else ""):
-        allowed, removed = declared.metadata.get(KEY), declared.metadata.get(REMOVED)
+        allowed, removed = declared.metadata.get(ALLOWED), declared.metadata.get(REMOVED)
         if removed is not None and value != removed[0]:
             warn_once(log, f"{name}={value} has no effect since this setting was removed: {removed[1]}")
         elif isinstance(allowed, tuple):

@@ -31,7 +31,7 @@ from omegaconf.errors import (
 )
 
 from ds2.config import schema
-from ds2.config.allowed import KEY, REMOVED, Range
+from ds2.config.allowed import ALLOWED, REMOVED, Range
 from ds2.config.check import check
 from ds2.config.schema import AlphabetConfig, Config, ConfigError, ConvConfig
 from ds2.system.files import write_text
@@ -103,21 +103,21 @@ def is_free_form(key: str) -> bool:
 
 def to_tree(config: Config) -> DictConfig:
     """Return the configuration as a typed tree of OmegaConf that takes changes, for `to_config`."""
-    return cast(DictConfig, OmegaConf.structured(from_plain(_without_numbers(Config), asdict(config), "config")))
+    return cast(DictConfig, OmegaConf.structured(from_plain(_with_words_for_bools(Config), asdict(config), "config")))
 
 
 @functools.cache
-def _without_numbers(kind: Any) -> type:
-    """Return a class of settings in which what is true or false is not a number: for OmegaConf 3 would be true."""
+def _with_words_for_bools(kind: Any) -> type:
+    """Return a class of settings whose bools may be words, such as off, and no numbers: OmegaConf takes 3 for true."""
     changed: list[tuple[str, Any, Any]] = []
     for setting, hint in _fields(kind):
         if hint is bool:
             changed.append((setting.name, bool | str, copy(setting)))
         elif is_dataclass(hint):
-            section = _without_numbers(cast(type, hint))
+            section = _with_words_for_bools(cast(type, hint))
             changed.append((setting.name, section, dataclass_field(default_factory=section)))
         elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]):
-            entries: Any = list[_without_numbers(get_args(hint)[0])]  # type: ignore[misc]
+            entries: Any = list[_with_words_for_bools(get_args(hint)[0])]  # type: ignore[misc]
             changed.append((setting.name, entries, dataclass_field(default_factory=list)))
     return make_dataclass(kind.__name__, changed, bases=(kind,))
 
@@ -256,7 +256,7 @@ def expected(key: str, value: object) -> str:
     if get_origin(kind) is dict:
         return f"takes a mapping: {key}={{KEY:VALUE}}"
     single: Any = get_args(kind)[0] if entry else kind
-    allowed = declared.metadata.get(KEY)
+    allowed = declared.metadata.get(ALLOWED)
     kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else TYPE_NAMES.get(single, "a mapping")
     limits = f"; allowed are {allowed}" if isinstance(allowed, Range) else ""
     shown = "" if entry or declared.default == MISSING else _key("", Config, declared, {}).default
@@ -353,7 +353,7 @@ def _key(prefix: str, owner: Any, field: Field[Any], comments: dict[tuple[str, s
         shown = f"[{len(value)} entries]"
     else:
         shown = repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
-    allowed, comment = field.metadata.get(KEY), comments.get((owner.__name__, field.name), "")
+    allowed, comment = field.metadata.get(ALLOWED), comments.get((owner.__name__, field.name), "")
     if isinstance(allowed, tuple):
         comment = "; ".join(filter(None, (" | ".join(allowed), comment)))
     return Key(prefix + field.name, shown, comment)

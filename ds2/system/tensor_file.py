@@ -347,13 +347,13 @@ def _digest(text: str, tensors: Mapping[str, Tensor], *, content: bool) -> str:
     count = min(_HASHING_THREADS, 1 + usable_cores() // 4)  # one that has the lock should not wait for a core
     shares = [{name: tensors[name] for name in names[first::count]} for first in range(count)]
     with ThreadPoolExecutor(count) as threads:
-        for part in threads.map(partial(_list, content=content), shares):
+        for part in threads.map(partial(_digest_entries, content=content), shares):
             listed |= part
     entries = ", ".join(listed[name] for name in names)
     return hashlib.sha256(f"[{json.dumps(text)}, [{entries}]]".encode()).hexdigest()
 
 
-def _list(tensors: Mapping[str, Tensor], *, content: bool) -> dict[str, str]:
+def _digest_entries(tensors: Mapping[str, Tensor], *, content: bool) -> dict[str, str]:
     """What the digest covers of each tensor, as JSON; the interpreter lock is free while a content is hashed."""
     return {
         name: json.dumps(

@@ -12,7 +12,7 @@ import pytest
 
 from ds2.cli import main
 from ds2.config import schema
-from ds2.config.allowed import KEY, REMOVED, Range
+from ds2.config.allowed import ALLOWED, REMOVED, Range
 from ds2.config.check import check, check_allowed
 from ds2.config.convert import config_from_dict, documented_keys
 from ds2.config.schema import Config, ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
@@ -35,7 +35,7 @@ IDS = [f"{section.__name__}.{declared.name}" for section, declared, _ in NUMBERS
 
 @pytest.mark.parametrize(("section", "declared", "kind"), NUMBERS, ids=IDS)
 def test_every_number_has_a_range_that_is_checked(section: type, declared: Field[Any], kind: Any) -> None:
-    allowed = declared.metadata[KEY]
+    allowed = declared.metadata[ALLOWED]
     assert isinstance(allowed, Range)
     check_allowed(section() if section is not Config else Config(run_dir="x"))  # the default is allowed
 
