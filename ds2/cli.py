@@ -56,24 +56,8 @@ MODEL is a model file, a run folder or a name of `ds2 models`; where it may be l
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
 
-COMMANDS = (
-    "init",
-    "train",
-    "info",
-    "evaluate",
-    "wer",
-    "transcribe",
-    "serve",
-    "listen",
-    "models",
-    "export",
-    "align",
-    "data",
-    "lm",
-    "completion",
-    "version",
-    "doctor",
-)
+COMMANDS = ("init", "train", "info", "evaluate", "wer", "transcribe", "serve", "listen", "models", "export", "align",
+            "data", "lm", "completion", "version", "doctor")  # fmt: skip
 """Each is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
 _SPINS = "1000"  # of a waiting OpenMP thread before it sleeps; the default is 300,000: docs/results/accuracy.md
 

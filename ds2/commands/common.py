@@ -130,20 +130,12 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     )
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add --device, as `resolve_device` takes it."""
+def add_device(parser: argparse.ArgumentParser, *, precision: bool = False) -> None:
+    """Add --device and, of commands that allow one, --precision."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-
-
-def add_device_and_precision(parser: argparse.ArgumentParser) -> None:
-    """Add --device and --precision, as `Recogniser.load` takes them."""
-    add_device(parser)
-    parser.add_argument(
-        "--precision",
-        default="auto",
-        choices=["fp32", "bf16", "auto"],
-        help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
-    )
+    if precision:
+        about = "auto: on a GPU the precision that the model was trained in, on a CPU fp32"
+        parser.add_argument("--precision", default="auto", choices=["fp32", "bf16", "auto"], help=about)
 
 
 def add_channel(parser: argparse.ArgumentParser) -> None:

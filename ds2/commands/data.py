@@ -315,12 +315,7 @@ def _shards(args: argparse.Namespace) -> None:
     check_writable(args.out / MANIFEST, inputs=args.manifests)
     shard_bytes = int(1e6 * args.shard_mb)
     written = write_shards(
-        read_manifests(args.manifests),
-        args.out,
-        args.rate,
-        shard_bytes,
-        channel=args.channel,
-        skip_bad=args.skip_bad,
+        read_manifests(args.manifests), args.out, args.rate, shard_bytes, channel=args.channel, skip_bad=args.skip_bad
     )
     for error in written.left_out:
         print(f"left out: {error}")

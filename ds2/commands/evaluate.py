@@ -9,15 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ds2.commands.common import (
-    DECODER_SETTINGS,
-    Parser,
-    add_device_and_precision,
-    add_model,
-    manifests_of,
-    real,
-    whole,
-)
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_model, manifests_of, real, whole
 from ds2.commands.compose import resolve_options, split_decode_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
@@ -84,7 +76,7 @@ def make_parser() -> Parser:
         help="with --latency: words' ends of `ds2 align --out`, one file for all models that are compared; default: "
         "the model's own alignment, which is late where the model is",
     )
-    add_device_and_precision(parser)
+    add_device(parser, precision=True)
     parser.add_argument(
         "--batch-audio-s",
         type=real(0, UNLIMITED, above=True),

@@ -16,14 +16,7 @@ from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import (
-    DECODER_SETTINGS,
-    Parser,
-    add_device_and_precision,
-    add_false_alarms,
-    add_model,
-    add_phrases,
-)
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_false_alarms, add_model, add_phrases
 from ds2.commands.compose import refuse_search_settings, resolve_options, split_decode_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -67,7 +60,7 @@ def make_parser() -> Parser:
         "nothing of other speech; may be repeated",
     )
     add_false_alarms(parser)
-    add_device_and_precision(parser)
+    add_device(parser, precision=True)
     return parser
 
 

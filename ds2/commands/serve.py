@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from ds2_ops.install import install_command
 
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_device_and_precision, add_model, real, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_model, real, whole
 from ds2.commands.compose import resolve_options, split_decode_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
@@ -35,7 +35,7 @@ _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused con
 
 def make_parser() -> Parser:
     """Return the parser of `ds2 serve`."""
-    protocols, roots = _protocols()
+    protocols, roots, limits = _protocols_and_limits()
     parser = Parser(
         prog="ds2 serve",
         settings=DECODER_SETTINGS,
@@ -43,7 +43,7 @@ def make_parser() -> Parser:
         description="a page at / for microphone and files, /v1/audio/transcriptions as OpenAI has it, "
         f"{protocols}/healthz and /metrics, all on one port; with DS2_API_KEY in the environment, "
         "clients must send it as Authorization: Bearer KEY",
-        epilog=_fixed_limits(),
+        epilog=limits,
     )
     add_model(parser, optional=True)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
@@ -63,12 +63,7 @@ def make_parser() -> Parser:
         metavar="ORIGIN",
         help="a site whose pages may use this server, as https://example.com; * allows any (default: its own page)",
     )
-    parser.add_argument(
-        "--root",
-        choices=roots,
-        default="vosk",
-        help="the protocol of WebSockets at / (default: vosk)",
-    )
+    parser.add_argument("--root", choices=roots, default="vosk", help="the protocol of WebSockets at / (default: vosk)")
     parser.add_argument("--language", default="en", help="the language of the model, for Home Assistant (default: en)")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https: a certificate with its chain, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of that certificate, without a password")
@@ -122,33 +117,29 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
     )
-    add_device_and_precision(parser)
+    add_device(parser, precision=True)
     return parser
 
 
-def _protocols() -> tuple[str, list[str] | None]:
-    """The protocols for the help, and those that `--root` may name: with a version in its path a client needs none."""
+def _protocols_and_limits() -> tuple[str, list[str] | None, str]:
+    """For the help: the protocols, those that `--root` may name, and the limits that no option changes.
+
+    A protocol with a version in its path needs no `--root`. Without the extra `serve` the help is shorter.
+    """
     try:
         from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS
-    except ImportError:  # without the extra `serve` the help is shorter
-        return "", None
-    paths = [f"{protocol.summary} at {path}" for path, protocol in PROTOCOLS.items()]
-    described = ", ".join([*paths, *(protocol.summary for protocol, _ in TCP_PROTOCOLS.values()), ""])
-    return described, [path[1:] for path in PROTOCOLS if not path.startswith("/v1/")]
-
-
-def _fixed_limits() -> str:
-    """The limits that no option changes."""
-    try:
         from ds2.serve.limits import Limits
         from ds2.serve.phrases import MAX_CHARACTERS
-    except ImportError:  # without the extra `serve` the help is shorter
-        return ""
-    return (
+    except ImportError:
+        return "", None, ""
+    paths = [f"{protocol.summary} at {path}" for path, protocol in PROTOCOLS.items()]
+    described = ", ".join([*paths, *(protocol.summary for protocol, _ in TCP_PROTOCOLS.values()), ""])
+    limits = (
         f"Fixed: an upload has {Limits.upload_bytes >> 20} MiB at most, a message of a WebSocket "
         f"{Limits.message_bytes >> 20} MiB; hot words or the prompt of a session are at most {MAX_PHRASES} phrases of "
         f"{MAX_PHRASE_CHARACTERS} characters, {MAX_CHARACTERS} characters together."
     )
+    return described, [path[1:] for path in PROTOCOLS if not path.startswith("/v1/")], limits
 
 
 def run(arguments: Sequence[str]) -> int:

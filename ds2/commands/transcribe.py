@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_device_and_precision, add_phrases, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_device, add_phrases, whole
 from ds2.commands.compose import refuse_search_settings, resolve_options, split_decode_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -80,7 +80,7 @@ def make_parser() -> Parser:
     )
     add_phrases(parser)
     add_channel(parser)
-    add_device_and_precision(parser)
+    add_device(parser, precision=True)
     return parser
 
 

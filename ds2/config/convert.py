@@ -23,12 +23,7 @@ from typing import Any, ClassVar, NoReturn, cast, get_args, get_origin, get_type
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from ds2.config import schema
 from ds2.config.allowed import ALLOWED, REMOVED, Range

@@ -125,11 +125,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def did_you_mean(word: str, allowed: Iterable[object], cutoff: float = 0.6) -> str:
-    """Return "; did you mean X?" with the most similar of the allowed words, for a message; empty if none is similar.
-
-    Args:
-        cutoff: the least similarity, from 0 to 1, of `difflib.get_close_matches`.
-    """
+    """Return "; did you mean X?" with the allowed word most like this one, for a message; empty if none is like it."""
     close = difflib.get_close_matches(word, map(str, allowed), 1, cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -64,10 +64,7 @@ def save(
 
 
 def prepare_save(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, Any],
-    check: Callable[[], None] = lambda: None,
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], check: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
     """Copy tensors as they are now, and return the function that writes the copies, in any thread; see `save`."""
     return partial(write_copies, path, TensorCopies().start(tensors), metadata, check)
