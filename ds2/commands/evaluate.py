@@ -132,23 +132,22 @@ def run(arguments: Sequence[str]) -> int:
         for scored in evaluate(
             recogniser, manifests, data, batch_audio_s=args.batch_audio_s, workers=args.workers, comm=comm
         ):
-            if comm.rank == 0:
-                evaluation = (
-                    _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored
-                )
-                folder = reports / evaluation.manifest.stem
-                overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
-                if overlap:
-                    log.warning("%s", overlap)
-                recordings = worst_recordings(evaluation, data, args.recordings)
-                evaluation.write(folder, file, options, recordings)
-                print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
-                if evaluation.words_only is not None:
-                    print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
-                if evaluation.latency is not None:
-                    print(f"{evaluation.latency}\n")
-                    _log_latency(file, evaluation, evaluation.latency, int(loaded.metadata["metrics"].get("step", 0)))
-                print(f"report: {folder}")
+            if comm.rank != 0:
+                continue
+            evaluation = _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored
+            folder = reports / evaluation.manifest.stem
+            overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
+            if overlap:
+                log.warning("%s", overlap)
+            recordings = worst_recordings(evaluation, data, args.recordings)
+            evaluation.write(folder, file, options, recordings)
+            print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
+            if evaluation.words_only is not None:
+                print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
+            if evaluation.latency is not None:
+                print(f"{evaluation.latency}\n")
+                _log_latency(file, evaluation, evaluation.latency, int(loaded.metadata["metrics"].get("step", 0)))
+            print(f"report: {folder}")
     return 0
 
 

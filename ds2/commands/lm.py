@@ -6,7 +6,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -280,7 +280,7 @@ def _query(args: argparse.Namespace) -> int:
         tokens = list(text.strip()) if model.unit == "character" else tokenise(text, model.unit, alphabet)
         scores = model.sentence(tokens)
         known = ["" if token in model.ids or token == " " else " OOV" for token in tokens]
-        parts: Iterator[str] = (
+        parts = (
             f"{token!r} {score:.4f}{mark}"
             for token, score, mark in zip([*tokens, END], scores, [*known, ""], strict=True)
         )

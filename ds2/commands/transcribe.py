@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,10 @@ def run(arguments: Sequence[str]) -> int:
                     _write_segments(recogniser, name, args, alone=alone)
                 else:
                     watch = progress.update if alone else partial(_show_part, progress, name, done)
-                    _write_whole(recogniser, name, args, output, alone=alone, progress=progress, watch=watch)
+                    with _readable(name) as path:
+                        transcript = transcribe_file(recogniser, path, channel=args.channel, watch=watch)
+                    progress.clear()
+                    _write_transcript(transcript, name, output, args.format, alone=alone)
             except (AudioError, DecodeError) as error:
                 progress.clear()
                 print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
@@ -259,21 +262,8 @@ def _show_part(progress: ProgressBar, name: str, done: int, read_s: float) -> No
     progress.update(done)
 
 
-def _write_whole(
-    recogniser: Recogniser,
-    name: str,
-    args: argparse.Namespace,
-    output: Path | None,
-    *,
-    alone: bool,
-    progress: ProgressBar,
-    watch: Callable[[float], None],
-) -> None:
-    """Transcribe a file; write the transcript to `output` and print both names, or print it if `output` is None."""
-    with _readable(name) as path:
-        transcript = transcribe_file(recogniser, path, channel=args.channel, watch=watch)
-    progress.clear()
-    form = args.format
+def _write_transcript(transcript: Transcript, name: str, output: Path | None, form: str, *, alone: bool) -> None:
+    """Write the transcript of a file to `output` and print both names, or print it if `output` is None."""
     if form in _CAPTIONS:
         written = _CAPTIONS[form](cues(transcript.words))
     elif form == "json":

@@ -228,6 +228,7 @@ def raise_explained(error: Exception, overrides: Sequence[str] = ()) -> NoReturn
             f"model.convs: {key} {value}: an entry is {{kernel:[FREQUENCY,TIME],stride:[FREQUENCY,TIME],channels:N,"
             "causal:false}, of whole numbers and for causal true or false"
         ) from error
+    # Of an unknown section the error names that alone; the override has the whole key.
     full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         _raise_unknown(full_key)

@@ -241,7 +241,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     Raises:
         TextError: as in `read_byte_lines`, or the file has more than `max_bytes`.
     """
-    with _errors(path), _open(path) as file:
+    with _text_errors(path), _open_text(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise TextError(f"{path}: is longer than {max_bytes} bytes")
@@ -279,7 +279,7 @@ def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             to more than 100 times its size, UTF-16, or a line of more than MAX_LINE_BYTES.
     """
     number, unpacked = 0, 0
-    with _errors(path), _open(path) as file:
+    with _text_errors(path), _open_text(path) as file:
         packed = path.stat().st_size if path.suffix in (".gz", ".xz") else 0
         max_bytes = max(_MIN_UNPACKED_BYTES, _MAX_UNPACKED * packed) if packed else sys.maxsize
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -335,7 +335,7 @@ def decode(line: bytes, source: str) -> str:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def _open_text(path: Path) -> Iterator[BinaryIO]:
     if path == STANDARD_INPUT:
         yield sys.stdin.buffer
         return
@@ -355,7 +355,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _errors(path: Path) -> Iterator[None]:
+def _text_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
