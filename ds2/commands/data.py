@@ -452,7 +452,7 @@ def _lexicon(args: argparse.Namespace) -> None:
     check_writable(args.output, inputs=[source, *args.words])
     missing = [str(path) for path in args.words if not path.is_file()]
     if missing:
-        raise UserError(f"there is no file {', '.join(missing)}")
+        raise UserError(f"--words: there is no file {', '.join(missing)}: name texts, manifests or word models")
     dictionary = read_pronunciations(source, keep_stress=args.keep_stress)
     phones = dictionary.phones
     alphabet = Alphabet(("", *sorted({" ", *"".join(dictionary.words).lower()})), punctuation="drop")
@@ -466,7 +466,8 @@ def _lexicon(args: argparse.Namespace) -> None:
     listed = {word: dictionary.words.get(word) or (guessed[word],) for word in sorted(wanted)
               if word in dictionary.words or word in guessed}  # fmt: skip
     if not listed:
-        raise UserError(f"no word of {', '.join(map(str, args.words))} has a pronunciation")
+        texts = ", ".join(map(str, args.words))
+        raise UserError(f"no word of {texts} has a pronunciation: take another --dictionary, or no --no-guess")
     written = Pronunciations.of(listed)
     write_text(args.output, "".join(line + "\n" for line in written.lines()))
     words, phones_of_words = counted(len(listed), "word"), counted(len(written.phones), "phone")

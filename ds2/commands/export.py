@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     if args.to == "torch" and args.interface == "sherpa":
         raise ConfigError("sherpa-onnx reads ONNX only: take --to onnx, or --to torch --interface plain")
     if args.to == "torch" and args.int8:
-        raise ConfigError("--int8 works with --to onnx only")
+        raise ConfigError("--int8 works with --to onnx only: take --to onnx, or leave --int8 out")
     file = find_model(args.model)
     path = args.out or (Path() if is_shipped(file) else file.parent) / "export" / _NAMES[args.to, args.int8]
     chunk_s = args.chunk_ms / 1000

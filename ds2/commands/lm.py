@@ -462,7 +462,7 @@ def _check_texts(args: argparse.Namespace) -> None:
     heldout = args.heldout or []
     missing = [str(path) for path in (*args.text, *heldout) if path != STANDARD_INPUT and not path.is_file()]
     if missing:
-        raise LanguageModelError(f"there is no text {', '.join(missing)}")
+        raise LanguageModelError(f"there is no text {', '.join(missing)}: name files, or - for standard input")
     if [*args.text, *heldout].count(STANDARD_INPUT) > 1:
         raise LanguageModelError("standard input (-) can be read once: give it once, and files for other texts")
     own = {path.resolve() for path in args.text if path != STANDARD_INPUT}

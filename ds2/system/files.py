@@ -244,7 +244,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     with _text_errors(path), _open_text(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise TextError(f"{path}: is longer than {max_bytes} bytes")
+        raise TextError(f"{path}: is longer than {max_bytes} bytes, the most that is read: is it the right file?")
     return content
 
 
