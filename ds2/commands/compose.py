@@ -362,8 +362,8 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
         raise ConfigError(f"{wanted.replace('/', '=')} is called {new} now; an earlier run goes on with run_dir=FOLDER")
     options = list(error.options or [])
     hint = did_you_mean(wanted.rsplit("/", 1)[-1], options, cutoff=0.4)
-    there_are = f"{hint} There are" if hint else "; there are"
-    listing = f"{there_are} {', '.join(options)}" if options else ""
+    prefix = f"{hint} There are" if hint else "; there are"
+    listing = f"{prefix} {', '.join(options)}" if options else ""
     raise ConfigError(f"there is no config {wanted!r}{listing}") from error
 
 
