@@ -39,7 +39,7 @@ from ds2.commands.compose import (
 from ds2.config.convert import documented_keys
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import launched
-from ds2.system.files import read_log, write_text
+from ds2.system.files import PictureError, new_figure, read_log, save_picture, write_text
 from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
 
@@ -258,18 +258,16 @@ def finish(folder: Path, jobs: Sequence[Job], metric: str) -> str:
     table = ranking(jobs, metric)
     write_text(folder / "ranking.txt", table + "\n")
     picture = folder / "ranking.png"
-    drawn = (
-        f" and {picture}" if _draw(jobs, metric, picture) else "; a picture needs matplotlib: pip install matplotlib"
-    )
+    try:
+        _draw(jobs, metric, picture)
+        drawn = f" and {picture}"
+    except PictureError as error:
+        drawn = f"; {error}"
     return f"{table}\nwrote {folder / 'ranking.txt'}{drawn}"
 
 
-def _draw(jobs: Sequence[Job], metric: str, path: Path) -> bool:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(8, 5), layout="constrained")
+def _draw(jobs: Sequence[Job], metric: str, path: Path) -> None:
+    figure = new_figure(8, 5)
     axes = figure.subplots()
     for job in jobs:
         if events := job.evaluations():
@@ -279,5 +277,4 @@ def _draw(jobs: Sequence[Job], metric: str, path: Path) -> bool:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    return True
+    save_picture(figure, path)

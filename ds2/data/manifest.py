@@ -17,7 +17,7 @@ import numpy as np
 
 from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.system import UserError
-from ds2.system.files import atomic_file, read_byte_lines
+from ds2.system.files import atomic_file, new_figure, read_byte_lines, save_picture
 from ds2.system.plain import counted, parse_object, short_repr, shortened
 from ds2.system.signals import time_limit
 
@@ -419,23 +419,15 @@ def draw(utterances: Sequence[Utterance], path: Path) -> None:
     """Draw histograms of durations and of pace.
 
     Raises:
-        ManifestError: matplotlib is not installed, or it writes no files of this suffix; none means PNG.
+        PictureError: as `new_figure` and `save_picture`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ManifestError("a picture needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     left.hist([u.duration_s for u in utterances], bins=_BINS)
     left.set(xlabel="seconds", ylabel="utterances", title=f"{len(utterances)} utterances")
     right.hist([pace(u) for u in utterances], bins=_BINS)
     right.set(xlabel="characters a second", title="the tails are mostly wrong transcripts")
-    kind, kinds = path.suffix[1:].lower() or "png", figure.canvas.get_supported_filetypes()
-    if kind not in kinds:
-        raise ManifestError(f"{path}: {path.suffix} is no kind of picture: end its name in one of .{', .'.join(kinds)}")
-    with atomic_file(path) as partial:
-        figure.savefig(partial, dpi=150, format=kind)
+    save_picture(figure, path)
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.keywords import BONUSES
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.postprocess import IDENTITY, correct_words, fit_calibration, mix_scores
 from ds2.lm.ngram import NGram
 from ds2.lm.recurrent import RecurrentLM
 from ds2.scoring.wer import ErrorCounts, word_errors
+from ds2.system.files import new_figure, save_picture
 from ds2.text.alphabet import Alphabet
 
 _BEAM_TOLERANCE = 0.0005  # a narrower beam is chosen if its WER is higher by no more than this
@@ -190,22 +191,19 @@ def draw(trials: Sequence[TuningTrial], chosen: TuningTrial, path: Path) -> None
     """Draw the WER surface over alpha and beta, at the beam that most points have, as a picture.
 
     Raises:
-        DecodeError: matplotlib is not installed.
+        PictureError: as `new_figure` and `save_picture`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DecodeError("a picture of the WER surface needs matplotlib: pip install matplotlib") from error
     beam = trials[0].beam
     points = [(t.alpha, t.beta, 100 * t.errors.rate) for t in trials if t.beam == beam]
     alphas, betas, rates = zip(*points, strict=True)
-    axes = Figure(figsize=(7, 5)).subplots()
+    figure = new_figure(7, 5)
+    axes = figure.subplots()
     if len(set(alphas)) > 1 and len(set(betas)) > 1:
         filled = axes.tricontourf(alphas, betas, rates, levels=20, cmap="viridis_r")
-        axes.figure.colorbar(filled, label="WER %")
+        figure.colorbar(filled, label="WER %")
     axes.scatter(alphas, betas, s=8, c="black")
     axes.scatter([chosen.alpha], [chosen.beta], s=80, marker="*", c="red")
     for alpha, beta, rate in points:
         axes.annotate(f"{rate:.1f}", (alpha, beta), fontsize=6, xytext=(2, 2), textcoords="offset points")
     axes.set(xlabel="alpha", ylabel="beta", title=f"WER over {len(points)} settings, beam {beam}")
-    axes.figure.savefig(path, dpi=150)  # type: ignore[union-attr]
+    save_picture(figure, path)

@@ -1,4 +1,4 @@
-"""Files: atomic writes, and lines of texts of users.
+"""Files: atomic writes, pictures, and lines of texts of users.
 
 After a crash or a power cut a file is the old version or the complete new one: it is written in a temporary folder
 beside its final path, flushed to the disk and renamed.
@@ -201,6 +201,28 @@ def write_json(path: Path, value: object) -> None:
 def write_json_lines(path: Path, values: Iterable[object]) -> None:
     """Write a file with a JSON value a line atomically."""
     write_text(path, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
+
+
+class PictureError(UserError):
+    """A picture cannot be drawn: matplotlib is not installed, or it writes no files of this suffix."""
+
+
+def new_figure(width_in: float, height_in: float) -> Any:
+    """Return an empty figure of matplotlib, for `save_picture`; raises PictureError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PictureError("a picture needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure atomically in the format of the path's suffix, PNG without one; raises PictureError for others."""
+    kind, kinds = path.suffix[1:].lower() or "png", figure.canvas.get_supported_filetypes()
+    if kind not in kinds:
+        raise PictureError(f"{path}: {path.suffix} is no kind of picture: end its name in one of .{', .'.join(kinds)}")
+    with atomic_file(path) as partial:
+        figure.savefig(partial, dpi=150, format=kind)
 
 
 def _make_folder(folder: Path) -> None:
