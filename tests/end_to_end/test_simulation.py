@@ -160,7 +160,7 @@ class FullDisk(LastSave):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# Few seeds detect these: a search may take an hour.
+# Of thousands of seeds one detects these: a search would take minutes.
 DIRECTED = {
     "a process that was left behind ends as if it had saved": LeftBehind,
     "a process that was left behind logs its line again": Overtaken,
