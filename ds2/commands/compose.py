@@ -284,6 +284,11 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     return [f"++{override}" if is_free_form(override.split("=", 1)[0]) else override for override in overrides]
 
 
+def is_override(argument: str) -> bool:
+    """Whether an argument is KEY=VALUE, and not a file or folder of such a name, as a sweep makes them."""
+    return "=" in argument and not Path(argument).exists()
+
+
 def overridden_keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys and groups that overrides set."""
     return {parse_override(override).key_or_group.replace("/", ".") for override in overrides}

@@ -15,7 +15,7 @@ from typing import Any
 
 from ds2.audio.read import RATES_HZ
 from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, add_command, real, whole
-from ds2.commands.compose import compose_config, overridden_keys, with_search_path
+from ds2.commands.compose import compose_config, is_override, overridden_keys, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data.check import check
@@ -342,8 +342,8 @@ def _add_alphabet(commands: Any) -> None:
 
 
 def _alphabet(args: argparse.Namespace) -> None:
-    overrides = [a for a in args.arguments if "=" in a and not Path(a).is_file()]
-    manifests = [Path(a) for a in args.arguments if a not in overrides]
+    overrides = [a for a in args.arguments if is_override(a)]
+    manifests = [Path(a) for a in args.arguments if not is_override(a)]
     if not manifests:
         raise ConfigError("ds2 data alphabet needs a manifest: ds2 data alphabet train.jsonl alphabet.case=lower")
     if args.out:

@@ -342,22 +342,11 @@ def _tune(args: argparse.Namespace) -> int:
     best = choose(trials)
     tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
     if options.rescore:
-        shares = tune_rescoring(dev, tuned, load_recurrent(Path(options.rescore), device))
-        for share, errors in shares:
-            print(f"recurrent model's share {share:g}: WER {100 * errors.rate:.2f} %", flush=True)
-        share, _ = min(shares, key=lambda pair: pair[1].errors)
-        tuned = replace(tuned, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
+        tuned = _tune_rescoring(dev, tuned)
     slope, offset = tune_confidence(dev, tuned)
     tuned = replace(tuned, confidence=[round(slope, 4), round(offset, 4)], keyword_alarms=[])
     if tuned.method == "beam":
-        keywords = tune_keywords(dev, replace(tuned, rescore=""))
-        for keyword in keywords:
-            print(
-                f"keywords, bonus {keyword.bonus:g}: {100 * keyword.recall:.1f} % found, {keyword.alarms:.3g} false "
-                "alarms an hour of each",
-                flush=True,
-            )
-        tuned = replace(tuned, keyword_alarms=[float(f"{keyword.alarms:.3g}") for keyword in keywords])
+        tuned = _tune_keywords(dev, tuned)
     save_settings(tuned, target)
     print(
         f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
@@ -366,6 +355,25 @@ def _tune(args: argparse.Namespace) -> int:
     draw(trials, best, picture)
     print(f"wrote {picture}")
     return 0
+
+
+def _tune_rescoring(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
+    shares = tune_rescoring(dev, options, load_recurrent(Path(options.rescore), dev.device))
+    for share, errors in shares:
+        print(f"recurrent model's share {share:g}: WER {100 * errors.rate:.2f} %", flush=True)
+    share, _ = min(shares, key=lambda pair: pair[1].errors)
+    return replace(options, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
+
+
+def _tune_keywords(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
+    keywords = tune_keywords(dev, replace(options, rescore=""))
+    for keyword in keywords:
+        print(
+            f"keywords, bonus {keyword.bonus:g}: {100 * keyword.recall:.1f} % found, {keyword.alarms:.3g} false "
+            "alarms an hour of each",
+            flush=True,
+        )
+    return replace(options, keyword_alarms=[float(f"{keyword.alarms:.3g}") for keyword in keywords])
 
 
 def _untuned_options(args: argparse.Namespace, file: Path, loaded: LoadedModel) -> DecodeConfig:
@@ -400,7 +408,7 @@ def _grid_help(axis: int) -> str:
 def _add_text_options(parser: argparse.ArgumentParser) -> None:
     defaults = AlphabetConfig()
     parser.add_argument(
-        "--heldout", type=Path, nargs="+", metavar="TEXT", help="print perplexity and OOV rate of this text"
+        "--heldout", type=Path, nargs="+", default=[], metavar="TEXT", help="print perplexity and OOV rate of this text"
     )
     parser.add_argument(
         "--model", type=Path, help="normalise as this network's alphabet does (model file or run folder)"
@@ -447,7 +455,7 @@ def _stored_alphabet(model: NGram) -> Alphabet | None:
 
 def _inputs(args: argparse.Namespace) -> list[Path]:
     """The files that `build` and `train` read."""
-    inputs = [*args.text, *(args.heldout or ()), *filter(None, [args.pieces])]
+    inputs = [*args.text, *args.heldout, *filter(None, [args.pieces])]
     if args.model:
         inputs.append(find_model(args.model))
     return inputs
@@ -459,14 +467,13 @@ def _check_texts(args: argparse.Namespace) -> None:
     Raises:
         LanguageModelError: names them.
     """
-    heldout = args.heldout or []
-    missing = [str(path) for path in (*args.text, *heldout) if path != STANDARD_INPUT and not path.is_file()]
+    missing = [str(path) for path in (*args.text, *args.heldout) if path != STANDARD_INPUT and not path.is_file()]
     if missing:
         raise LanguageModelError(f"there is no text {', '.join(missing)}: name files, or - for standard input")
-    if [*args.text, *heldout].count(STANDARD_INPUT) > 1:
+    if [*args.text, *args.heldout].count(STANDARD_INPUT) > 1:
         raise LanguageModelError("standard input (-) can be read once: give it once, and files for other texts")
     own = {path.resolve() for path in args.text if path != STANDARD_INPUT}
-    for path in heldout:
+    for path in args.heldout:
         if path.resolve() in own:
             log.warning("%s is held out and also a text of the model: its perplexity says nothing about others", path)
 

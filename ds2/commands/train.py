@@ -102,12 +102,11 @@ def run(arguments: Sequence[str]) -> int:
 
     register_schema()
     OmegaConf.register_new_resolver("ds2.folder_name", folder_name, replace=True)
-    keys: dict[str, bool] = {}
-    for override in map(parse_override, overrides):
-        keys[override.key_or_group] = override.is_sweep_override()  # the last one of equal keys counts
-    fixed = ",".join(key for key, swept in keys.items() if not swept)
-    named = f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]"
-    sys.argv = ["ds2 train", *options, *hydra_overrides(overrides), *([named] if is_sweep(options) else [])]
+    # Runs are named by what differs; the last one of equal keys counts.
+    swept = {override.key_or_group: override.is_sweep_override() for override in map(parse_override, overrides)}
+    fixed = ",".join(key for key, differs in swept.items() if not differs)
+    naming = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]"] if is_sweep(options) else []
+    sys.argv = ["ds2 train", *options, *hydra_overrides(overrides), *naming]
     hydra.main(config_path=str(config_dir()), config_name=PRIMARY_CONFIG, version_base="1.3")(job)()
     if is_sweep(options) and jobs and launched().rank == 0:
         print(finish(jobs[0].run_dir.parent, jobs, config.train.metric))
