@@ -53,11 +53,15 @@ def test_settings_that_need_another_one_are_named(
     tiny_config: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lone = ("augment.babble_share=0.5", "train.early_stop_epochs=3", "data.dev=[]", "train.denominator_order=3")
+    lone += ("optim.name=adamw", "optim.momentum=0.5", "augment.room_rt60_s=[0.2,0.3]", "augment.time_fraction=0.1")
     train(tiny_config("train.max_steps=1", *lone), tmp_path / "run")
     assert "augment.babble_share=0.5 has no effect: it needs augment.noise_probability above 0" in caplog.text
     assert "train.early_stop_epochs=3 has no effect: it needs a dev set (data.dev)" in caplog.text
     assert "train.denominator_order=3 has no effect: it needs train.objective=ctc_crf" in caplog.text
-    assert caplog.text.count("has no effect: it needs") == 3
+    assert "optim.momentum=0.5 has no effect: it needs optim.name=sgd" in caplog.text
+    assert "augment.room_rt60_s=[0.2, 0.3] has no effect: it needs augment.room_probability above 0" in caplog.text
+    assert "augment.time_fraction=0.1 has no effect: it needs augment.time_masks above 0" in caplog.text
+    assert caplog.text.count("has no effect: it needs") == 6
 
 
 @pytest.mark.parametrize("others_go_on", [False, True])
