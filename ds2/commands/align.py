@@ -14,7 +14,7 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
-from ds2.decoding.hypothesis import word_record
+from ds2.decoding.hypothesis import within, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import Interval, text_grid
 from ds2.recognition.evaluate import recognition_loader
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
                 "duration": u.duration_s,
                 "text": u.text,
                 "surprise": a.surprise if math.isfinite(a.surprise) else None,
-                "words": [word_record(word) for word in a.words],
+                "words": [word_record(word) for word in within(a.words, u.duration_s)],
             }
             for u, a in zip(utterances, aligned, strict=True)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds2.system import UserError
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -30,6 +30,13 @@ class Word:
     start_s: float
     end_s: float
     confidence: float
+
+
+def within(words: tuple[Word, ...], duration_s: float) -> tuple[Word, ...]:
+    """Return the words so that they end with their audio: the last output frame may reach beyond it."""
+    if not words or words[-1].end_s <= duration_s:
+        return words
+    return tuple(replace(word, end_s=min(word.end_s, duration_s)) for word in words)
 
 
 def span_record(start_s: float, end_s: float) -> dict[str, float]:

@@ -25,7 +25,7 @@ from ds2.config.schema import BatchingConfig, ConfigError, DecodeConfig
 from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder
-from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
+from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word, within
 from ds2.decoding.keywords import keyword_decoder
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
@@ -315,7 +315,8 @@ class Recogniser(Pipeline):
             except DecodeError as error:
                 named = ", ".join(utterances[indices[row]].name for row in error.rows)
                 raise DecodeError(f"{named}: {error}" if named else str(error)) from error
-            hypotheses.update(zip(indices, rows, strict=True))
+            for index, row in zip(indices, rows, strict=True):
+                hypotheses[index] = replace(row, words=within(row.words, utterances[index].duration_s))
         parts = comm.allgather(hypotheses, (Hypothesis, Word))
         hypotheses = {index: hypothesis for part in parts for index, hypothesis in part.items()}
         return [hypotheses[index] for index in range(len(utterances))]
@@ -450,7 +451,8 @@ def _transcribe_windows(
     with pipeline.autocast():
         for logits in window_logits(pipeline.model, features(), context_frames):
             decoding.step(logits.float().log_softmax(2), torch.tensor([len(logits)]))
-    return Transcript(cut.samples / pipeline.features.sample_rate_hz, decoding.finish()[0][0])
+    duration_s, hypothesis = cut.samples / pipeline.features.sample_rate_hz, decoding.finish()[0][0]
+    return Transcript(duration_s, replace(hypothesis, words=within(hypothesis.words, duration_s)))
 
 
 def _with_bonuses(phrases: HotPhrases | None) -> HotWords | None:

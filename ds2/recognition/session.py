@@ -21,7 +21,7 @@ from torch import Tensor
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.schema import Config, ConfigError
 from ds2.decoding.decoder import Decoder, batch_key
-from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word
+from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word, within
 from ds2.decoding.lexicon import HotWords
 from ds2.model.structure import lookahead_parts_ms
 from ds2.recognition.open_segments import PAUSE_S
@@ -88,6 +88,11 @@ class Session:
     def duration_s(self) -> float:
         """Audio accepted so far, seconds."""
         return self._resampler.samples / self.sample_rate_hz
+
+    @property
+    def end_s(self) -> float:
+        """Where the audio ends, in seconds as `result` counts them; infinity while it goes on."""
+        return self._samples.samples / self.pipeline.features.sample_rate_hz if self._ended else math.inf
 
     def accept_waveform(self, samples: NDArray[Any] | Tensor, *, in_range: bool = False) -> None:
         """Take the next samples (N,), any number: integers of 16 or 32 bits, or floats, which are clipped to [-1, 1].
@@ -244,6 +249,10 @@ class LiveSession(Session):
         """The start of the open segment, seconds of the source; times of `result` count from there."""
         return self._stream_start_s + self._open_segment("start") * self.pipeline.frame_s
 
+    @property
+    def end_s(self) -> float:
+        return super().end_s - self._open_segment("start") * self.pipeline.frame_s
+
     def _open_segment(self, name: str) -> int:
         return int(self.pipeline.open_segments.rows[name][self.row])
 
@@ -251,7 +260,9 @@ class LiveSession(Session):
         """Make the open segment final, with its hypothesis, and open the next one."""
         frame_s = self.pipeline.frame_s
         if hypothesis.text:
-            end_s = self._stream_start_s + self._open_segment("frames") * frame_s
+            end_s = min(
+                self._stream_start_s + self._open_segment("frames") * frame_s, self.segment_start_s + self.end_s
+            )
             words = tuple(self.in_source(hypothesis.words))
             self.segments.append(Segment(self.segment_start_s, end_s, replace(hypothesis, words=words)))
         self.decoding = self.decoder.start(1, self.hot_words)
@@ -479,7 +490,10 @@ def _by_decoder(
 
     def run(group: Sequence[Session]) -> None:
         decodings = [session.decoding for session in group]
-        hypotheses.update(zip(map(id, group), read(group[0].decoder, decodings), strict=True))
+        for session, hypothesis in zip(group, read(group[0].decoder, decodings), strict=True):
+            words = within(hypothesis.words, session.end_s)
+            changed = words is not hypothesis.words
+            hypotheses[id(session)] = replace(hypothesis, words=words) if changed else hypothesis
 
     for group in groups.values():
         run_contained(group, run, failed)

@@ -220,6 +220,22 @@ def test_reset_drops_what_was_not_final(recogniser: Recogniser, recording: Path)
     assert segment.hypothesis.text == expected.result().text and segment.start_s == 15_000 / 16_000
 
 
+def test_no_word_ends_after_its_audio(make_model: Callable[..., Path]) -> None:
+    """17 windows make 5 output frames of 40 ms, the last of which ends 20 ms after the audio."""
+    convs = "[{kernel:[11,5],stride:[4,2],channels:4},{kernel:[3,3],stride:[1,2],channels:4}]"
+    loaded = load_model(make_model(f"model.convs={convs}"))
+    plain = Recogniser.of(loaded, DecodeConfig(), torch.device("cpu"))
+    full = plain.with_decoder(lambda log_probs: "".join("ab"[frame % 2] for frame in range(len(log_probs))))
+    samples = np.zeros(2880, np.float32)
+    live = full.live(endpoints=NEVER)
+    for number in range(1, 3):
+        assert [word.end_s for word in full.transcribe(samples, 16_000).words] == [0.18]
+        live.accept_waveform(samples)
+        live.flush()
+        segment = live.segments.pop()
+        assert [word.end_s for word in segment.hypothesis.words] == [segment.end_s] == [pytest.approx(0.18 * number)]
+
+
 def test_audio_that_the_resampler_still_holds_at_a_reset_counts(recogniser: Recogniser) -> None:
     live = recogniser.live(sample_rate_hz=8000)
     for _ in range(3):
