@@ -384,7 +384,7 @@ def _warn_of_lone_settings(config: Config) -> None:
         ("augment.noise_colours", "augment.noise_probability above 0", noise),
         ("augment.noise_colours", "generated noise, without augment.noise", not augment.noise),
         ("augment.babble_share", "augment.noise_probability above 0", noise),
-        ("augment.room_rt60_s", "augment.room_probability above 0", augment.room_probability),
+        ("augment.room_rt60_s", "augment.room_probability above 0", "augment.room_probability" in changed),
         ("augment.codecs", "augment.codec_probability above 0", augment.codec_probability),
         ("augment.frequency_masks", "augment.frequency_width above 0", augment.frequency_width),
         ("augment.frequency_width", "augment.frequency_masks above 0", augment.frequency_masks),
