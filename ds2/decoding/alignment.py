@@ -230,33 +230,6 @@ class IncrementalAligner:
             frames += self._period
         return self.total_frames + frames
 
-    def finalise(self, labels: Sequence[int], shared: int) -> int:
-        """Fix the times of labels, and drop their frames; to be called when there are `due_at` frames.
-
-        Args:
-            labels: of the best hypothesis, from the start of the stream.
-            shared: the number of first labels that all hypotheses share.
-
-        Returns:
-            The number of labels with final times. It is larger than `shared` after `MAX_PENDING_S` without agreement:
-            the caller then drops the hypotheses that have other labels.
-        """
-        self._drop_long_silences()
-        frames, numbers = self.window()
-        done, overdue = len(self.final_runs), self.pending_frames * self.frame_s > MAX_PENDING_S
-        [alignment] = force_align(frames[:, None], torch.tensor([len(frames)]), [labels[done:]])
-        if alignment is None:
-            return done
-        limit = max(0, len(frames) - round(GUARD_S / self.frame_s))
-        known = len(labels) - done if overdue else shared - done
-        count = min(known, int(alignment.ends.searchsorted(limit, side="right")))
-        self.final_runs += _in_stream(alignment.runs()[:count], numbers)
-        cut = int(alignment.ends[count - 1]) if count else 0
-        if overdue or count < known:  # the next label is final too: keep its frames from its start on
-            cut = min([limit, *alignment.starts[count : count + 1].tolist()])
-        self._keep(frames[cut:].clone(), numbers[cut:].clone())
-        return len(self.final_runs)
-
     def window(self) -> tuple[Tensor, Tensor]:
         """Return the pending frames (T, V) and their positions (T,) in the stream."""
         rows, firsts, lasts = (self._spans[at::3] for at in range(3))
@@ -267,17 +240,61 @@ class IncrementalAligner:
         self._batches, self._spans = [], array("q")
         return torch.cat(self._frames), torch.cat(self._numbers)
 
-    def _keep(self, frames: Tensor, numbers: Tensor) -> None:
+    def keep(self, frames: Tensor, numbers: Tensor) -> None:
+        """Replace the pending frames (T, V) and their positions (T,)."""
         self._frames, self._numbers, self.pending_frames = [frames], [numbers], len(numbers)
         self.due_at = self._next_due()
 
-    def _drop_long_silences(self) -> None:
+    def fix(self, labels: Sequence[int], shared: int, alignment: Alignment | None) -> int:
+        """Fix the times of labels of the pending frames, as `finalise` does, from their alignment."""
+        done, overdue = len(self.final_runs), self.pending_frames * self.frame_s > MAX_PENDING_S
+        if alignment is None:
+            return done
         frames, numbers = self.window()
-        silent = (frames[:, BLANK + 1 :].amax(1) < self.silent_log_prob).cpu()
+        limit = max(0, len(frames) - round(GUARD_S / self.frame_s))
+        known = len(labels) - done if overdue else shared - done
+        count = min(known, int(alignment.ends.searchsorted(limit, side="right")))
+        self.final_runs += _in_stream(alignment.runs()[:count], numbers)
+        cut = int(alignment.ends[count - 1]) if count else 0
+        if overdue or count < known:  # the next label is final too: keep its frames from its start on
+            cut = min([limit, *alignment.starts[count : count + 1].tolist()])
+        self.keep(frames[cut:].clone(), numbers[cut:].clone())
+        return len(self.final_runs)
+
+
+def finalise(
+    aligners: Sequence[IncrementalAligner], labels: Sequence[Sequence[int]], shared: Sequence[int]
+) -> list[int]:
+    """Fix the times of labels of streams, and drop their frames; to be called when each has its `due_at` frames.
+
+    Args:
+        aligners: B streams of one decoder.
+        labels: of the best hypothesis of each, from the start of the stream.
+        shared: the number of first labels that all hypotheses of each share.
+
+    Returns:
+        The number of labels of each with final times. It is larger than `shared` after `MAX_PENDING_S` without
+        agreement: the caller then drops the hypotheses that have other labels.
+    """
+    _drop_long_silences(aligners)
+    frames = [aligner.window()[0] for aligner in aligners]
+    targets = [own[len(aligner.final_runs) :] for own, aligner in zip(labels, aligners, strict=True)]
+    alignments = force_align(pad_sequence(frames), torch.tensor(list(map(len, frames))), targets)
+    return [a.fix(*rest) for a, *rest in zip(aligners, labels, shared, alignments, strict=True)]
+
+
+def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
+    """Cut long silences in the pending frames of streams of one decoder; it waits for the device once."""
+    windows = [aligner.window() for aligner in aligners]
+    padded = pad_sequence([frames for frames, _ in windows])
+    silent = (padded[:, :, BLANK + 1 :].amax(2) < aligners[0].silent_log_prob).t().cpu()
+    for aligner, (frames, numbers), own in zip(aligners, windows, silent, strict=True):
         positions = torch.arange(len(frames))
-        silence_start = torch.where(silent, 0, positions + 1).cummax(0).values
-        wanted = positions - silence_start < round(_SILENCE_S / self.frame_s)
-        self._keep(frames[wanted.to(frames.device)], numbers[wanted])
+        silence_start = torch.where(own[: len(frames)], 0, positions + 1).cummax(0).values
+        wanted = (positions - silence_start < round(_SILENCE_S / aligner.frame_s)).nonzero()[:, 0]
+        if len(wanted) < len(frames):
+            frames, numbers = frames[wanted.to(frames.device)], numbers[wanted]
+        aligner.keep(frames, numbers)
 
 
 def _in_stream(runs: Sequence[Run], numbers: Tensor) -> list[Run]:

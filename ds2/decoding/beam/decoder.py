@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times
+from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times, finalise
 from ds2.decoding.beam.fusion import LENGTH, Fusion
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
 from ds2.decoding.beam.pronounced import pronounced_words
@@ -247,12 +247,11 @@ class BeamDecoder(Decoder):
         beams = self.search.streams.beams(parts)
         best = self.search.nbest(beams, [row.shared for row in rows]).labels
         agrees = torch.ones_like(beams.blank, dtype=torch.bool)
-        for index in due:
-            row, labels = rows[index], best[index][0]
-            first = len(row.shared)
-            final = row.aligner.finalise(labels, first)
+        shared = [len(rows[index].shared) for index in due]
+        final_counts = finalise([rows[index].aligner for index in due], [best[index][0] for index in due], shared)
+        for index, first, final in zip(due, shared, final_counts, strict=True):
             if final > first:
-                wanted = torch.tensor(labels[first:final], dtype=torch.int16, device=self.device)
+                wanted = torch.tensor(best[index][0][first:final], dtype=torch.int16, device=self.device)
                 own = beams.labels[index, :, : len(wanted)]
                 agrees[index] = (own == wanted).all(1) & (beams.counts[index] >= len(wanted))
         if not agrees.all():

@@ -7,7 +7,7 @@ import torch
 from support.decoding_cases import CHARACTERS, random_log_probs
 from support.oracles import torchaudio
 
-from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, force_align
+from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, finalise, force_align
 from ds2.decoding.hypothesis import Hypothesis
 
 FRAMES, LABELS = 120, 29
@@ -47,3 +47,27 @@ def test_a_stream_has_times_of_whole_words(text: str, words: list[str]) -> None:
     hypothesis = Hypothesis(text, 0.0, tuple(CHARACTERS.symbols.index(symbol) for symbol in text), ())
     [[timed]] = add_stream_word_times([[hypothesis]], [aligner])
     assert [word.text for word in timed.words] == words
+
+
+def test_streams_are_fixed_together_as_each_alone() -> None:
+    """Lengths, silences and labels differ; one stream has more labels than frames, so that nothing of it is fixed."""
+
+    def streams() -> list[IncrementalAligner]:
+        aligners = [IncrementalAligner(CHARACTERS, 0.02, -5.0) for _ in range(4)]
+        for seed, (aligner, frames) in enumerate(zip(aligners, (1000, 1100, 700, 5), strict=True)):
+            log_probs = random_log_probs(frames, 1, 4, seed=seed)
+            log_probs[200:500, :, 1:] -= 1e3 * (seed == 1)
+            aligner.append(log_probs, 0, 0, frames)
+        return aligners
+
+    labels = [[1, 2, 3] * 20, [2, 1] * 30, [3, 1, 2] * 15, [1, 2] * 10]
+    shared = [60, 40, 20, 20]
+    together, alone = streams(), streams()
+    counts = finalise(together, labels, shared)
+    assert counts == [finalise([a], [own], [n])[0] for a, own, n in zip(alone, labels, shared, strict=True)]
+    assert counts[0] > 0 and counts[3] == 0
+    assert together[1].total_frames - together[1].pending_frames >= 250  # of a silence of 6 s one second is left
+    for one, other in zip(together, alone, strict=True):
+        assert (one.final_runs, one.pending_frames, one.due_at) == (other.final_runs, other.pending_frames, other.due_at)
+        for own, others in zip(one.window(), other.window(), strict=True):
+            assert torch.equal(own, others)

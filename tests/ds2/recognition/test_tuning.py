@@ -73,7 +73,7 @@ def test_a_narrower_beam_is_taken_where_it_costs_little(narrow_errors: int, beam
 
 
 def test_confidences_are_calibrated_on_what_was_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds2.decoding.alignment.IncrementalAligner.finalise", None)  # utterances of a second: one whole
+    monkeypatch.setattr("ds2.decoding.beam.decoder.finalise", None)  # utterances of a second: one whole
     texts = [" ".join([text] * 5) for text in TEXTS]
     dev = misheard(texts, model_of(texts, tmp_path))
     mended = DecodeConfig(method="beam", beam=32, alpha=1.0, beta=0.0, unknown_score=-0.1)
