@@ -280,7 +280,8 @@ def finalise(
     frames = [aligner.window()[0] for aligner in aligners]
     targets = [own[len(aligner.final_runs) :] for own, aligner in zip(labels, aligners, strict=True)]
     alignments = force_align(pad_sequence(frames), torch.tensor(list(map(len, frames))), targets)
-    return [a.fix(*rest) for a, *rest in zip(aligners, labels, shared, alignments, strict=True)]
+    streams = zip(aligners, labels, shared, alignments, strict=True)
+    return [aligner.fix(own, count, alignment) for aligner, own, count, alignment in streams]
 
 
 def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
@@ -292,9 +293,8 @@ def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
         positions = torch.arange(len(frames))
         silence_start = torch.where(own[: len(frames)], 0, positions + 1).cummax(0).values
         wanted = (positions - silence_start < round(_SILENCE_S / aligner.frame_s)).nonzero()[:, 0]
-        if len(wanted) < len(frames):
-            frames, numbers = frames[wanted.to(frames.device)], numbers[wanted]
-        aligner.keep(frames, numbers)
+        some = len(wanted) < len(frames)
+        aligner.keep(frames[wanted.to(frames.device)] if some else frames, numbers[wanted])
 
 
 def _in_stream(runs: Sequence[Run], numbers: Tensor) -> list[Run]:

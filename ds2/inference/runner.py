@@ -7,7 +7,6 @@ take the host milliseconds, for one stream as for sixty.
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -144,7 +143,7 @@ class BlockRunner:
         """
         max_batch = self.batch_sizes[-1]
         for first in range(0, len(slots), max_batch):
-            yield from self._step(slots[first : first + max_batch], blocks[first : first + max_batch], first)
+            yield self._step(slots[first : first + max_batch], blocks[first : first + max_batch], first)
 
     def final_blocks(self, slot: Slot, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
         """End a stream.
@@ -163,9 +162,7 @@ class BlockRunner:
         count = -(-missing // network.frames)
         return [rest, *[rest[:0]] * (count - 1)][: max(0, count)]
 
-    def _step(
-        self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]], first_row: int
-    ) -> Iterator[BlockOutput]:
+    def _step(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]], first_row: int) -> BlockOutput:
         count, network = len(slots), self.network
         size = next(size for size in self.batch_sizes if size >= count) if self._recorder is not None else count
         self._grow(self.slots.used)
@@ -184,22 +181,23 @@ class BlockRunner:
             slot.step = self._steps
             slot.blocks += 1
         if edges:
-            yield from self._valid_outputs(slots, logits, first_row)
-        else:
-            yield BlockOutput(list(range(first_row, first_row + count)), logits[:, :count], [network.frames] * count)
+            return self._valid_output(slots, logits, first_row)
+        return BlockOutput(list(range(first_row, first_row + count)), logits[:, :count], [network.frames] * count)
 
-    def _valid_outputs(self, slots: Sequence[Slot], logits: Tensor, first_row: int) -> Iterator[BlockOutput]:
-        """The frames of a block that belong to their streams; together those that begin at the same frame."""
-        by_first: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for row, slot in enumerate(slots):
-            first, last = self.network.valid_span(slot.blocks - 1, slot.ends)
-            if last > first:
-                by_first[first].append((row, last - first))
-        for first, valid in by_first.items():
-            rows, lengths = map(list, zip(*valid, strict=True))
-            selected = logits[first : first + max(lengths)]
-            selected = selected[:, : len(slots)] if len(rows) == len(slots) else selected[:, rows]
-            yield BlockOutput([first_row + row for row in rows], selected, lengths)
+    def _valid_output(self, slots: Sequence[Slot], logits: Tensor, first_row: int) -> BlockOutput:
+        """The frames of a block that belong to their streams, of each from its first one on."""
+        spans = [self.network.valid_span(slot.blocks - 1, slot.ends) for slot in slots]
+        rows = [row for row, (first, end) in enumerate(spans) if end > first]
+        firsts = [spans[row][0] for row in rows]
+        lengths = [spans[row][1] - spans[row][0] for row in rows]
+        longest = max(lengths, default=0)
+        if len(rows) == len(slots) and len(set(firsts)) == 1:
+            selected = logits[firsts[0] : firsts[0] + longest, : len(slots)]
+        else:  # one launch for streams that begin at different frames
+            indices = torch.tensor([rows, firsts], dtype=torch.int64).to(logits.device)
+            frames = indices[1] + torch.arange(longest, device=logits.device)[:, None]
+            selected = logits[frames.clamp_max(len(logits) - 1), indices[0]]
+        return BlockOutput([first_row + row for row in rows], selected, lengths)
 
     def _launch_or_restore(self, batch: _BlockBatch, edges: bool, slots: Sequence[Slot]) -> Tensor:
         """Run a batch on the CPU; where that fails, streams carry what they did before, so that they can go on."""
