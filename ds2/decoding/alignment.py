@@ -299,7 +299,8 @@ def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
 
 def _in_stream(runs: Sequence[Run], numbers: Tensor) -> list[Run]:
     """Convert runs in frames of a window to runs in frames of the stream, whose positions are `numbers`."""
-    return [(label, int(numbers[start]), int(numbers[end - 1]) + 1, peak) for label, start, end, peak in runs]
+    positions = numbers.tolist()
+    return [(label, positions[start], positions[end - 1] + 1, peak) for label, start, end, peak in runs]
 
 
 def add_stream_word_times(
