@@ -33,7 +33,7 @@ from ds2.config.schema import AlphabetConfig, DecodeConfig
 from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.methods import METHODS, make_decoder
-from ds2.lm.files import load_ngram, save_ngram, write_arpa
+from ds2.lm.files import load_ngram, named_arpa, save_ngram, write_arpa
 from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
@@ -137,7 +137,7 @@ def _build(args: argparse.Namespace) -> int:
     if args.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
         raise LanguageModelError(f"--unit piece: the alphabet of {args.model} has characters: give --pieces alone")
     output = args.output
-    if output.suffix == ".arpa":  # as which other commands would read it
+    if named_arpa(output):  # as which other commands would read it
         raise LanguageModelError(
             f"--output {output}: this file is binary: call it {output.with_suffix('.lm')}; --arpa {output} writes ARPA"
         )
@@ -254,7 +254,7 @@ def _settings(kind: type[Any], args: argparse.Namespace) -> Any:
 def _convert(args: argparse.Namespace) -> int:
     check_writable(args.output, inputs=[args.lm])
     model = load_ngram(args.lm)
-    if args.output.suffix == ".arpa":
+    if named_arpa(args.output):
         write_arpa(model, args.output)
     else:
         save_ngram(model, args.output)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.system import UserError
-from ds2.system.files import atomic_file, new_figure, read_byte_lines, save_picture
+from ds2.system.files import new_figure, new_text, read_byte_lines, save_picture
 from ds2.system.plain import counted, parse_object, short_repr, shortened
 from ds2.system.signals import time_limit
 
@@ -108,7 +108,7 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     """
     path = Path(path)
     folder = path.parent.resolve()
-    with atomic_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+    with new_text(path) as file:
         for utterance in utterances:
             line = json.dumps(_to_record(utterance, folder), ensure_ascii=False)
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import logging
@@ -11,7 +10,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
@@ -39,7 +38,7 @@ from ds2.lm.ngram import (
     slices,
     to_levels,
 )
-from ds2.system.files import atomic_file, cache_dir, read_lines, remove_stale, temporary_folder
+from ds2.system.files import PACKED_BY, atomic_file, cache_dir, new_text, read_lines, remove_stale, temporary_folder
 from ds2.system.plain import from_plain, parse_json
 from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header, write_tensors
 from ds2.text.alphabet import Alphabet, AlphabetError
@@ -53,7 +52,6 @@ _COLUMNS: tuple[type[np.int32 | np.int16], ...] = (  # words after each history,
 _STEPS = 16  # of log-probs and back-offs in a compressed file, for each unit of the natural logarithm
 _HEAD_BYTES = 4096  # an ARPA file has its first header line in these
 _XZ = b"\xfd7zXZ\0"  # how compressed files start
-_UNPACKED_BY: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 _CACHE_VERSION = 1  # change it when `write_arpa` changes, which makes cached files invalid
 CACHE_LIMIT_BYTES = 4 << 30  # of cached files; the newest one is never deleted
 _LN10 = math.log(10.0)
@@ -73,7 +71,8 @@ def save_ngram(model: NGram, path: Path) -> None:
         LanguageModelError: the folder is not writable, the disk is full, or a number is too large to be compressed.
     """
     if path.suffix == ".xz":
-        _write_atomically(path, lambda partial: _compress(model, partial))
+        with _write_errors(path), atomic_file(path) as partial:
+            _compress(model, partial)
         return
     tensors = {name: getattr(model, name).cpu().contiguous() for name in TENSORS}
     tensors["vocabulary"] = torch.frombuffer(bytearray("\n".join(model.vocabulary).encode()), dtype=torch.uint8)
@@ -105,7 +104,7 @@ def load_ngram(path: Path) -> NGram:
     """
     if not path.is_file():
         raise LanguageModelError(f"there is no language model {path}: `ds2 lm build TEXT... --output {path}` makes one")
-    if _named_arpa(path) or b"\\data\\" in _head(path):
+    if named_arpa(path) or b"\\data\\" in _head(path):
         return read_arpa(path)
     if path.suffix == ".xz" or _head(path, unpacked=False).startswith(_XZ):
         return _load_compressed(path)
@@ -290,8 +289,9 @@ def _load_compressed(path: Path) -> NGram:
         return model
 
 
-def _named_arpa(path: Path) -> bool:
-    return ".arpa" in (path.suffixes[-2:] if path.suffix in _UNPACKED_BY else [path.suffix])
+def named_arpa(path: Path) -> bool:
+    """Whether a file is called .arpa, .arpa.gz or .arpa.xz."""
+    return ".arpa" in (path.suffixes[-2:] if path.suffix in PACKED_BY else [path.suffix])
 
 
 def _head(path: Path, *, unpacked: bool = True) -> bytes:
@@ -301,7 +301,7 @@ def _head(path: Path, *, unpacked: bool = True) -> bytes:
     """
     with (
         suppress(OSError, EOFError, lzma.LZMAError),
-        (_UNPACKED_BY.get(path.suffix, open) if unpacked else open)(path, "rb") as file,
+        (PACKED_BY.get(path.suffix, open) if unpacked else open)(path, "rb") as file,
     ):
         head: bytes = file.read(_HEAD_BYTES)
         return head
@@ -309,23 +309,20 @@ def _head(path: Path, *, unpacked: bool = True) -> bytes:
 
 
 def write_arpa(model: NGram, path: Path) -> None:
-    """Write a model as an ARPA file, atomically.
+    """Write a model as an ARPA file, atomically; compressed if the name ends in .gz or .xz.
 
     Raises:
         LanguageModelError: the folder is not writable or the disk is full.
     """
 
-    def write(partial: Path) -> None:
-        with partial.open("w", encoding="utf-8") as out:
-            _write(model, out)
-
-    _write_atomically(path, write)
+    with _write_errors(path), new_text(path) as file:
+        _write(model, file)
 
 
-def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
     try:
-        with atomic_file(path) as partial:
-            write(partial)
+        yield
     except (OSError, ValueError) as error:
         raise LanguageModelError(f"{path} could not be written: {error}") from error
 
@@ -516,7 +513,7 @@ def arpa_file(lm: NGram, source: str) -> Iterator[Path]:
     Raises:
         LanguageModelError: the temporary file cannot be written.
     """
-    if _named_arpa(Path(source)) and _kenlm_reads(Path(source)):
+    if named_arpa(Path(source)) and _kenlm_reads(Path(source)):
         yield Path(source)
         return
     try:

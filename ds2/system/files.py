@@ -25,14 +25,15 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 from ds2.system import UserError
 from ds2.system.plain import parse_json
 
+PACKED_BY: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}  # texts, by their suffix
 _STALE_S = 3600.0  # folders of other hosts stay this long: their locks may not be visible here
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
 _NAME_BYTES = 100  # of a file's name in that of its temporary folder
@@ -187,10 +188,20 @@ def _sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def new_text(path: Path) -> Iterator[TextIO]:
+    """Open a UTF-8 file that is written atomically; compressed if its name ends in .gz or .xz, as it is read."""
+    with (
+        atomic_file(path) as partial,
+        PACKED_BY.get(path.suffix, open)(partial, "wt", encoding="utf-8", newline="\n") as file,
+    ):
+        yield file
+
+
 def write_text(path: Path, content: str) -> None:
-    """Write a UTF-8 file atomically."""
-    with atomic_file(path) as partial:
-        partial.write_text(content, encoding="utf-8", newline="\n")
+    """Write a file as `new_text` does."""
+    with new_text(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -147,3 +147,19 @@ def test_commands_write_and_read_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     # An n-gram of order 3 adds at most two back-offs and a log-prob, each with an error of half a step.
     assert max(perplexities) <= min(perplexities) * 2.718281828 ** (2 * 3 * ROUNDING)
     assert perplexities[1] == perplexities[2] == perplexities[3]
+
+
+@pytest.mark.parametrize("suffix", [".arpa", ".arpa.gz", ".arpa.xz"])
+def test_an_arpa_file_is_compressed_as_its_name_says(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_ngram(make_model(), tmp_path / "m.lm")
+    (tmp_path / "text").write_text("a b\nb a\n", encoding="utf-8")
+    built, converted = (str(tmp_path / f"{name}{suffix}") for name in ("built", "converted"))
+    assert main(["lm", "convert", str(tmp_path / "m.lm"), converted]) == 0
+    assert main(["lm", "build", str(tmp_path / "text"), "--arpa", built, "--output", str(tmp_path / "t.lm")]) == 0
+    for path in map(Path, (built, converted)):
+        assert load_ngram(path).check().unit == "word"
+        assert path.read_bytes().startswith({".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ"}.get(path.suffix, b"\\data\\"))
+    assert main(["lm", "build", str(tmp_path / "text"), "--output", str(tmp_path / f"x{suffix}")]) == 2
+    assert "this file is binary: call it" in capsys.readouterr().err

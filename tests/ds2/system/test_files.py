@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.system import files
-from ds2.system.files import atomic_file, remove_stale, write_text
+from ds2.system.files import atomic_file, read_lines, remove_stale, write_text
 from ds2.system.tensor_file import save
 
 
@@ -171,3 +172,11 @@ def test_a_power_cut_at_any_moment_leaves_the_old_file_or_the_new_one(
     write_text(path, "new")
     assert disk.seen == {b"old", b"new"}
     assert disk.after_power_cut(path) == b"new"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz"])
+def test_a_text_is_read_as_it_was_written_whatever_its_name(name: str, tmp_path: Path) -> None:
+    write_text(tmp_path / name, "ä\nb\n")
+    assert [line for _, line in read_lines(tmp_path / name)] == ["ä", "b"]
+    write_manifest(tmp_path / name, [Utterance(tmp_path / "a.wav", 1.0, "ä")])
+    assert [u.text for u in read_manifest(tmp_path / name)] == ["ä"]
