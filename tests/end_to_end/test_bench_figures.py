@@ -195,12 +195,20 @@ def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_ever
         assert len(own) == 6400 and set((np.diff(own.astype(int)) - 1) % 4000) == {0}
 
 
-def test_the_serving_benchmark_counts_texts_that_differ_from_those_of_the_same_audio() -> None:
+def test_the_serving_benchmark_shows_texts_that_differ_from_those_of_the_same_audio() -> None:
     from benchmarks.serving import Replies, other_texts
 
     same = [Replies(0, 3, [0.1], [text]) for text in ("a b", "a", "a b")]
     others = [Replies(0, 4, [0.1], ["a"]), Replies(1, 3, [0.1], ["c"]), Replies(0, 3, [0.1, 0.1], ["a b c"])]
-    assert (other_texts(same + others), other_texts(others)) == (1, 0)
+    assert (other_texts(same + others), other_texts(others)) == (["a b\na"], [])
+
+
+def test_the_serving_benchmark_finds_the_worst_minute() -> None:
+    from benchmarks.serving import Replies, worst_minute
+
+    late = [0.1] * 300 + [0.5] * 7 + [0.1] * 293  # in the second of two minutes of 300 chunks, 2.3 % of it
+    assert worst_minute([Replies(0, 0, late, ["a"])]) == pytest.approx(0.5)
+    assert worst_minute([Replies(0, 0, late[:300], ["a"]), Replies(0, 0, [0.1], ["a"])]) == pytest.approx(0.1)
 
 
 def test_the_delay_counts_from_the_last_sound_of_a_recording(
