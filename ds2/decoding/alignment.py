@@ -293,8 +293,8 @@ def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
         positions = torch.arange(len(frames))
         silence_start = torch.where(own[: len(frames)], 0, positions + 1).cummax(0).values
         wanted = (positions - silence_start < round(_SILENCE_S / aligner.frame_s)).nonzero()[:, 0]
-        some = len(wanted) < len(frames)
-        aligner.keep(frames[wanted.to(frames.device)] if some else frames, numbers[wanted])
+        shorter = frames[wanted.to(frames.device)] if len(wanted) < len(frames) else frames
+        aligner.keep(shorter, numbers[wanted])
 
 
 def _in_stream(runs: Sequence[Run], numbers: Tensor) -> list[Run]:
