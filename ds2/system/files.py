@@ -200,8 +200,12 @@ def new_text(path: Path) -> Iterator[TextIO]:
 
 def write_text(path: Path, content: str) -> None:
     """Write a file as `new_text` does."""
-    with new_text(path) as file:
-        file.write(content)
+    if path.suffix in PACKED_BY:
+        with new_text(path) as file:
+            file.write(content)
+        return
+    with atomic_file(path) as partial:
+        partial.write_text(content, encoding="utf-8", newline="\n")
 
 
 def write_json(path: Path, value: object) -> None:
