@@ -491,9 +491,8 @@ def _by_decoder(
     def run(group: Sequence[Session]) -> None:
         decodings = [session.decoding for session in group]
         for session, hypothesis in zip(group, read(group[0].decoder, decodings), strict=True):
-            words = within(hypothesis.words, session.end_s)
-            changed = words is not hypothesis.words
-            hypotheses[id(session)] = replace(hypothesis, words=words) if changed else hypothesis
+            words = within(hypothesis.words, session.end_s) if hypothesis.words else ()
+            hypotheses[id(session)] = replace(hypothesis, words=words) if words else hypothesis
 
     for group in groups.values():
         run_contained(group, run, failed)
