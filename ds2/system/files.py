@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import gzip
 import json
 import lzma
@@ -191,21 +192,17 @@ def _sync_file(path: Path) -> None:
 @contextmanager
 def new_text(path: Path) -> Iterator[TextIO]:
     """Open a UTF-8 file that is written atomically; compressed if its name ends in .gz or .xz, as it is read."""
-    with (
-        atomic_file(path) as partial,
-        PACKED_BY.get(path.suffix, open)(partial, "wt", encoding="utf-8", newline="\n") as file,
-    ):
-        yield file
+    pack = PACKED_BY.get(path.suffix)
+    with atomic_file(path) as written:
+        open_text = functools.partial(pack, written) if pack else written.open
+        with open_text("wt", encoding="utf-8", newline="\n") as file:
+            yield file
 
 
 def write_text(path: Path, content: str) -> None:
     """Write a file as `new_text` does."""
-    if path.suffix in PACKED_BY:
-        with new_text(path) as file:
-            file.write(content)
-        return
-    with atomic_file(path) as partial:
-        partial.write_text(content, encoding="utf-8", newline="\n")
+    with new_text(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: object) -> None:

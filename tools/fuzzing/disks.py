@@ -124,7 +124,7 @@ class DiskPath(str):
     def is_dir(self) -> bool:
         return self in self.disk.folders
 
-    def open(self, mode: str = "r", buffering: int = -1, encoding: str = "") -> File:
+    def open(self, mode: str = "r", buffering: int = -1, encoding: str = "", newline: str = "") -> File:
         node = self.find()
         if node is None:
             node = self.stat() if mode[0] == "r" else self.parent.names().setdefault(self.name, Node())
@@ -140,9 +140,6 @@ class DiskPath(str):
 
     def write_bytes(self, content: bytes) -> None:
         self.open("wb").write(content)
-
-    def write_text(self, content: str, encoding: str = "", newline: str = "") -> None:
-        self.open("w").write(content)
 
     def touch(self, *, exist_ok: bool = True) -> None:
         self.open("a")
