@@ -245,8 +245,16 @@ class IncrementalAligner:
         self._frames, self._numbers, self.pending_frames = [frames], [numbers], len(numbers)
         self.due_at = self._next_due()
 
-    def fix(self, labels: Sequence[int], shared: int, alignment: Alignment | None) -> int:
-        """Fix the times of labels of the pending frames, as `finalise` does, from their alignment."""
+    def fix_times(self, labels: Sequence[int], shared: int, alignment: Alignment | None) -> int:
+        """Take the final times of labels from an alignment, and drop their frames.
+
+        Args:
+            labels, shared: as for `finalise`, of this stream.
+            alignment: of the labels without final times to the pending frames; without one nothing changes.
+
+        Returns:
+            The number of labels with final times.
+        """
         done, overdue = len(self.final_runs), self.pending_frames * self.frame_s > MAX_PENDING_S
         if alignment is None:
             return done
@@ -281,7 +289,7 @@ def finalise(
     targets = [own[len(aligner.final_runs) :] for own, aligner in zip(labels, aligners, strict=True)]
     alignments = force_align(pad_sequence(frames), torch.tensor(list(map(len, frames))), targets)
     streams = zip(aligners, labels, shared, alignments, strict=True)
-    return [aligner.fix(own, count, alignment) for aligner, own, count, alignment in streams]
+    return [aligner.fix_times(own, count, alignment) for aligner, own, count, alignment in streams]
 
 
 def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
