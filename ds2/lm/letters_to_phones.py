@@ -11,6 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -49,8 +50,8 @@ class LettersToPhones:
         sample = pairs if len(pairs) <= _FIRST_WORDS else random.Random(0).sample(pairs, _FIRST_WORDS)
         scores = _first_scores(sample)
         for _ in range(_ROUNDS - 1):
-            scores = _logarithms(Counter(unit for pair in sample for unit in _align(*pair, scores)))
-        aligned = [units for pair in pairs if (units := _align(*pair, scores))]
+            scores = _logarithms(Counter(chain.from_iterable(_align(sample, scores))))
+        aligned = [units for units in _align(pairs, scores) if units]
         if not aligned:
             raise PronunciationError(
                 f"pronunciations cannot be guessed: of {len(dictionary.words)} words in the dictionary none has letters"
@@ -114,31 +115,47 @@ class LettersToPhones:
             yield next((phones for phones in outputs if phones), ())
 
 
-def _align(word: str, phones: Phones, scores: Mapping[Unit, float]) -> list[Unit]:
-    """The most probable units of a word; empty if there are none, as of a word of few letters and many phones."""
-    columns = len(phones) + 1
-    best = [-math.inf] * columns
-    best[0] = 0.0
-    taken: list[list[int]] = []
-    for letter in word:
-        after, took = [-math.inf] * columns, [0] * columns
-        for at, before in enumerate(best):
-            if before == -math.inf:
-                continue
-            for count in range(min(_MAX_PHONES, len(phones) - at) + 1):
-                score = before + scores.get((letter, phones[at : at + count]), _UNSEEN)
-                if score > after[at + count]:
-                    after[at + count], took[at + count] = score, count
-        best = after
-        taken.append(took)
-    if best[-1] == -math.inf:
-        return []
-    units: list[Unit] = []
-    at = len(phones)
-    for letter, took in zip(reversed(word), reversed(taken), strict=True):
-        units.append((letter, phones[at - took[at] : at]))
-        at -= took[at]
-    return units[::-1]
+def _align(pairs: Sequence[tuple[str, Phones]], scores: Mapping[Unit, float]) -> list[list[Unit]]:
+    """The most probable units of each word; none of a word that has too few letters for its phones.
+
+    Words of equal numbers of letters and of phones are aligned side by side.
+    """
+    numbers = {phone: n for n, phone in enumerate({phone for _, phones in pairs for phone in phones}, start=1)}
+    base = len(numbers) + 1  # the number of a unit is its letter, then a digit for each phone, 0 for none
+    places = (base, 1)
+    units = [ord(c) * base**2 + sum(numbers[p] * n for p, n in zip(own, places, strict=False)) for c, own in scores]
+    keys, logs = np.array([-1, *units]), np.array([_UNSEEN, *scores.values()])
+    order = np.argsort(keys)
+    keys, logs = keys[order], logs[order]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, (word, phones) in enumerate(pairs):
+        groups.setdefault((len(word), len(phones)), []).append(index)
+    aligned: list[list[Unit]] = [[] for _ in pairs]
+    for (_, columns), group in groups.items():
+        letters = np.array([[ord(letter) * base**2 for letter in pairs[index][0]] for index in group])
+        digits = np.array([[numbers[phone] for phone in pairs[index][1]] for index in group])
+        spans = (np.zeros((len(group), columns + 1), int), digits * base, digits[:, :-1] * base + digits[:, 1:])
+        best = np.full((len(group), columns + 1), -math.inf)  # log-prob of the letters so far and as many phones
+        best[:, 0] = 0.0
+        taken = []
+        for letter in letters.T:
+            after, took = np.full_like(best, -math.inf), np.zeros(best.shape, int)
+            for count in range(_MAX_PHONES, -1, -1):
+                unit = letter[:, None] + spans[count]
+                at = np.searchsorted(keys, unit, side="right") - 1
+                score = best[:, : columns + 1 - count] + np.where(keys[at] == unit, logs[at], _UNSEEN)
+                better = score > after[:, count:]
+                after[:, count:][better], took[:, count:][better] = score[better], count
+            best = after
+            taken.append(took)
+        edges = [np.full(len(group), columns)]
+        for took in reversed(taken):
+            edges.append(edges[-1] - took[range(len(group)), edges[-1]])
+        for index, total, ends in zip(group, best[:, -1], np.stack(edges[::-1], axis=1).tolist(), strict=True):
+            if total > -math.inf:
+                word, phones = pairs[index]
+                aligned[index] = [(c, phones[start:end]) for c, (start, end) in zip(word, pairwise(ends), strict=True)]
+    return aligned
 
 
 def _first_scores(pairs: Sequence[tuple[str, Phones]]) -> dict[Unit, float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
-from ds2.lm.letters_to_phones import LettersToPhones
+from ds2.lm.letters_to_phones import LettersToPhones, _align
 from ds2.text.pronunciations import Phones, PronunciationError, Pronunciations, parse_pronunciations
 
 _OF_LETTER = {"a": ("AA",), "k": ("K",), "c": ("K",), "i": ("IY",), "t": ("T",), "x": ("K", "S"), "h": ("HH",)}
@@ -68,3 +69,23 @@ def test_words_of_more_phones_than_letters_can_have_are_counted() -> None:
     assert LettersToPhones(lexicon).unaligned == 1
     with pytest.raises(PronunciationError, match=r"none has letters of at most 2 phones each; give a larger"):
         LettersToPhones(parse_pronunciations(["w D AH B AH L Y UW"], "test"))
+
+
+def test_words_aligned_side_by_side_have_the_most_probable_units_of_each() -> None:
+    rng = random.Random(3)
+    pairs = [
+        ("".join(rng.choices("abc", k=rng.randint(1, 5))), tuple(rng.choices("XYZ", k=rng.randint(1, 6))))
+        for _ in range(99)
+    ]
+    units = [
+        (letter, phones) for letter in "abc" for count in range(3) for phones in itertools.product("XYZ", repeat=count)
+    ]
+    scores = {unit: math.log(rng.random()) for unit in units[::2]}
+    for (word, phones), aligned in zip(pairs, _align(pairs, scores), strict=True):
+        totals = {}
+        for counts in itertools.product(range(3), repeat=len(word)):
+            if sum(counts) == len(phones):
+                ends = list(itertools.accumulate(counts))
+                cut = [(letter, phones[end - n : end]) for letter, end, n in zip(word, ends, counts, strict=True)]
+                totals[tuple(cut)] = sum(scores.get(unit, -20.0) for unit in cut)
+        assert tuple(aligned) == max(totals, key=totals.__getitem__, default=())
