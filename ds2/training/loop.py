@@ -16,11 +16,12 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
 from ds2.distributed.process_group import LostRankError
+from ds2.model.acoustic import AcousticModel
 from ds2.system.machine import git_commit, short_collections
 from ds2.system.plain import counted
 from ds2.system.signals import Stopped, kill_workers
 from ds2.training.metrics import LogWindow, RunLog, load_tensorboard, progress_bar
-from ds2.training.optim import learning_rate, set_learning_rate
+from ds2.training.optim import learning_rate, longest_key, set_learning_rate
 from ds2.training.run_folder import check_shared, make_folder, sole_use
 from ds2.training.state import Progress, resolve_position, state_file
 from ds2.training.stopping import Interrupts, report_lost_device
@@ -170,7 +171,7 @@ def _log_start(trainer: Trainer, run_log: RunLog) -> None:
         log.info("no other rank yet: one on another host joins only if it sees this very folder, on a shared disk")
     _warn_of_short_warm_up(config, len(trainer.plan()))
     _warn_of_early_delay_penalty(config)
-    _warn_of_lone_settings(config)
+    _warn_of_lone_settings(config, trainer.model)
     if trainer.dev_data is not None and (warning := trainer.dev_data.warning()):
         log.warning("%s", warning)
     if not trainer.dev.utterances:
@@ -369,7 +370,7 @@ def why_finished(config: Config, progress: Progress) -> str:
     return ""
 
 
-def _warn_of_lone_settings(config: Config) -> None:
+def _warn_of_lone_settings(config: Config, network: AcousticModel) -> None:
     """Warn of settings that have no effect without another one."""
     augment, model, optim, limits = config.augment, config.model, config.optim, config.train
     noise, crf = augment.noise_probability, limits.objective == "ctc_crf"
@@ -396,6 +397,7 @@ def _warn_of_lone_settings(config: Config) -> None:
         ("model.nonlinearity", "model.cell=rnn", model.cell == "rnn"),
         ("model.clip", "a clipped ReLU, as of convolutions", clipped),
         ("model.start", "model.cell=rnn", model.cell == "rnn"),
+        ("model.row_conv_context", "model.row_convs above 0", model.row_convs),
         ("model.skip_first", "model.skip above 0", model.skip),
         ("model.batch_norm_momentum", "model.batch_norm=true", model.batch_norm),
         ("optim.momentum", "optim.name=sgd", optim.name == "sgd"),
@@ -412,6 +414,13 @@ def _warn_of_lone_settings(config: Config) -> None:
     ):
         if key in changed and not has:
             log.warning("%s=%s has no effect: it needs %s", key, changed[key], needs)
+    rates = optim.layer_rates
+    learning = {longest_key(name, rates) for name, weight in network.named_parameters() if weight.requires_grad}
+    for key in rates.keys() - learning:
+        log.warning(
+            "optim.layer_rates={%s: %s} has no effect: all weights of that name are in train.freeze or have a rate of "
+            "a longer name", key, rates[key],
+        )  # fmt: skip
 
 
 def _warn_of_short_warm_up(config: Config, batches: int) -> None:
