@@ -455,10 +455,12 @@ def _lexicon(args: argparse.Namespace) -> None:
         raise UserError(f"--words: there is no file {', '.join(missing)}: name texts, manifests or word models")
     dictionary = read_pronunciations(source, keep_stress=args.keep_stress)
     phones = dictionary.phones
-    alphabet = Alphabet(("", *sorted({" ", *"".join(dictionary.words).lower()})), punctuation="drop")
+    # As training normalises with the lexicon. A full stop in it would stay in all transcripts, behind their last words.
+    alphabet = Alphabet(("", " ", *{"'"}.intersection("".join(dictionary.words))), punctuation="drop")
     normalised: dict[str, list[Phones]] = {}
     for word, variants in dictionary.words.items():
-        normalised.setdefault(alphabet.normalise(word)[0], []).extend(variants)
+        if " " not in alphabet.normalise(f"a{word}a")[0]:  # without a mark, as a. and x-ray have
+            normalised.setdefault(alphabet.normalise(word)[0], []).extend(variants)
     dictionary = Pronunciations.of(normalised)
     wanted = _words(args.words, alphabet) if args.words else Counter(dictionary.words)
     unknown = [word for word in wanted if word not in dictionary.words]

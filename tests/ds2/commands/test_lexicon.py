@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ds2.cli import main
+from ds2.config.schema import AlphabetConfig
+from ds2.text.alphabet import Alphabet
 from ds2.text.pronunciations import read_pronunciations
 
 
@@ -44,6 +46,21 @@ def test_a_word_with_a_letter_that_the_dictionary_lacks_stays_whole(
     assert set(read_pronunciations(out).words) == {"a", "cat", "at", "tac"}
     printed = capsys.readouterr().out
     assert "without a pronunciation: 3 words, such as catés, 2, cats; the dictionary has no word with 2 s é" in printed
+
+
+def test_full_stops_and_hyphens_of_a_dictionary_do_not_stay_in_texts(dictionary: Path, text: Path) -> None:
+    with dictionary.open("a", encoding="utf-8") as file:
+        file.write("AT. AE1 T K AE1 T\nCAT-A K AE1 T AH0\n'CAT K AE1 T\nA'T AE1 T\n")
+    text.write_text("A cat-a cat. At. 'Tis a’t.\n", encoding="utf-8")
+    out = text.parent / "lexicon.txt"
+    command = ["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text), "--no-guess"]
+    assert main(command) == 0
+    written = read_pronunciations(out)
+    assert set(written.words) == {"a", "cat", "at", "a't"} and written.words["at"] == (("AE", "T"),)
+    alphabet = Alphabet.from_config(AlphabetConfig(lexicon=str(out), punctuation="drop"))
+    assert alphabet.written("a cat-a cat. At. a’t.") == "a cat a cat at a't"
+    assert main(command[:5]) == 0
+    assert set(read_pronunciations(out).words) == {"a", "at", "cat", "tact", "'cat", "a't"}
 
 
 def test_stress_stays_and_nothing_is_guessed_if_asked(dictionary: Path, text: Path) -> None:
