@@ -18,6 +18,7 @@ from ds2.cli import main as ds2
 from ds2.data.corpora.layouts import AN4_SOURCE
 from ds2.system import USER_ERROR
 from ds2.system.machine import usable_cores
+from ds2.system.signals import die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 _ENDS_S = 30.0  # a rank ends by itself within this time after the other has ended
@@ -49,7 +50,12 @@ def train(command: Sequence[str]) -> int:
         return ds2(command)
     own, others = variables_of_ranks(2)
     others["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # no warnings of Gloo after the end of rank 0
-    other = subprocess.Popen([sys.executable, "-m", "ds2.cli", *command], env=os.environ | others)
+    # Rank 0 may end by _exit, without the lines below, on an error that both have.
+    other = subprocess.Popen(
+        [sys.executable, "-m", "ds2.cli", *command],
+        env=os.environ | others,
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - takes no lock
+    )
     os.environ.update(own)
     status = 0
     try:

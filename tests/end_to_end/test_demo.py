@@ -25,10 +25,16 @@ def test_the_demo_trains_on_two_ranks_and_evaluates(tiny_overrides: list[str], t
     assert "demo: finished in" in run.stdout and (run_dir / "best.safetensors").is_file()
 
 
-def test_the_demo_ends_with_the_status_of_its_training(tiny_overrides: list[str], tmp_path: Path) -> None:
-    run = tool("demo", "--run-dir", str(tmp_path / "run"), *tiny_overrides, "train.epoch=1")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [("train.epoch=1", "did you mean 'train.epochs'?"), ("train.freeze=[all]", "train.freeze has ['all']")],
+)  # found before and after the ranks know each other
+def test_the_demo_ends_with_the_status_of_its_training_and_one_message(
+    wrong: str, message: str, tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    run = tool("demo", "--run-dir", str(tmp_path / "run"), *tiny_overrides, wrong)
     assert run.returncode == 2, run.stdout
-    assert run.stdout.count("did you mean 'train.epochs'?") == 1 and "demo: finished" not in run.stdout
+    assert run.stdout.count(message) == 1 and "demo: finished" not in run.stdout
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
