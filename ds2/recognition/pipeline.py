@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from ds2.decoding.decoder import Decoder
 from ds2.inference.runner import BlockRunner
 from ds2.model.acoustic import AcousticModel
 from ds2.recognition.open_segments import OpenSegments
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet
 
 
@@ -46,6 +48,13 @@ class Pipeline:
     def writes_phones(self) -> bool:
         """Whether results are phones instead of words: of a network of phones without a search for words."""
         return self.alphabet.pronunciations is not None and not self.decoder.hot_characters
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and copy: decoders have tables that grow, memory of a GPU, or objects of C++."""
+        raise UserError(
+            "a recogniser cannot be pickled or copied: threads can share it; another process must open its own by "
+            "ds2.load(...), such as in the initializer of a multiprocessing.Pool, and get files or samples only"
+        )
 
     def autocast(self) -> torch.autocast:
         """The context in which the model computes in `precision`."""

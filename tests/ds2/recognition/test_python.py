@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.phrases import PhraseError
 from ds2.recognition.recogniser import Recogniser
+from ds2.system import UserError
 
 BIDIRECTIONAL = ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
 
@@ -48,6 +51,13 @@ def test_samples_of_any_kind_give_the_words_of_their_file(
     assert recogniser.transcribe([recording, str(recording)]) == [expected, expected]
     assert recogniser.transcribe([samples], 16000) == [expected]
     assert recogniser.transcribe([]) == []
+
+
+def test_a_recogniser_that_is_pickled_says_how_other_processes_get_one(make_model: Callable[..., Path]) -> None:
+    recogniser = ds2.load(make_model(), device="cpu")
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(UserError, match=r"threads can share it; another process .* ds2\.load\(\.\.\.\)"):
+            attempt(recogniser)
 
 
 def test_samples_of_another_rate_are_resampled(make_model: Callable[..., Path], tmp_path: Path) -> None:
