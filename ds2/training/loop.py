@@ -414,13 +414,13 @@ def _warn_of_lone_settings(config: Config, network: AcousticModel) -> None:
     ):
         if key in changed and not has:
             log.warning("%s=%s has no effect: it needs %s", key, changed[key], needs)
-    rates = optim.layer_rates
-    learning = {longest_key(name, rates) for name, weight in network.named_parameters() if weight.requires_grad}
-    for key in rates.keys() - learning:
-        log.warning(
-            "optim.layer_rates={%s: %s} has no effect: all weights of that name are in train.freeze or have a rate of "
-            "a longer name", key, rates[key],
-        )  # fmt: skip
+    for key, rate in optim.layer_rates.items():
+        learning = [name for name, weight in network.named_parameters() if weight.requires_grad]
+        if not any(longest_key(name, optim.layer_rates) == key for name in learning):
+            log.warning(
+                "optim.layer_rates={%s: %s} has no effect: all weights of that name are in train.freeze or have a rate "
+                "of a longer name", key, rate,
+            )  # fmt: skip
 
 
 def _warn_of_short_warm_up(config: Config, batches: int) -> None:
