@@ -58,9 +58,8 @@ class LettersToPhones:
                 f" of at most {_MAX_PHONES} phones each; give a larger one, such as CMUdict, or --no-guess"
             )
         names: dict[str, dict[Unit, str]] = {}
-        for units in aligned:
-            for unit in units:
-                names.setdefault(unit[0], {}).setdefault(unit, _SEPARATOR.join((unit[0], *unit[1])))
+        for unit in dict.fromkeys(chain.from_iterable(aligned)):
+            names.setdefault(unit[0], {})[unit] = _SEPARATOR.join((unit[0], *unit[1]))
         self._units = {letter: list(own) for letter, own in names.items()}
         longest = max(map(len, aligned)) + 1
         self.model: NGram = estimate(
@@ -131,6 +130,7 @@ def _align(pairs: Sequence[tuple[str, Phones]], scores: Mapping[Unit, float]) ->
     for index, (word, phones) in enumerate(pairs):
         groups.setdefault((len(word), len(phones)), []).append(index)
     aligned: list[list[Unit]] = [[] for _ in pairs]
+    shared: dict[Unit, Unit] = {}  # one object for each unit: a million would keep the garbage collector busy
     for (_, columns), group in groups.items():
         letters = np.array([[ord(letter) * base**2 for letter in pairs[index][0]] for index in group])
         digits = np.array([[numbers[phone] for phone in pairs[index][1]] for index in group])
@@ -154,7 +154,8 @@ def _align(pairs: Sequence[tuple[str, Phones]], scores: Mapping[Unit, float]) ->
         for index, total, ends in zip(group, best[:, -1], np.stack(edges[::-1], axis=1).tolist(), strict=True):
             if total > -math.inf:
                 word, phones = pairs[index]
-                aligned[index] = [(c, phones[start:end]) for c, (start, end) in zip(word, pairwise(ends), strict=True)]
+                cut = ((c, phones[start:end]) for c, (start, end) in zip(word, pairwise(ends), strict=True))
+                aligned[index] = [shared.setdefault(unit, unit) for unit in cut]
     return aligned
 
 
