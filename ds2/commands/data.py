@@ -427,6 +427,10 @@ def _add_lexicon(commands: Any) -> None:
     )
     parser.add_argument("output", type=Path, help="file to write in the format of CMUdict")
     parser.add_argument(
+        "overrides", nargs="*", metavar="alphabet.KEY=VALUE",
+        help="as in training: alphabet=turkish, alphabet.numbers=en; alphabet.symbols has the marks that stay in words",
+    )  # fmt: skip
+    parser.add_argument(
         "--dictionary", type=Path, required=True, help="pronunciations in that format, or a model of phones, as english"
     )
     parser.add_argument(
@@ -456,7 +460,9 @@ def _lexicon(args: argparse.Namespace) -> None:
     dictionary = read_pronunciations(source, keep_stress=args.keep_stress)
     phones = dictionary.phones
     # As training normalises with the lexicon. A full stop in it would stay in all transcripts, behind their last words.
-    alphabet = Alphabet(("", " ", *{"'"}.intersection("".join(dictionary.words))), punctuation="drop")
+    config = compose_config([*args.overrides, "run_dir=unused"]).alphabet
+    symbols = "".join({" ", *set(config.symbols).intersection("".join(dictionary.words))})
+    alphabet = Alphabet.from_config(replace(config, symbols=symbols, pieces=[], lexicon="", punctuation="drop"))
     normalised: dict[str, list[Phones]] = {}
     for word, variants in dictionary.words.items():
         if " " not in alphabet.normalise(f"a{word}a")[0]:  # without a mark, as a. and x-ray have

@@ -63,6 +63,20 @@ def test_full_stops_and_hyphens_of_a_dictionary_do_not_stay_in_texts(dictionary:
     assert set(read_pronunciations(out).words) == {"a", "at", "cat", "tact", "'cat", "a't"}
 
 
+def test_words_are_normalised_by_the_settings_of_the_training(dictionary: Path, text: Path) -> None:
+    dictionary.write_text("I\u015eIK I SH I K\nIKI I K I\nC\u00b7A K AE\nTWO T UW\n", encoding="utf-8")
+    text.write_text("I\u015e\u0131k, c\u00b7a 2.\n", encoding="utf-8")
+    out = text.parent / "lexicon.txt"
+    command = ["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text), "--no-guess"]
+    for settings, words in (
+        (["alphabet=turkish"], {"\u0131\u015f\u0131k"}),
+        (["alphabet.numbers=en", "alphabet.locale=tr"], {"\u0131\u015f\u0131k", "two"}),
+        (["alphabet.symbols=' c\u00b7a'"], {"c\u00b7a"}),
+    ):
+        assert main([*command[:3], *settings, *command[3:]]) == 0
+        assert set(read_pronunciations(out).words) == words
+
+
 def test_stress_stays_and_nothing_is_guessed_if_asked(dictionary: Path, text: Path) -> None:
     out = text.parent / "lexicon.txt"
     command = ["data", "lexicon", str(out), "--dictionary", str(dictionary), "--words", str(text)]
