@@ -75,6 +75,7 @@ class Progress:
     best_cer: float = float("inf")
     best_epoch: int = 0
     dev_set: str = ""  # digest of the utterances that the best scores are of; '' in old files
+    phones: str = ""  # the labels, where alphabet.lexicon decides them; '' in old files
     elapsed_s: float = 0.0
     audio_s: float = 0.0
     budget_s: float = 0.0  # of a batch, as `batching.auto` found it; 0: not looked for
@@ -338,6 +339,13 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
             f"{path} was trained with {values}: resume with the same values, give another run_dir, or start from its "
             "weights with checkpoint.init_from"
         )
+    if progress.phones not in ("", fresh.progress.phones):
+        raise ConfigError(
+            f"{path}: alphabet.lexicon={config.alphabet.lexicon} has other phones now, and each is an output of the "
+            f"network; they were {progress.phones}. Put the lexicon of before back, or start from these weights by "
+            f"run_dir=NEW checkpoint.init_from={path.parent}"
+        )
+    progress.phones = fresh.progress.phones
     parts = {key: without_prefix(key, tensors) for key in PARTS}
     misfit = _misfit(parts, fresh, then) if progress.step else ""
     if misfit:
@@ -469,7 +477,7 @@ def initial_state(
 def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) -> None:
     """Copy the weights of another model into a fresh one: those of the same name and shape, labels by their symbols.
 
-    Rows of the classifier whose symbol the other alphabet lacks, and weights that do not fit, stay as they were drawn.
+    Rows of classifiers whose symbol the other alphabet lacks, and weights that do not fit, stay as they were drawn.
     The log names them, and the symbols of the other alphabet that this one lacks.
 
     Args:
@@ -485,7 +493,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         labels = {symbol: label for label, symbol in enumerate(source.alphabet.symbols)}
         shared = [(row, labels[symbol]) for row, symbol in enumerate(alphabet.symbols) if symbol in labels]
         rows, sources = (list(column) for column in zip(*shared, strict=True))
-        for name in ("classifier.weight", "classifier.bias"):
+        for name in theirs.keys() & {name for name in mine if name.endswith(("classifier.weight", "classifier.bias"))}:
             moved = mine[name].clone()
             if moved.shape[1:] == theirs[name].shape[1:]:
                 moved[rows] = theirs[name][sources].to(moved)

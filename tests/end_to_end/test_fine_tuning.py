@@ -74,6 +74,16 @@ def test_a_changed_alphabet_keeps_the_rows_of_shared_labels(
     assert "labels: 5 as in the model to start from, 1 new: 'x'\n" in caplog.text
 
 
+def test_inner_classifiers_keep_the_rows_of_shared_labels_too(tiny_overrides: list[str], tmp_path: Path) -> None:
+    train(compose_config([*tiny_overrides, "model.intermediate=[1]", "train.max_steps=2"]), tmp_path / "base")
+    theirs = load_model(tmp_path / "base").model.state_dict()
+    config = tuned(tiny_overrides, tmp_path / "base", "alphabet.symbols='cbxa'", "alphabet.unknown=drop")  # as many
+    mine = Trainer(config, Path(config.run_dir)).model.state_dict()
+    for name in ("heads.1.classifier.weight", "heads.1.classifier.bias", "classifier.weight", "classifier.bias"):
+        assert torch.equal(mine[name][[0, 1, 2, 4]], theirs[name][[0, 3, 2, 1]])
+        assert not torch.equal(mine[name][3], theirs[name][3])
+
+
 def test_labels_that_the_new_alphabet_lacks_are_named(
     tiny_overrides: list[str], base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -112,6 +112,27 @@ def test_a_state_without_some_of_its_tensors_does_not_resume(
         Trainer(config, tmp_path)
 
 
+def test_a_lexicon_with_other_phones_under_the_same_name_does_not_resume(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(f"alphabet.lexicon={tmp_path / 'lexicon.txt'}", "alphabet.unknown=drop")
+    texts = [utterance.text for utterance in read_manifest(Path(config.data.train[0]))]
+
+    def write(phones: str) -> None:
+        lines = (f"{text} {' '.join(phones[ord(letter) - ord('a')] for letter in text)}\n" for text in sorted({*texts}))
+        (tmp_path / "lexicon.txt").write_text("".join(lines), encoding="utf-8")
+
+    write("ABC")
+    trainer = Trainer(config, tmp_path / "run")
+    trainer.files.save()
+    trainer.files.wait()
+    write("BCA")  # corrected pronunciations
+    assert Trainer(config, tmp_path / "run").progress.phones == "A B C"
+    write("ABD")
+    with pytest.raises(ConfigError, match=r"lexicon.txt has other phones now.* were A B C\. .*run_dir=NEW"):
+        Trainer(config, tmp_path / "run")
+
+
 def test_a_state_with_damaged_metadata_does_not_resume(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("train.max_steps=1")
     trainer = Trainer(config, tmp_path)
