@@ -65,7 +65,7 @@ def read_pieces(path: Path) -> list[str]:
         if path.suffix == ".model":
             pieces = _listed(_sentencepiece().SentencePieceProcessor(model_file=str(path)))
         else:
-            pieces = path.read_text(encoding="utf-8").split("\n")[:-1]
+            pieces = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise AlphabetError(f"{path} is no file of pieces: {error}") from error
     bad = [piece for piece in pieces if not piece or any(c.isspace() for c in piece)]

@@ -15,7 +15,7 @@ from ds2.system import UserError
 Phones = tuple[str, ...]
 _STRESS = "012"
 _WAY_OUT = "give a model of phones, or lines as `ds2 data lexicon FILE --dictionary english` writes them"
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_WEIGHT = re.compile(r"[+-]?[.,]?[0-9][0-9.,/%]*([eE][+-]?[0-9]+)?")  # 0.5, 0,5, 1/2, 50%
 _MAX_TIMES = 100  # that packed pronunciations may grow; those of CMUdict grow 4 times
 
 
@@ -92,7 +92,7 @@ def read_pronunciations(path: Path, *, keep_stress: bool = True) -> Pronunciatio
             raise PronunciationError(f"{path} is no model of phones: it has no pronunciations; {_WAY_OUT}")
         return Pronunciations.unpacked(packed)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a byte-order mark would be a part of the first word
     except (OSError, UnicodeDecodeError) as error:
         raise PronunciationError(f"pronunciations {path} cannot be read: {error}; {_WAY_OUT}") from error
     return parse_pronunciations(text.splitlines(), str(path), keep_stress=keep_stress)
@@ -106,7 +106,7 @@ def parse_pronunciations(lines: Iterable[str], name: str, *, keep_stress: bool =
         word, *phones = content.split() or [""]
         if not word:
             continue
-        if not phones or _NUMBER.fullmatch(phones[0]):
+        if not phones or _WEIGHT.fullmatch(phones[0]):
             what = "has no phones" if not phones else f"has the weight {phones[0]}, which is not supported"
             raise PronunciationError(f"{name}, line {number}: {word} {what}; write: word PHONE PHONE ...")
         if word.endswith(")") and "(" in word[1:]:

@@ -71,6 +71,8 @@ def test_pieces_are_restored_from_a_checkpoint_and_a_config(tmp_path: Path) -> N
     assert Alphabet.from_dict(ours.to_dict()) == ours
     file.write_text("".join(piece + "\n" for piece in ours.symbols[1:]))
     assert Alphabet.from_config(compose_config([f"alphabet.pieces_file={file}"]).alphabet) == ours
+    file.write_text("\ufeff" + "\n".join(ours.symbols[1:]), encoding="utf-8")  # as some editors save it
+    assert read_pieces(file) == list(ours.symbols[1:])
     for text, message in (
         ("", "no file of pieces"),
         ("a b\n", "no file of pieces"),

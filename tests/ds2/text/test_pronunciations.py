@@ -53,13 +53,19 @@ def test_lines_and_packed_form_give_the_same_pronunciations() -> None:
 
 @pytest.mark.parametrize("lines, message", [
     (["cat K AE T", "dog"], r"test, line 2: dog has no phones; write: word PHONE"),
-    (["cat 0.5 K AE T"], r"line 1: cat has the weight 0.5, which is not supported"),
+    *((["cat " + weight + " K AE T"], f"line 1: cat has the weight {weight}, which is not supported")
+      for weight in ("0.5", "0,5", "1/2", "50%", "-1e-3")),
     (["dog # D AO G"], r"line 1: dog has no phones"),
     ([";;; nothing"], r"test has no pronunciations: write lines such as"),
 ])  # fmt: skip
 def test_broken_lines_are_named(lines: list[str], message: str) -> None:
     with pytest.raises(PronunciationError, match=message):
         parse_pronunciations(lines, "test")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path: Path) -> None:
+    (tmp_path / "lexicon.txt").write_text("\ufeffa AH\r\na(2) EY\r\n", encoding="utf-8")
+    assert read_pronunciations(tmp_path / "lexicon.txt").words == {"a": (("AH",), ("EY",))}
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
