@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 from starlette.requests import HTTPConnection
 
+from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.serve.tls import Certificate
 from ds2.system import UserError
@@ -69,6 +70,14 @@ def check_number(value: object, field: str, allowed: Range) -> float:
         raise BadRequestError(f"{field}={short_repr(value)} is not allowed: give {allowed}")
     assert isinstance(value, int | float)
     return float(value)
+
+
+def check_rate(value: object, field: str) -> int:
+    """Return a sample rate that a client sent, in Hz; raises as `check_number`, for fractions too."""
+    rate_hz = check_number(value, field, Range(*RATES_HZ))
+    if not rate_hz.is_integer():
+        raise BadRequestError(f"{field}={short_repr(value)} is not allowed: give a whole number")
+    return int(rate_hz)
 
 
 def refuse_misspelt(names: Iterable[str], known: Collection[str], place: str = "") -> None:

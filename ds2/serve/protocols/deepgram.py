@@ -21,18 +21,16 @@ from typing import Any
 from starlette.datastructures import QueryParams
 from starlette.websockets import WebSocket
 
-from ds2.audio.read import RATES_HZ
 from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import Word, measured
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
-from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
+from ds2.serve.limits import BadRequestError, check_number, check_rate, refuse_misspelt
 from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
 from ds2.system.plain import short_repr
 
-_RATE_HZ = Range(*RATES_HZ)
 _MS = Range(0, 3_600_000, above=True)
 _ENCODINGS: dict[str, Callable[[], SampleReader]] = {
     "linear16": Pcm16,
@@ -201,7 +199,7 @@ class Deepgram(Connection):
                 f"encoding={', encoding='.join(_ENCODINGS)}; give one of them, and sample_rate=HZ"
             )
         self.sample_reader = _ENCODINGS[query["encoding"]]
-        rate_hz = int(check_number(_number(query.get("sample_rate", "")), "sample_rate", _RATE_HZ))
+        rate_hz = check_rate(_number(query.get("sample_rate", "")), "sample_rate")
         interim, self.vad_events = (_is_true(query, name) for name in ("interim_results", "vad_events"))
         endpoints = Endpoints()
         pause = query.get("endpointing", "true")

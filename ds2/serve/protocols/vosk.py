@@ -19,17 +19,15 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
-from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.engine import SessionSettings
-from ds2.serve.limits import BadRequestError, check_number
+from ds2.serve.limits import BadRequestError, check_number, check_rate
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Connection, json_object
 from ds2.system.plain import short_repr
 
 _DEFAULT_RATE_HZ = 8000
-_RATE_HZ = Range(*RATES_HZ)
 _SECONDS = Range(0, 1e9, above=True)
 _SETTINGS = ("sample_rate", "words", "phrase_list", "hot_words", "grammar", *KEYWORDS, "endpoints")
 _EVERYTHING_ELSE = "[unk]"  # in a phrase_list
@@ -83,8 +81,8 @@ class Vosk(Connection):
             settings = replace(settings, phrases=phrases, false_alarms=false_alarms)
         if "endpoints" in config:
             settings = replace(settings, endpoints=_endpoints(config["endpoints"]))
-        rate_hz = check_number(config.get("sample_rate", settings.sample_rate_hz), "config.sample_rate", _RATE_HZ)
-        settings = replace(settings, sample_rate_hz=int(rate_hz))
+        rate_hz = check_rate(config.get("sample_rate", settings.sample_rate_hz), "config.sample_rate")
+        settings = replace(settings, sample_rate_hz=rate_hz)
         words = config.get("words", self.words)
         if words not in (None, False, True):  # 0 and 1 are
             raise BadRequestError(f"config.words={short_repr(words)} is not allowed: give true or false")

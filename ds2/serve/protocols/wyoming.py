@@ -19,17 +19,15 @@ from typing import Any
 from starlette.types import Message
 from starlette.websockets import WebSocket
 
-from ds2.audio.read import RATES_HZ
 from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import NEVER
 from ds2.serve.engine import SessionSettings
-from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
+from ds2.serve.limits import BadRequestError, check_number, check_rate, refuse_misspelt
 from ds2.serve.protocols.websocket import Connection, json_object
 from ds2.system.plain import short_repr
 
 FIRST_BYTE = b"{"
-_RATE_HZ = Range(*RATES_HZ)
 _TRANSCRIBE = ("transcript_names", "transcript_terms", "name", "language", "context")
 _CLOSE_S = 2.0
 _SOURCE = {"attribution": {"name": "ds2", "url": ""}, "installed": True, "version": None}
@@ -59,10 +57,10 @@ class Wyoming(Connection):
                 terms = [data.get(name) or [] for name in ("transcript_names", "transcript_terms")]
                 if not all(isinstance(term, list) for term in terms):
                     raise BadRequestError("transcript_names and transcript_terms are lists of texts")
-                self._close()
+                self._begin(kind)
                 self.hot_words = await self.engine.phrases.prompt(None, [*terms[0], *terms[1]])
             elif kind == "audio-start":
-                self._close()
+                self._begin(kind)
                 self._check_format(data)
             elif kind == "audio-chunk":
                 self._check_format(data)
@@ -95,6 +93,12 @@ class Wyoming(Connection):
             self.is_open = True
             await self.send(socket, _event("transcript-start", language=self.limits.language))
 
+    def _begin(self, kind: str) -> None:
+        """Begin an utterance; words of an open one would be lost."""
+        if self.session is not None:
+            raise BadRequestError(f"{kind} within an utterance: audio-stop ends it, and brings its transcript")
+        self._close()
+
     def _close(self) -> None:
         """End the utterance."""
         self.close_session()
@@ -104,7 +108,7 @@ class Wyoming(Connection):
         if data.get("width") != 2 or data.get("channels") != 1:
             shown = {name: str(data.get(name))[:20] for name in ("width", "channels")}
             raise BadRequestError(f"{shown}: audio has width 2 (16 bits) and 1 channel")
-        rate_hz = int(check_number(data.get("rate"), "rate", _RATE_HZ))
+        rate_hz = check_rate(data.get("rate"), "rate")
         if self.rate_hz not in (None, rate_hz):
             raise BadRequestError(f"rate={rate_hz} after {self.rate_hz}: an utterance has one rate")
         self.rate_hz, self.settings = rate_hz, SessionSettings(rate_hz, NEVER, self.hot_words)

@@ -332,6 +332,14 @@ def test_a_wyoming_connection_has_any_number_of_utterances(shared: Callable[...,
     assert texts[0] == text_alone(running.recogniser, data) and texts[2] == "" and len(texts) == 3
 
 
+@pytest.mark.parametrize("event", ["transcribe", "audio-start"])
+def test_no_words_are_lost_to_an_utterance_within_another(shared: Callable[..., Running], event: str) -> None:
+    utterances = utterance(speech(2, 1.0))
+    first = utterances[event == "audio-start"]
+    *_, error = asyncio.run(wyoming(shared(), [*utterances[:-1], first], "error"))
+    assert error.data["text"] == f"{event} within an utterance: audio-stop ends it, and brings its transcript"
+
+
 def sent(running: Running, data: bytes) -> list[dict[str, Any]]:
     """All lines that follow these bytes, and the end of the connection."""
 
@@ -356,6 +364,7 @@ def sent(running: Running, data: bytes) -> list[dict[str, Any]]:
         (b'{"type": "audio-chunk", "data_length": -1}\n', "data_length=-1 is not allowed"),
         (b'{"type": "audio-start", "data": {"rate": 16000, "width": 4, "channels": 1}}\n', "width 2"),
         (b'{"type": "audio-start", "data": {"rate": 1e9, "width": 2, "channels": 1}}\n', "rate="),
+        (b'{"type": "audio-start", "data": {"rate": 16000.5, "width": 2, "channels": 1}}\n', "rate=16000.5"),
         (b'{"type": "transcribe", "data": {"transcript_names": "ab"}}\n', "lists of texts"),
         (b'{"type": "describe", "x": "' + b"x" * 200_000 + b'"}\n', "line of an event is too long"),
         (b'{"type": "transcribe", "data": {"transcript_name": ["ab"]}}\n', "did you mean transcript_names?"),
