@@ -1,4 +1,4 @@
-"""Truncation and damage of audio files, found from lengths in their headers, which libsndfile does not check."""
+"""Truncation and damage of audio files, found from lengths in their headers, which decoders do not check."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ Read = Callable[[int, int], bytes]  # (offset, size) -> bytes, fewer at the end 
 _STREAMED_BYTES = 0x7EFFFF00  # larger sizes in 32 bits are written to a pipe, where the length is unknown
 _STREAMED_BYTES_64 = 1 << 62
 _MAX_CHUNKS = 10_000
+_AVI_SLACK_BYTES = 1 << 12  # some writers count the head of a chunk too
+_SEGMENT = b"\x18\x53\x80\x67"  # of Matroska: all but the header
 _OGG_END_OF_STREAM = 4
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
@@ -23,7 +25,7 @@ def describe_damage(descriptor: int, container: str) -> str | None:
 
     Args:
         descriptor: of the file, open for reading; its position does not change.
-        container: libsndfile's name of the format.
+        container: libsndfile's name of the format, or one of `ds2.audio.ffmpeg.container_of`.
     Returns:
         a sentence on the damage, '' if there is none, None for a container that cannot be checked.
     """
@@ -36,6 +38,10 @@ def _truncation(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> s
     if present < stated < streamed:
         return f"truncated: its header says {stated} bytes of samples, the file holds {present}"
     return ""
+
+
+def _overrun(what: str, at: int, end: int, size: int) -> str:
+    return f"truncated: its {what} at byte {at} ends at byte {end}, the file at {size}" if end > size else ""
 
 
 def _chunks(
@@ -118,12 +124,47 @@ def _ogg(read: Read, size: int) -> str:
     at, ended = 0, False
     while len(head := read(at, 27 + 255)) >= 27 and head.startswith(b"OggS"):
         end = at + 27 + head[26] + sum(head[27 : 27 + head[26]])
-        if end > size:
-            return f"truncated: its page at byte {at} ends at byte {end}, the file at {size}"
+        if overrun := _overrun("page", at, end, size):
+            return overrun
         if _ogg_checksum(read(at, end - at)) != head[22:26]:
             return f"damaged: the checksum of its page at byte {at} is wrong"
         at, ended = end, bool(head[5] & _OGG_END_OF_STREAM)
     return "" if ended else f"truncated: its pages end at byte {at} of {size} without one that ends the stream"
+
+
+def _mp4(read: Read, size: int) -> str:
+    """ISO 14496-12, and QuickTime: boxes of a size and a name; size 1: in 64 bits, 0: to the end of the file."""
+    at = 0
+    while len(head := read(at, 16)) >= 8:
+        stated, name = struct.unpack(">I4s", head[:8])
+        stated = int.from_bytes(head[8:], "big") if stated == 1 else stated
+        if stated < 8:
+            break
+        if name in (b"moov", b"moof", b"mdat") and (overrun := _overrun(name.decode(), at, at + stated, size)):
+            return overrun
+        at += stated
+    return ""
+
+
+def _matroska(read: Read, size: int) -> str:
+    """EBML (RFC 8794): an element is an ID, a size of 1 to 8 bytes, of which all bits set mean unknown, and content."""
+    at = 0
+    while len(head := read(at, 12)) == 12 and head[4]:
+        width = 9 - head[4].bit_length()
+        stated, most = int.from_bytes(head[4 : 4 + width], "big") - (1 << 7 * width), (1 << 7 * width) - 1
+        end = at + 4 + width + stated
+        if head.startswith(_SEGMENT):
+            return _overrun("segment", at, end, size) if stated < most else ""
+        at = end
+    return ""
+
+
+def _avi(read: Read, size: int) -> str:
+    """RIFF chunks of 1 GB at most, one after the other."""
+    for name, stated, at in _chunks(read, 0, "<4sI", padding=2):
+        if name == b"RIFF" and at + stated > size + _AVI_SLACK_BYTES and stated < _STREAMED_BYTES:
+            return _overrun("chunk", at - 8, at + stated, size)
+    return ""
 
 
 def _ogg_checksum(page: bytes) -> bytes:
@@ -140,6 +181,9 @@ _CHECKS: dict[str, Callable[[Read, int], str]] = {
     "AU": _sun,
     "NIST": _sphere,
     "OGG": _ogg,
+    "MP4": _mp4,
+    "MATROSKA": _matroska,
+    "AVI": _avi,
     # Their decoders notice truncation, or they state no length.
-    **dict.fromkeys(("FLAC", "MP3", "RAW"), lambda read, size: ""),
+    **dict.fromkeys(("FLAC", "MP3", "RAW", "ASF", "AMR", "ADTS", ""), lambda read, size: ""),
 }

@@ -7,6 +7,7 @@ another file.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import struct
@@ -22,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.system import UserError
+from ds2.system.terminal import warn_once
 
+log = logging.getLogger(__name__)
 FFMPEG_SUFFIXES = (
     ".m4a", ".mp4", ".webm", ".aac", ".wma", ".mkv", ".mka", ".mov", ".avi", ".m4b", ".3gp", ".amr", ".ac3",
     ".ts", ".wmv",
@@ -35,13 +38,15 @@ _REFUSED_CONTAINER = (
 UNKNOWN_FRAMES = 1 << 62
 """The number of frames of a file whose length is not known before its end."""
 _INSTALL = 'pip install av (the extra "media"), or put ffmpeg, 6.0 or newer, on the PATH'
-_SIGNATURES = (  # offset and bytes of MP4 and QuickTime, Matroska and WebM, ASF (wma), AMR
-    (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"), (0, b"#!AMR"),
+_SIGNATURES = (  # offset, bytes, container: MP4 and QuickTime, Matroska and WebM, ASF (wma), AMR, AVI, bare AAC
+    (4, b"ftyp", "MP4"), (0, b"\x1a\x45\xdf\xa3", "MATROSKA"), (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "ASF"),
+    (0, b"#!AMR", "AMR"), (8, b"AVI ", "AVI"), (0, b"\xff\xf1", "ADTS"), (0, b"\xff\xf9", "ADTS"),
 )  # fmt: skip
 _SIGNATURE_BYTES = 16
 _PADDING_S = 0.5  # sound may be so much shorter than its header says: encoders pad, decoders remove the padding
 _GAP_S = 0.1  # shorter gaps come from rounded times; ffmpeg's aresample ignores them too
 _CLOCK_GAP_S = 10.0  # a longer gap in MPEG-TS means that its clock started again; ffmpeg has the same rule
+_LONGEST_GAP_S = 3600.0  # a longer one is a damaged time, which may be years
 _SILENT_FRAMES = 1 << 16  # of silence at once
 _BUFFER_BYTES = 1 << 18
 _PROGRAM_BLOCK_BYTES = 1 << 20
@@ -62,10 +67,15 @@ class _Format(NamedTuple):
 _Blocks = Generator[tuple[_Format, NDArray[np.float32]], None, None]  # blocks (N, channels), with the same format each
 
 
+def container_of(descriptor: int) -> str:
+    """Return the container of this module that a file begins as, '' for others, such as MPEG-TS, which has no mark."""
+    head = os.pread(descriptor, _SIGNATURE_BYTES, 0)
+    return next((name for at, mark, name in _SIGNATURES if head[at:].startswith(mark)), "")
+
+
 def is_for_ffmpeg(suffix: str, descriptor: int) -> bool:
     """Return whether a file's suffix or its first bytes belong to a container of this module."""
-    head = os.pread(descriptor, _SIGNATURE_BYTES, 0)
-    return suffix.lower() in FFMPEG_SUFFIXES or any(head[at:].startswith(mark) for at, mark in _SIGNATURES)
+    return suffix.lower() in FFMPEG_SUFFIXES or bool(container_of(descriptor))
 
 
 class FFmpegAudio:
@@ -140,13 +150,21 @@ def _decode_with_pyav(package: Any, descriptor: int) -> _Blocks:
             with container:
                 yield from _decode_container(package, container)
     except package.FFmpegError as error:
-        raise FFmpegError(f"not readable as audio: {error.strerror or error}") from error
+        raise FFmpegError(
+            f"not readable as audio: {error.strerror or error}; copy it again, or convert it, e.g. to FLAC"
+        ) from error
 
 
 def _decode_container(package: Any, container: Any) -> _Blocks:
     if not container.streams.audio:
         raise FFmpegError("it holds no sound")
-    stream = container.streams.audio[0]
+    stream, count = container.streams.audio[0], len(container.streams.audio)
+    if count > 1:
+        warn_once(
+            log,
+            f"of the {count} audio tracks of a file the first is read; `ffmpeg -i FILE -map 0:a:1 OUT.flac` extracts "
+            "the second (logged once)",
+        )
     if stream.codec_context is None:
         raise FFmpegError("its sound has a codec that this FFmpeg cannot decode; convert it, e.g. to FLAC")
     name = f"{container.format.name.split(',')[0].upper()}/{stream.codec_context.name}"
@@ -161,7 +179,7 @@ def _decode_container(package: Any, container: Any) -> _Blocks:
             resampler = package.AudioResampler(format="flt", layout=layout, rate=rate_hz)
         if frame is not None and frame.pts is not None:
             gap_s = float(frame.pts * frame.time_base) - start_s - frames / rate_hz
-            if gap_s > _CLOCK_GAP_S and name.startswith("MPEGTS/") and frames:
+            if gap_s > _LONGEST_GAP_S or (gap_s > _CLOCK_GAP_S and name.startswith("MPEGTS/") and frames):
                 start_s += gap_s
             elif gap_s > _GAP_S:
                 silent = round(gap_s * rate_hz)

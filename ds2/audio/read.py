@@ -19,7 +19,7 @@ import soxr
 from numpy.typing import NDArray
 
 from ds2.audio.container import describe_damage
-from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, is_for_ffmpeg
+from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, container_of, is_for_ffmpeg
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system import UserError
 from ds2.system.plain import short_repr
@@ -268,11 +268,12 @@ def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient
     except soundfile.LibsndfileError:
         if not is_for_ffmpeg(path.suffix, descriptor):
             raise
+        _check_length(container_of(descriptor), path, descriptor, lenient)
         with FFmpegAudio(descriptor) as source:
             yield source
         return
     with file:
-        _check_length(file, path, descriptor, lenient)
+        _check_length(file.format, path, descriptor, lenient)
         yield file
 
 
@@ -309,11 +310,11 @@ def _check_header(file: AudioFile, path: Path) -> None:
         raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed")
 
 
-def _check_length(file: _ForwardFile, path: Path, descriptor: int, lenient: bool) -> None:
-    damage = describe_damage(descriptor, file.format)
+def _check_length(container: str, path: Path, descriptor: int, lenient: bool) -> None:
+    damage = describe_damage(descriptor, container)
     if damage is None:
         warn_once(
-            log, f"{file.format} files are not checked for truncation: convert such audio, e.g. to FLAC (logged once)"
+            log, f"{container} files are not checked for truncation: convert such audio, e.g. to FLAC (logged once)"
         )
     elif damage and lenient:
         _log_damage(path, damage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from fractions import Fraction
@@ -18,6 +19,7 @@ from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
 from ds2.data.check import probe
 from ds2.data.corpora import ImporterError, import_csv
 from ds2.data.manifest import Utterance
+from ds2.system.terminal import warn_once
 
 av = pytest.importorskip("av")
 
@@ -29,6 +31,7 @@ FORMATS = {  # suffix: container, codec, rate
     "wma": ("asf", "wmav2", 44100),
     "mkv": ("matroska", "ac3", 48000),
     "ts": ("mpegts", "ac3", 48000),
+    "avi": ("avi", "pcm_s16le", 16000),
 }
 
 
@@ -37,9 +40,16 @@ def tone(rate_hz: int, seconds: float = SECONDS) -> np.ndarray:
 
 
 def encode(
-    path: Path, kind: str, *, video: bool = False, channels: int = 1, delay_s: float = 0.0, gap_s: float = 0.0
+    path: Path,
+    kind: str,
+    *,
+    video: bool = False,
+    channels: int = 1,
+    delay_s: float = 0.0,
+    gap_s: float = 0.0,
+    tracks: int = 1,
 ) -> Path:
-    """Write the tone; it begins after a delay, and again after a gap in its middle."""
+    """Write the tone as the first track; it begins after a delay, and again after a gap in its middle."""
     container, codec, rate_hz = FORMATS[kind]
     layout = {1: "mono", 2: "stereo"}[channels]
     with av.open(str(path), "w", format=container) as output:
@@ -48,6 +58,8 @@ def encode(
             pictures.width, pictures.height, pictures.pix_fmt = 64, 64, "yuv420p"
         stream = output.add_stream(codec, rate=rate_hz)
         stream.layout, stream.bit_rate = layout, 96000
+        for _ in range(tracks - 1):
+            output.add_stream(codec, rate=rate_hz).layout = layout
         samples = np.repeat(tone(rate_hz)[None], channels, axis=0)
         whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
         whole.sample_rate, whole.pts, whole.time_base = rate_hz, 0, Fraction(1, rate_hz)
@@ -105,8 +117,48 @@ def test_a_clock_that_begins_anew_is_no_gap(tmp_path: Path) -> None:
     assert_is_the_tone(read_audio(path))
 
 
-def test_content_decides_where_the_name_is_wrong(tmp_path: Path) -> None:
-    assert_is_the_tone(read_audio(encode(tmp_path / "x.wav", "m4a")))
+def test_a_gap_of_more_than_an_hour_is_a_damaged_time(tmp_path: Path) -> None:
+    path = encode(tmp_path / "film.mkv", "mkv", video=True, gap_s=4000.0)
+    assert_is_the_tone(np.concatenate(list(audio_blocks(path, lenient=True))))
+
+
+def test_other_audio_tracks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    assert_is_the_tone(read_audio(encode(tmp_path / "film.mkv", "mkv", video=True, tracks=3)))
+    assert "of the 3 audio tracks of a file the first is read; `ffmpeg -i FILE -map 0:a:1 OUT.flac`" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["m4a", "aac", "avi"])
+def test_content_decides_where_the_name_is_wrong(tmp_path: Path, kind: str) -> None:
+    assert_is_the_tone(read_audio(encode(tmp_path / "x.wav", kind)))
+
+
+@pytest.mark.parametrize("kind", ["m4a", "mkv", "webm", "avi"])
+def test_a_film_that_is_cut_off_is_truncated(tmp_path: Path, kind: str) -> None:
+    path = encode(tmp_path / f"film.{kind}", kind, video=kind != "webm")
+    whole = path.read_bytes()
+    for share in (0.3, 0.7, 0.97 if kind != "avi" else 0.9):
+        path.write_bytes(whole[: int(share * len(whole))])
+        with pytest.raises(
+            AudioError, match=r"film\.\w+: truncated: its \w+ at byte \d+ ends at byte .* Copy it again"
+        ):
+            read_audio(path)
+    path.write_bytes(whole + b"a player's tag")
+    assert_is_the_tone(read_audio(path))
+
+
+def test_a_fragment_that_is_cut_off_is_truncated(tmp_path: Path) -> None:
+    whole = encode(tmp_path / "x.m4a", "m4a").read_bytes()
+    head = whole[: whole.index(b"mdat") - 4]
+    for box, damage in (
+        (struct.pack(">I4s", 99, b"moof"), r"truncated: its moof at byte \d+ ends"),
+        (struct.pack(">I4sQ", 1, b"mdat", 1 << 40), r"truncated: its mdat at byte \d+ ends"),
+        (struct.pack(">I4s", 0, b"mdat"), "not readable as audio"),  # to the end of the file
+        (struct.pack(">I4s", 7, b"mdat"), "not readable as audio"),
+    ):
+        (tmp_path / "cut.m4a").write_bytes(head + box)
+        with pytest.raises(AudioError, match=damage):
+            read_audio(tmp_path / "cut.m4a")
 
 
 @pytest.mark.parametrize("kind", ["m4a", "webm"])
@@ -135,16 +187,10 @@ def test_an_import_lists_foreign_files_with_their_length(tmp_path: Path) -> None
 
 
 def test_damaged_and_silent_containers_are_named(tmp_path: Path) -> None:
-    cut = tmp_path / "cut.m4a"
-    cut.write_bytes(encode(tmp_path / "x.m4a", "m4a").read_bytes()[:3000])
-    with pytest.raises(AudioError, match=r"cut\.m4a: not readable as audio: "):
-        read_audio(cut)
-    whole = encode(tmp_path / "x.webm", "webm").read_bytes()
-    (tmp_path / "half.webm").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        AudioError, match=r"half\.webm: .*(truncated: its header says 3\.\d* s|End of file|Invalid data)"
-    ):
-        read_audio(tmp_path / "half.webm")
+    whole = encode(tmp_path / "x.m4a", "m4a").read_bytes()
+    (tmp_path / "bad.m4a").write_bytes(whole.replace(b"moov", b"moop"))
+    with pytest.raises(AudioError, match=r"bad\.m4a: not readable as audio: .*; copy it again, or convert it"):
+        read_audio(tmp_path / "bad.m4a")
     mute = tmp_path / "mute.mkv"
     with av.open(str(mute), "w") as output:
         pictures = output.add_stream("mpeg4", rate=10)
@@ -287,7 +333,8 @@ def test_a_long_file_is_decoded_only_as_far_as_it_is_read(tmp_path: Path) -> Non
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])  # whoever decodes all of it meets the cut
+    half = whole[: len(whole) // 2]
+    path.write_bytes(half + bytes(len(whole) - len(half)))  # whoever decodes all of it meets the damage
     blocks = audio_blocks(path, 8000)
     first = next(blocks)
     blocks.close()
