@@ -133,6 +133,7 @@ def export_onnx(
                     partial,
                     op_types_to_quantize=["MatMul"],
                     weight_type=QuantType.QInt8,
+                    per_channel=True,  # folded norms give columns of a matrix very different sizes
                     extra_options={"EnableSubgraph": True},
                 )
         else:

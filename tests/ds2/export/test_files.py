@@ -157,6 +157,21 @@ def test_int8_is_small_and_recognises_the_same(
     assert float((full == small).float().mean()) > 0.95
 
 
+def test_a_large_column_leaves_the_others_their_bits(random_model: Make, tmp_path: Path) -> None:
+    loaded = random_model()
+    with torch.no_grad():
+        loaded.model.classifier.weight[0] *= 1000.0
+    for int8 in (False, True):
+        export_onnx(loaded, tmp_path / f"{int8}.onnx", int8=int8)
+    exported = Exported.of(loaded, from_samples=False, chunk_s=0.16)
+    energies = [log_energies(loaded, 0.1 * torch.randn(1, 32000)).float()]
+    full, small = (
+        streamed(in_onnxruntime(tmp_path / f"{int8}.onnx"), exported, energies)[0][:, 1:].log_softmax(-1)
+        for int8 in (False, True)
+    )
+    assert rms(full - small) < 0.1 * rms(full - full.mean(1, keepdim=True))
+
+
 def test_torch_program_runs_where_there_is_no_ds2(random_model: Make, tmp_path: Path) -> None:
     loaded = random_model(row_convs=2, depth=2)
     described = export_torch(loaded, tmp_path / "model.pt2", chunk_s=0.08)
