@@ -97,6 +97,10 @@ def training_utterances(
     unfit = count_unknown((u.text for u in utterances), alphabet)
     if alphabet.unknown == "drop" and unfit:
         log.warning("characters outside the alphabet dropped from training texts: %s", describe(unfit))
+    if words := alphabet.unpronounced(u.text for u in usable):
+        log.warning(
+            "words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): %s", words
+        )
     if refused:
         lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused]
         if data.on_bad_utterance == "stop":
@@ -125,6 +129,8 @@ def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> li
     unknown = count_unknown((u.text for u in utterances), alphabet)
     if unknown:
         log.warning("references hold characters outside the alphabet, which count as errors: %s", describe(unknown))
+    if words := alphabet.unpronounced(u.text for u in utterances):
+        log.warning("words without a pronunciation get no times, and no part in phone error rates: %s", words)
     return utterances
 
 

@@ -257,6 +257,15 @@ class Alphabet:
         text = " ".join(self._composed(self._cased(text)).split())
         return text, Counter(character for character in text if character not in self._characters)
 
+    def unpronounced(self, texts: Iterable[str]) -> str:
+        """Return the words of transcripts that lack a pronunciation, for a message; '' if none do, or none needs one."""
+        if self.pronunciations is None:
+            return ""
+        words = (word for text in texts for word in self.normalise(text)[0].split())
+        missing = Counter(word for word in words if word not in self.pronunciations.words)
+        shown = ", ".join(word + (f" x {count}" if count > 1 else "") for word, count in missing.most_common(20))
+        return shown + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+
     def unread_numbers(self, text: str) -> list[str]:
         """Return the parts of a transcript whose digits `numbers` has no words for and the alphabet does not write."""
         if not self.numbers:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ds2.cli import main
-from ds2.config.schema import DataConfig
-from ds2.data.manifest import Utterance
-from ds2.data.splits import ScoredData, warn_of_other_corpus
+from ds2.config.schema import AlphabetConfig, AugmentConfig, DataConfig
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.data.splits import ScoredData, scored_utterances, training_utterances, warn_of_other_corpus
+from ds2.text.alphabet import Alphabet
 
 
 def utterance(name: str, speaker: str, *, folder: str = "/corpus", text: str = "yes") -> Utterance:
@@ -44,6 +46,23 @@ def test_manifests_of_another_corpus_are_not_taken_for_this_one(
     assert not caplog.text
     warn_of_other_corpus(data, [utterance("a", "ann", folder=str(old / "wav"))])
     assert f"lists audio outside data.corpus={new}, such as {old}/wav/a.wav" in caplog.text
+
+
+def test_words_without_a_pronunciation_are_named_wherever_they_are_left_out(
+    tone_manifest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "lexicon.txt").write_text("yes Y EH S\n", encoding="utf-8")
+    alphabet = Alphabet.from_config(AlphabetConfig(lexicon=str(tmp_path / "lexicon.txt"), unknown="drop"))
+    texts = ("yes essy", "essy yes", "sy yes", "yes")
+    write_manifest(
+        tmp_path / "a.jsonl", [replace(u, text=t) for u, t in zip(read_manifest(tone_manifest), texts, strict=False)]
+    )
+    data = DataConfig(train=[str(tmp_path / "a.jsonl")])
+    assert len(training_utterances(data, AugmentConfig(), alphabet, lambda samples: samples)) == len(texts)
+    assert "dropped from training texts (`ds2 data lexicon` adds them): essy x 2, sy" in caplog.text
+    caplog.clear()
+    scored_utterances(data.train, alphabet)
+    assert "words without a pronunciation get no times, and no part in phone error rates: essy x 2, sy" in caplog.text
 
 
 @pytest.mark.parametrize("command", [["train"], ["data", "check"]])
