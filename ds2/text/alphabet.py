@@ -258,7 +258,7 @@ class Alphabet:
         return text, Counter(character for character in text if character not in self._characters)
 
     def unpronounced(self, texts: Iterable[str]) -> str:
-        """Return the words of transcripts that lack a pronunciation, for a message; '' if none do, or none needs one."""
+        """Return the words of transcripts that lack a pronunciation, for a message; '' if none do or none needs one."""
         if self.pronunciations is None:
             return ""
         words = (word for text in texts for word in self.normalise(text)[0].split())

@@ -442,7 +442,7 @@ def initial_state(
     """Read the state of a run folder or, where it holds no run, make the initial state.
 
     Args:
-        state: the fresh one of this process; its tensors are changed.
+        state: the fresh one of this process; its tensors and progress are changed.
         loader: of the training utterances, from which feature statistics are estimated.
         alphabet: of the run.
         config: of the run.
@@ -453,6 +453,8 @@ def initial_state(
         ConfigError: the state is of another model, or no weight of `checkpoint.init_from` fits.
         AudioError: audio cannot be read.
     """
+    if alphabet.pronunciations is not None:
+        state.progress.phones = " ".join(alphabet.pronunciations.phones)
     is_used = any(run_dir.glob("*.safetensors"))  # asked first: another rank may be writing the first state
     if config.checkpoint.resume and state_file(run_dir).is_file():
         return read_state(run_dir, config, state)

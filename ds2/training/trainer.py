@@ -586,8 +586,7 @@ def build_state(
     """Move model and features to the device, and load the state that the run starts or resumes from on all ranks."""
     model.to(comm.device)
     features.to(comm.device)
-    phones = alphabet.pronunciations.phones if alphabet.pronunciations is not None else ()
-    state = TrainState(model, features, make_optimizer(model, config.optim), Progress(phones=" ".join(phones)))
+    state = TrainState(model, features, make_optimizer(model, config.optim))
     parts, progress = initial_state(state, loader, alphabet, config, run_dir) if comm.rank == 0 else ({}, Progress())
     broadcast_state(state, parts, progress, config.train.average_decay, comm)
     return state
