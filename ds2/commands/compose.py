@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -275,6 +276,11 @@ def _initial_config(config: Config) -> Config:
         raise CheckpointError(f"{file}: {error}") from error
     if source.alphabet.lexicon and not resumed:
         source.alphabet.lexicon = str(file)  # which has the pronunciations: the file of its training may be gone
+    elif source.alphabet.lexicon and not Path(source.alphabet.lexicon).is_file():
+        for model in (config.run_dir, config.checkpoint.init_from):  # the run's own has them too, once there is one
+            with suppress(CheckpointError):
+                source.alphabet.lexicon = str(find_model(Path(model)))
+                break
     return source
 
 

@@ -288,12 +288,14 @@ def inherit(config: Config, stored: Config, explicit: Collection[str]) -> Inheri
     """
     replaced, differing = [], []
     names = [(section, field.name) for section in _SECTIONS for field in fields(getattr(config, section))]
-    for section, name in (*names, ("data", "sample_rate_hz")):
+    names.append(("data", "sample_rate_hz"))
+    stays = {pair for pair in names if _is_explicit(config, *pair, explicit)}  # before any of them is replaced
+    for section, name in names:
         key = f"{section}.{name}"
         mine, theirs = getattr(getattr(config, section), name), getattr(getattr(stored, section), name)
         if mine == theirs or key in _OF_THE_RUN:
             continue
-        if not _is_explicit(config, section, name, explicit):
+        if (section, name) not in stays:
             setattr(getattr(config, section), name, theirs)
             replaced.append(f"{key}={_described(theirs)} (not {_described(mine)})")
         elif name != "pieces_file":

@@ -332,7 +332,8 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
         raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
     old, new = flat(config_to_dict(then)), flat(config_to_dict(config))  # keys newer than the file have their defaults
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    fixed = [key for key in changed if key.startswith(_FIXED) and key not in _FREE]
+    free = (*_FREE, "alphabet.lexicon") if progress.phones else _FREE  # its place; phones are compared below
+    fixed = [key for key in changed if key.startswith(_FIXED) and key not in free]
     if fixed:
         values = ", ".join(f"{key}={short_repr(old.get(key))}, not {short_repr(new.get(key))}" for key in fixed)
         raise ConfigError(

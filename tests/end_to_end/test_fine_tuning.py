@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.run_log import events
 from ds2.cli import main
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError
+from ds2.data.manifest import read_manifest
 from ds2.model.checkpoint import load_model
 from ds2.system.tensor_file import CheckpointError
 from ds2.training.loop import train
@@ -135,6 +137,24 @@ def test_a_resumed_run_needs_no_model_to_start_from(tiny_overrides: list[str], b
     assert tuned(tiny_overrides, base).model == config.model
     with pytest.raises(CheckpointError, match="base"):
         tuned(tiny_overrides, base, "run_dir=elsewhere")
+
+
+def test_a_resumed_run_of_phones_needs_neither_the_model_nor_its_place(
+    tiny_overrides: list[str], tone_manifest: Path, tmp_path: Path
+) -> None:
+    texts = sorted({utterance.text for utterance in read_manifest(tone_manifest)})
+    lexicon = tmp_path / "lexicon.txt"
+    lexicon.write_text("".join(f"{text} {' '.join(text.upper())}\n" for text in texts), encoding="utf-8")
+    train(compose_config([*tiny_overrides, f"alphabet.lexicon={lexicon}", "train.max_steps=2"]), tmp_path / "base")
+    config = tuned(tiny_overrides, tmp_path / "base", "train.max_steps=1")
+    run = Path(config.run_dir)
+    Trainer(config, run).files.save_and_wait()
+    moved = (tmp_path / "base").rename(tmp_path / "moved")
+    assert Path(tuned(tiny_overrides, moved).alphabet.lexicon).parent == moved  # stopped before it wrote a model
+    train(tuned(tiny_overrides, moved, "train.max_steps=1"), run)
+    shutil.rmtree(moved)
+    again = tuned(tiny_overrides, tmp_path / "base", "train.max_steps=2")
+    assert Trainer(again, run).progress.step == 1
 
 
 def test_a_trainer_state_is_no_model_to_start_from(tiny_overrides: list[str], base: Path) -> None:
