@@ -23,7 +23,7 @@ from ds2.audio.stream import G711, Pcm16
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import Word, measured
 from ds2.decoding.lexicon import HotWords, LexiconError
-from ds2.decoding.phrases import OTHERS
+from ds2.decoding.phrases import OTHERS, PhraseError
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.engine import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
@@ -83,7 +83,7 @@ class Realtime(Connection):
                     raise BadRequestError("a binary message: audio is base64, in input_audio_buffer.append")
                 event = json_object(message.get("text") or "")
                 await self._handle_event(socket, event)
-            except (BadRequestError, LexiconError) as error:  # wrong event: the session goes on; other errors end it
+            except (BadRequestError, LexiconError, PhraseError) as error:  # the session goes on; other errors end it
                 await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
 
     async def _handle_event(self, socket: WebSocket, event: dict[str, Any]) -> None:

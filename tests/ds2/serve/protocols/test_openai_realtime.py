@@ -93,6 +93,7 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(shared: Callabl
         ({"type": "response.create", "event_id": "mine"}, "session.update, and input_audio_buffer.append"),
         ({"type": "input_audio_buffer.append"}, "audio is None: give base64"),
         (update(transcription={"promt": "ab"}), "session.audio.input.transcription.promt is no setting; did you mean"),
+        (update(transcription={"phrases": ["(a"]}), "is not closed by"),
         (update(turn_detecton=None), "session.audio.input.turn_detection?"),
         (update(turn_detection={"type": "server_vad", "silence_duration": 1}), "did you mean"),
         ({"type": "input_audio_buffer.commit"}, "append audio"),
