@@ -182,7 +182,8 @@ class _Compiler:
         """Return the words that the network writes for a text."""
         written, unknown = self.alphabet.normalise(text)
         if unknown or not written:
-            allowed = "".join(sorted(set("".join(self.alphabet.symbols))))
+            pronunciations = self.alphabet.pronunciations  # a network of phones takes the letters of its words
+            allowed = "".join(sorted(set("".join(pronunciations.words if pronunciations else self.alphabet.symbols))))
             self._refuse(f"{text!r} holds characters that the network does not write; it writes {allowed!r}")
         return written.split()
 

@@ -130,6 +130,8 @@ def test_a_network_of_phones_takes_every_pronunciation() -> None:
     assert sorted(spelled) == ["DH AH", "R EH D", "R IY D"]
     with pytest.raises(PhraseError, match="no pronunciation"):
         compile_phrases(["red"], TWO_WAYS)
+    with pytest.raises(PhraseError, match=r"does not write; it writes 'adehrt';"):
+        compile_phrases(["read 2"], TWO_WAYS)
 
 
 def spoken(text: str, certainty: float) -> Tensor:
