@@ -15,7 +15,7 @@ from typing import Any
 from ds2.audio.read import MAX_CHANNELS
 from ds2.config.allowed import COUNT, Range
 from ds2.config.schema import ConfigError
-from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
+from ds2.decoding.phrases import ALLOWANCE, DEFAULT_ALLOWANCE, FALSE_ALARMS
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.model.shipped import DEFAULT
 from ds2.system import USER_ERROR, UserError
@@ -161,7 +161,7 @@ def add_phrases(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--allowance",
-        type=real(0, 100),
+        type=NumberArgument(float, ALLOWANCE),
         metavar="NATS",
         help="how much less probable than other speech a phrase may be, natural log a letter: a larger value finds "
         f"more phrases, and more that nobody said (default {DEFAULT_ALLOWANCE})",

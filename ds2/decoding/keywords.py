@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ds2.config.allowed import Range
 from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.decoder import ChangedDecoder, Decoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.phrases import END, FALSE_ALARMS, OTHERS, ROOT, PhraseError, PhraseGraph, compile_phrases
+from ds2.system.plain import short_repr
 
 BONUSES = (-4.0, -2.0, 0.0, 2.0, 4.0)  # those of `decode.keyword_alarms`
 _MAX_TEXTS = 200  # that the keywords stand for
@@ -77,8 +79,9 @@ def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: flo
             "keywords for a number of false alarms need decode.method=beam, decode.times=true and "
             "decode.keyword_alarms, which `ds2 lm tune` measures; phrases with an allowance need none of them"
         )
-    if not 0 < false_alarms < math.inf:
-        raise DecodeError(f"false_alarms={false_alarms}: give a number an hour above 0, such as {FALSE_ALARMS}")
+    if false_alarms not in Range(0, math.inf, above=True, below=True):
+        shown = short_repr(false_alarms)
+        raise DecodeError(f"false_alarms={shown}: give a number an hour above 0, such as {FALSE_ALARMS}")
     listed = keywords if isinstance(keywords, str) else [phrase for phrase in keywords if phrase != OTHERS]
     graph = compile_phrases(listed, search.network_alphabet)
     bonus = keyword_bonus(search.options.keyword_alarms, false_alarms)

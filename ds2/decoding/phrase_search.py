@@ -26,7 +26,17 @@ from torch import Tensor
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, refuse_hot_words
 from ds2.decoding.hypothesis import Hypothesis, Word
 from ds2.decoding.lexicon import HotWords
-from ds2.decoding.phrases import DEFAULT_ALLOWANCE, END, OTHERS, ROOT, PhraseGraph, compile_phrases
+from ds2.decoding.phrases import (
+    ALLOWANCE,
+    DEFAULT_ALLOWANCE,
+    END,
+    OTHERS,
+    ROOT,
+    PhraseError,
+    PhraseGraph,
+    compile_phrases,
+)
+from ds2.system.plain import short_repr
 from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 _BEAM = 60.0  # natural log: paths that are less probable than the best one by more are dropped
@@ -301,13 +311,15 @@ class PhraseDecoder(Decoder):
         allowance: how much less probable than other speech a phrase may be, natural log a label.
 
     Raises:
-        PhraseError: as `compile_phrases`.
+        PhraseError: as `compile_phrases`; `allowance` is not allowed.
     """
 
     def __init__(
         self, phrases: Iterable[str], alphabet: Alphabet, frame_s: float, allowance: float = DEFAULT_ALLOWANCE
     ) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
+        if allowance not in ALLOWANCE:
+            raise PhraseError(f"allowance={short_repr(allowance)}: give {ALLOWANCE}")
         graph = compile_phrases(phrases, alphabet)
         self.allowance = allowance if graph.others else 0.0
         self.states = PhraseStates(graph, alphabet, self.allowance)

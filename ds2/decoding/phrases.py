@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import DecodeError
 from ds2.text.alphabet import Alphabet
 from ds2.text.numbers import spell_numbers
 
 OTHERS = "[unk]"  # the word for speech that is none of the phrases, as in Vosk
+ALLOWANCE = Range(0, 100)
 DEFAULT_ALLOWANCE = 0.7  # how much less probable than other speech a phrase may be, natural log a label
 FALSE_ALARMS = 0.5  # an hour, of each keyword
 MAX_LABELS = 20_000  # of all words of a session's phrases

@@ -209,7 +209,7 @@ class Recogniser(Pipeline):
                 phrases and more that were not said. None: 0.7.
 
         Raises:
-            PhraseError: phrases that cannot be read, or that the network cannot write.
+            PhraseError: phrases that cannot be read, or that the network cannot write; `allowance` is not 0 to 100.
         """
         allowed = DEFAULT_ALLOWANCE if allowance is None else allowance
         return replace(self, decoder=PhraseDecoder(phrases, self.alphabet, self.frame_s, allowed))

@@ -185,6 +185,7 @@ def test_each_text_of_the_keywords_has_the_bonus() -> None:
         ({"times": False}, ["cat"], 1.0, DecodeError, "decode.times=true"),
         ({}, ["cat"], 0.0, DecodeError, "above 0"),
         ({}, ["cat"], math.nan, DecodeError, "above 0"),
+        ({}, ["cat"], "some", DecodeError, "false_alarms='some': give a number an hour above 0"),
         ({}, ["cat"], 1e-4, DecodeError, "or more"),
         ({}, ["goat"], 1.0, PhraseError, "no pronunciation"),
         ({}, ["dog"], 1.0, LexiconError, "language model lacks .* with an allowance need no"),

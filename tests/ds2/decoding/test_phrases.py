@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +207,12 @@ def test_a_stream_in_any_pieces_is_the_whole(seed: int) -> None:
     assert fixed == whole.text.split()[: len(fixed)]
     assert len(fixed) > len(whole.text.split()) - 12
     assert decoding.finish()[0][0] == whole
+
+
+@pytest.mark.parametrize("allowance", [math.nan, -1, 101, "0.7"])
+def test_an_allowance_that_would_make_nonsense_is_refused(allowance: Any) -> None:
+    with pytest.raises(PhraseError, match=r"allowance=.*: give numbers from 0 to 100"):
+        PhraseDecoder([*COMMANDS, OTHERS], LETTERS, FRAME_S, allowance)
 
 
 def test_hot_words_are_refused() -> None:
