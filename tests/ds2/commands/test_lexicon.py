@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ds2.cli import main
 from ds2.config.schema import AlphabetConfig
+from ds2.model import shipped
 from ds2.text.alphabet import Alphabet
 from ds2.text.pronunciations import read_pronunciations
 
@@ -118,15 +120,34 @@ def test_missing_and_useless_files_are_refused(
         assert message in capsys.readouterr().err and not out.exists()
 
 
-def test_a_shipped_model_of_phones_is_a_dictionary(
-    text: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_a_model_of_phones_is_a_dictionary(
+    text: Path,
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    lexicon, small = text.with_name("words.txt"), text.parent / "models" / "small"
+    lexicon.write_text("cat K AE T\nat AE T\ntact T AE K T\na AH\na(2) EY\n", encoding="utf-8")
+    small.mkdir(parents=True)
+    (small / "card.json").touch()
+    make_model(f"alphabet.lexicon={lexicon}").rename(small / "best.safetensors")
+    monkeypatch.setattr(shipped, "FOLDER", small.parent)
+    text.write_text("at tac\n", encoding="utf-8")
+    out = text.parent / "lexicon.txt"
+    assert main(["data", "lexicon", str(out), "--dictionary", "small", "--words", str(text)]) == 0
+    assert "guessed: tac T AE K" in capsys.readouterr().out
+    assert "at AE T" in out.read_text(encoding="utf-8")
+    assert "has these phones of the model, which a network trained with it cannot write: AH EY" in caplog.text
+    caplog.clear()
+    assert main(["data", "lexicon", str(out), "--dictionary", "small"]) == 0
+    assert "phones of the model" not in caplog.text
+
+
+@pytest.mark.slow
+def test_english_is_a_dictionary(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text.write_text("hello pegrenne\n", encoding="utf-8")
     out = text.parent / "lexicon.txt"
     assert main(["data", "lexicon", str(out), "--dictionary", "english", "--words", str(text)]) == 0
     assert "guessed: pegrenne" in capsys.readouterr().out
     assert "hello HH" in out.read_text(encoding="utf-8")
-    assert "has these phones of the model, which a network trained with it cannot write: AA AE" in caplog.text
-    caplog.clear()
-    assert main(["data", "lexicon", str(out), "--dictionary", "english"]) == 0
-    assert "phones of the model" not in caplog.text
