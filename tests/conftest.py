@@ -125,6 +125,14 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
     monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache{next(_CACHES)}"))
 
 
+@pytest.fixture
+def cache_of_english(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expand the language model of English, which takes seconds, once for all tests and workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    monkeypatch.setenv("DS2_CACHE_DIR", str(folder / "cache_of_english"))
+
+
 @pytest.fixture(scope="session")
 def tone_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A manifest of ten utterances of two to five letters."""

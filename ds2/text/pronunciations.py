@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import re
 import sys
 import zlib
@@ -53,6 +54,7 @@ class Pronunciations:
         return base64.b64encode(zlib.compress("\n".join(self.lines()).encode(), 9)).decode()
 
     @classmethod
+    @functools.lru_cache(maxsize=1)  # a model that is loaded again shares them: English's take half a second
     def unpacked(cls, packed: str) -> Pronunciations:
         """Undo `packed`.
 

@@ -37,6 +37,7 @@ def run_folder(tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: 
     return tmp_path
 
 
+@pytest.mark.usefixtures("cache_of_english")
 def test_a_file_as_in_the_readme(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = shown("README.md")
     short = code.replace('"model=rnn_small"', '"model=rnn_small", "model.hidden=32", "device=cpu", "train.max_steps=1"')

@@ -18,7 +18,12 @@ from ds2.config.convert import config_from_dict, config_to_dict, save_config
 from ds2.config.schema import AugmentConfig, Config, ConfigError
 
 RECIPES = sorted(p.stem for p in (config_dir() / "recipe").glob("*.yaml"))
-GROUPS = [(p.parent.name, p.stem) for p in sorted(config_dir().glob("*/*.yaml")) if p.parent.name != "recipe"]
+# Models are composed in tests/end_to_end/test_presets.py, recipes below.
+GROUPS = [
+    (path.parent.name, path.stem)
+    for path in sorted(config_dir().glob("*/*.yaml"))
+    if path.parent.name not in ("recipe", "model")
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

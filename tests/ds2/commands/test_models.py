@@ -27,12 +27,7 @@ from tests.ds2.commands.test_listen import fake
 
 MAX_BYTES = 15_000_000
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _one_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expand the language model once for all tests."""
-    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache_of_shipped_models"))
+pytestmark = pytest.mark.usefixtures("cache_of_english")
 
 
 @pytest.mark.parametrize("name", shipped.names())
