@@ -92,15 +92,19 @@ struct Fragments {
 };
 template <class Of, class B>
 void multiply(Of lane_of, int columns, B b) {
-    float a[16][16];
+    float a[16][16], column[16];
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 8; i++)
             a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] = element(lane_of(lane).a[i / 2], i % 2);
-    for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < columns / 2; i++) {
-            const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-            for (int k = 0; k < 16; k++) lane_of(lane).c[i] += a[row][k] * b(column, k);
+    for (int n = 0; n < columns; n++) {
+        for (int k = 0; k < 16; k++) column[k] = b(n, k);
+        for (int row = 0; row < 16; row++) {
+            float& c = lane_of(row % 8 * 4 + n % 8 / 2).c[n / 8 * 4 + row / 8 * 2 + n % 2];
+            float sum = c;
+            for (int k = 0; k < 16; k++) sum += a[row][k] * column[k];
+            c = sum;
         }
+    }
 }
 
 }  // namespace chip
