@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.launch import tool
+from support.launch import started, tool
+from support.paths import ROOT
 
 from ds2.system.machine import usable_cores
 
@@ -14,12 +17,20 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available() or usable_cores() < 2, reason="two ranks need two cores and no GPU"),
 ]
+# The demo with a corpus of few utterances: to make all takes longer than the rest.
+SMALL = (
+    "import sys, demo; from ds2.data.corpora import synthetic;"
+    "synthetic.UTTERANCES.update(train=4, dev=4, test=4); sys.exit(demo.main())"
+)
 
 
 def test_the_demo_trains_on_two_ranks_and_evaluates(tiny_overrides: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run = tool("demo", "--run-dir", str(run_dir), *tiny_overrides, f"run_dir={run_dir}", "train.epochs=1")
+    words = [sys.executable, "-c", SMALL, "--run-dir", str(run_dir), *tiny_overrides, "train.epochs=1"]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "ops", ROOT / "tools")))
+    run = started(words, {"PYTHONPATH": paths})
     assert run.returncode == 0, run.stdout
+    assert len(list(tmp_path.glob("work/**/train-*.wav"))) == 4
     assert "2 ranks over gloo" in run.stdout and run.stdout.count("epoch 1: dev WER") == 1
     assert (run_dir / "ranks" / "rank-0001.log").is_file()
     assert "demo: finished in" in run.stdout and (run_dir / "best.safetensors").is_file()

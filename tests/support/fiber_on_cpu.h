@@ -3,28 +3,29 @@
 
 #include <ucontext.h>
 
-#include <csetjmp>
 #include <cstddef>
 
 namespace fiber {
 
-// Entered once through a ucontext_t, then left and resumed through _setjmp and _longjmp, which unlike swapcontext save no
-// signal mask and thus need no system call: emulated warps switch some hundred million times.
+// Entered once through a ucontext_t, then left and resumed through the compiler's own setjmp and longjmp: emulated warps
+// switch some hundred million times. swapcontext saves a signal mask by a system call, and those of libc more than is used.
 struct Fiber {
     ucontext_t start;
-    std::jmp_buf here;
+    void* here[5];
     bool started = false;
 };
 
-inline std::jmp_buf resumer;
+inline void* resumer[5];
 inline ucontext_t origin;
 
-inline void pause(Fiber& fiber) {
-    if (_setjmp(fiber.here) == 0) _longjmp(resumer, 1);
+// A function of its own, as the compiler demands.
+[[gnu::noinline, noreturn]] inline void jump(void** to) { __builtin_longjmp(to, 1); }
+[[gnu::noinline]] inline void pause(Fiber& fiber) {
+    if (__builtin_setjmp(fiber.here) == 0) jump(resumer);
 }
-inline void resume(Fiber& fiber) {
-    if (_setjmp(resumer) != 0) return;
-    if (fiber.started) _longjmp(fiber.here, 1);
+[[gnu::noinline]] inline void resume(Fiber& fiber) {
+    if (__builtin_setjmp(resumer) != 0) return;
+    if (fiber.started) jump(fiber.here);
     fiber.started = true;
     swapcontext(&origin, &fiber.start);
 }

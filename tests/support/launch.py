@@ -19,7 +19,7 @@ TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy 
 
 def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run `script` of this folder on so many ranks of this host; standard error is joined to standard output."""
-    return _run([*mpirun_command(ranks, *options), str(SUPPORT / script), *arguments], AS_ROOT)
+    return started([*mpirun_command(ranks, *options), str(SUPPORT / script), *arguments], AS_ROOT)
 
 
 def mpirun_command(ranks: int, *options: str) -> list[str]:
@@ -33,7 +33,7 @@ def tool(name: str, *arguments: str, hash_seed: str = "random") -> subprocess.Co
     """Run tools/NAME.py in a process of its own; standard error is joined to standard output."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
     command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *arguments]
-    return _run(command, {"PYTHONPATH": path, "PYTHONHASHSEED": hash_seed}, timeout_s=None)
+    return started(command, {"PYTHONPATH": path, "PYTHONHASHSEED": hash_seed}, timeout_s=None)
 
 
 def torchrun(
@@ -42,12 +42,13 @@ def torchrun(
     """The same under torchrun, on a port of its own; it ends with 1 whatever status its ranks had."""
     alone = () if options else ("--standalone",)
     command = [sys.executable, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks), *options]
-    return _run([*command, str(SUPPORT / script), *arguments], {})
+    return started([*command, str(SUPPORT / script), *arguments], {})
 
 
-def _run(
+def started(
     command: list[str], environment: dict[str, str], timeout_s: float | None = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
+    """Run a command with further variables; standard error is joined to standard output."""
     return subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=timeout_s, check=False,
