@@ -16,6 +16,7 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 from support.kernel_on_cpu import CSRC
@@ -56,8 +57,7 @@ class Protocol:
     arrives_late: bool = True
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """A state of everything: words in memory, stores under way, what warps have read or been given early."""
 
     memory: tuple[tuple[int, ...], ...]
@@ -82,12 +82,12 @@ class Wrong(Exception):
 def steps(rules: Protocol, now: Machine) -> Iterator[Machine]:
     """Every machine that may come next; polls that find nothing change nothing."""
     if not now.begun and not (rules.arrives_late and any(now.emptying)):
-        yield replace(now, begun=True)
+        yield now._replace(begun=True)
     for cluster in CLUSTERS:
         for slot in now.emptying[cluster]:
             words = put(now.memory[1 - cluster], slot, EMPTY)
             left = put(now.emptying, cluster, now.emptying[cluster] - {slot})
-            yield replace(now, memory=put(now.memory, 1 - cluster, words), emptying=left)
+            yield now._replace(memory=put(now.memory, 1 - cluster, words), emptying=left)
         yield from _stores_land(now, cluster)
         yield from _publish(rules, now, cluster)
     for warp, (_, other) in enumerate(WARPS):
@@ -97,14 +97,14 @@ def steps(rules: Protocol, now: Machine) -> Iterator[Machine]:
         value = given.get(state, now.memory[other][state % rules.slots])
         if value == state:
             kept = tuple(item for item in now.early[warp] if item[0] != state)
-            yield replace(now, reading=put(now.reading, warp, state + 1), early=put(now.early, warp, kept))
+            yield now._replace(reading=put(now.reading, warp, state + 1), early=put(now.early, warp, kept))
         elif value != EMPTY:
             raise Wrong(f"a warp that polls for state {state} takes a word of state {value}")
         for later in _may_load(rules, state):
             found = now.memory[other][later % rules.slots]
             if found != EMPTY and later not in given:
                 loaded = tuple(sorted((*now.early[warp], (later, found))))
-                yield replace(now, early=put(now.early, warp, loaded))
+                yield now._replace(early=put(now.early, warp, loaded))
 
 
 def _stores_land(now: Machine, cluster: int) -> Iterator[Machine]:
@@ -115,7 +115,7 @@ def _stores_land(now: Machine, cluster: int) -> Iterator[Machine]:
             left = (*now.stores[cluster][:place], *now.stores[cluster][place + 1 :])
             words = put(now.memory[cluster], slot, value)
             after = put(now.stores, cluster, sorted_by_slot(left))
-            yield replace(now, memory=put(now.memory, cluster, words), stores=after)
+            yield now._replace(memory=put(now.memory, cluster, words), stores=after)
 
 
 def sorted_by_slot(stores: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -129,7 +129,7 @@ def _publish(rules: Protocol, now: Machine, cluster: int) -> Iterator[Machine]:
         return
     if now.fencing[cluster]:
         if not now.stores[cluster]:
-            yield replace(now, fencing=put(now.fencing, cluster, False))
+            yield now._replace(fencing=put(now.fencing, cluster, False))
         return
     own = [now.reading[warp] for warp, (of, _) in enumerate(WARPS) if of == cluster]
     ready = own if rules.consumes else own[:1]
@@ -138,8 +138,7 @@ def _publish(rules: Protocol, now: Machine, cluster: int) -> Iterator[Machine]:
     stores = [*now.stores[cluster], (state % rules.slots, state)]
     stores.append(((state - rules.kept) % rules.slots, EMPTY))
     fences = state % rules.every == rules.every - 1
-    yield replace(
-        now,
+    yield now._replace(
         stores=put(now.stores, cluster, sorted_by_slot(tuple(stores))),
         next_state=put(now.next_state, cluster, state + 1),
         fencing=put(now.fencing, cluster, fences and rules.writer_fences),
