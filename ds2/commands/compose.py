@@ -243,6 +243,15 @@ def read_config(
         CheckpointError: `checkpoint.init_from` is no model.
     """
     config = to_config(composed)
+    for key, _, value in (override.partition("=") for override in overrides):
+        if (
+            is_free_form(key)
+            and key.count(".") == 1
+            and value == "{}"
+            and sum(other.startswith(key) for other in overrides) == 1
+        ):
+            section, name = key.split(".")  # Hydra adds the entries of a mapping to those of the recipe
+            setattr(getattr(config, section), name, {})
     if run_dir is not None:
         config.run_dir = str(run_dir)
     if not config.run_dir:

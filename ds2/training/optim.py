@@ -88,8 +88,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def selects(key: str, name: str) -> bool:
-    """Return whether a weight's dotted name starts or ends with the parts of `key`, which has dots between them too."""
-    return f".{name}.".startswith(f".{key}.") or f".{name}.".endswith(f".{key}.")
+    """Return whether a weight's dotted name starts or ends with the parts of `key`, which has dots between them too.
+
+    The weights of cells with gates have names of torch.nn, such as weight_hh_l0; weight_hh selects them too.
+    """
+    names = {name, name.replace("_l0", "")}
+    return any(f".{n}.".startswith(f".{key}.") or f".{n}.".endswith(f".{key}.") for n in names)
 
 
 def longest_key(name: str, keys: Iterable[str]) -> str | None:

@@ -278,6 +278,11 @@ def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) ->
 
 
 def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
+    recipe = compose_config(["recipe=an4", "data.corpus=x"])
+    assert (
+        recipe.optim.layer_rates
+        and not compose_config(["recipe=an4", "data.corpus=x", "optim.layer_rates={}"]).optim.layer_rates
+    )
     config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])
     assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}
 

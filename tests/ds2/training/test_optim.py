@@ -160,13 +160,14 @@ def test_each_group_keeps_its_own_rate(device: str) -> None:
 def test_layer_rates_select_weights_by_start_or_end_of_their_names() -> None:
     layers = nn.ModuleList([nn.RNN(2, 2), nn.RNN(2, 2)])
     model = nn.ModuleDict({"layers": layers, "weight": nn.Linear(2, 2)})
-    rates = {"weight_hh_l0": 0.5, "layers.1": 0.25, "weight.bias": 2.0}
+    rates = {"weight_hh_l0": 0.5, "layers.1": 0.25, "weight.bias": 2.0, "bias_hh": 3.0}  # as of cells without gates
     optimizer = make_optimizer(model, OptimConfig(layer_rates=rates))
     factors = {id(p): group["rate_factor"] for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: factors[id(parameter)] for name, parameter in model.named_parameters()}
     assert by_name["layers.0.weight_hh_l0"] == 0.5 and by_name["layers.0.weight_ih_l0"] == 1
     assert by_name["layers.1.weight_ih_l0"] == 0.25
     assert by_name["layers.1.weight_hh_l0"] == 0.5  # the longer name wins
+    assert by_name["layers.0.bias_hh_l0"] == 3 and by_name["layers.0.bias_ih_l0"] == 1
     assert by_name["weight.bias"] == 2 and by_name["weight.weight"] == 1
     with pytest.raises(ConfigError, match="no weight's name starts or ends so"):
         make_optimizer(model, OptimConfig(layer_rates={"hh_l0": 0.5}))  # parts count, not letters
