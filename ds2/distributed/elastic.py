@@ -29,11 +29,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
-from ds2.distributed.communicator import DisagreementError, OrderedCommunicator
+from ds2.distributed.communicator import DisagreementError, OrderedCommunicator, Pending
 from ds2.distributed.launcher import Launched
+from ds2.distributed.nccl import NcclError, NcclSums, why_no_nccl
 from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import STREAMS, TcpGroup, alone
 from ds2.distributed.watchdog import SILENT_S
@@ -549,8 +551,9 @@ class Members:
 class ElasticCommunicator(OrderedCommunicator):
     """Sums over ranks that come and go. A process is alone until its first `regroup`.
 
-    Gradients of GPUs go through page-locked host memory as everything else does, so that a transfer that fails leaves
-    nothing on a GPU that waits: no kernel of NCCL, and no mailbox in the memory of a rank that is gone.
+    Where each rank of a view has a GPU of its own, gradients and statistics are summed by NCCL. When a rank is lost, a
+    kernel of NCCL waits for it until it is aborted, ends with wrong values then, and may have sent them to other ranks.
+    So a step changes no weight before all ranks have confirmed its sums. Elsewhere sums go through host memory.
 
     Args:
         config: how many ranks there may be, and how long they wait.
@@ -564,8 +567,11 @@ class ElasticCommunicator(OrderedCommunicator):
         self.members = Members(run_dir / "members", config)
         self._facts: dict[str, str] = {}
         self._looked_s = 0.0
+        self._nccl: NcclSums | None = None  # of the view
+        self._why_no_nccl = ""  # why this process tries no NCCL any more
         try:
             super().__init__(alone(platform.node()), self.members.take_device(device), config.timeout_s)
+            self._on_the_host = self.name, self.path
         except BaseException:
             self.members.close()
             raise
@@ -652,10 +658,73 @@ class ElasticCommunicator(OrderedCommunicator):
             raise
         self._use(group)
         self.barrier()
+        self._choose_path()
         return view
+
+    def _choose_path(self) -> None:
+        """Connect the GPUs of a view by NCCL where that is possible on all ranks.
+
+        Raises:
+            LostRankError: a rank was lost meanwhile.
+        """
+        self.name, self.path = self._on_the_host
+        if self.world == 1 or self.device.type != "cuda":
+            return
+        reason = self.group.first_nonempty(self._why_no_nccl) or why_no_nccl(self.group, self.device)
+        if not reason:
+            try:
+                sums = self._nccl = NcclSums(self)
+                self._tcp.on_loss = sums.abort
+            except NcclError as error:
+                reason = f"rank {self.rank} on {self.host}: {error}"
+            reason = self._why_no_nccl = self.group.first_nonempty(reason)  # LostRankError if that was the reason
+            if reason:
+                self._end_nccl()
+        if self._nccl is not None:
+            self.name, self.path, self.confirms = NcclSums.name, NcclSums.path, True
+        if self.rank == 0:
+            log.info("gradients travel %s%s", self.path, f", not over nccl: {reason}" if reason else "")
+
+    def _end_nccl(self) -> None:
+        if self._nccl is not None:
+            self._nccl.abort()
+        self._nccl, self.confirms = None, False
+
+    def confirm_sums(self) -> None:
+        if self._nccl is not None:
+            self.barrier()
+
+    def sum_(self, tensor: Tensor) -> None:
+        if self._nccl is None or not tensor.is_cuda:
+            super().sum_(tensor)
+            return
+        with self._nccl_without_lost_ranks():
+            self._nccl.sum_(tensor)
+
+    def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
+        if self._nccl is None:
+            return super().start_sum(tensor, overlapped=overlapped)
+        with self._nccl_without_lost_ranks():
+            return self._nccl.start(tensor, overlapped=overlapped)
+
+    @contextmanager
+    def _nccl_without_lost_ranks(self) -> Iterator[None]:
+        """Raise LostRankError where a call of NCCL in the block fails; the next view is without it unless a rank was
+        lost."""
+        self.check()
+        try:
+            yield
+        except NcclError as error:
+            until_s = time.monotonic() + _BEAT_S
+            while not self._tcp.lost and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+            if not self._tcp.lost:
+                self._why_no_nccl = f"rank {self.rank} on {self.host}: {error}"
+            raise LostRankError(self._tcp.reason or str(error)) from error
 
     def _leave_group(self) -> None:
         self._progress_thread.stop()
+        self._end_nccl()
         self.watchdog.drop()
         self.group.close()
 
@@ -668,8 +737,10 @@ class ElasticCommunicator(OrderedCommunicator):
         self._progress_thread.stop()
         try:
             self.barrier()
+            self._end_nccl()
             self.watchdog.stop()
         except LostRankError:  # all work is done
+            self._end_nccl()
             self.watchdog.drop()
         self.group.close()
         self.members.close()

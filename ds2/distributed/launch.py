@@ -21,6 +21,7 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.distributed.communicator import Communicator, OrderedCommunicator, program
 from ds2.distributed.launcher import Launched, check_variables, launched, yield_to_rank_0
+from ds2.distributed.nccl import NcclCommunicator, why_no_nccl
 from ds2.distributed.process_group import ProcessGroup
 from ds2.system import UserError
 from ds2.system.machine import usable_cores
@@ -122,29 +123,13 @@ def _choose(config: CommConfig, device: str, group: ProcessGroup) -> tuple[Commu
     own = resolve_device(device, group.local_rank)
     if config.backend == group.name:
         return OrderedCommunicator(group, own, config.timeout_s), f"comm={group.name}"
-    obstacle = group.first_nonempty(_why_no_nccl(own, shared=group.any_gpu_shared(own)))
+    obstacle = why_no_nccl(group, own)
     if config.backend == "auto" and obstacle:
         return OrderedCommunicator(group, own, config.timeout_s), f"comm=auto: no NCCL, {obstacle}"
     if obstacle:
         raise ConfigError(f"comm=nccl cannot work here: {obstacle}; use comm={group.name} or comm=auto")
-    from ds2.distributed.nccl import NcclCommunicator
-
     reason = "comm=nccl" if config.backend == "nccl" else "comm=auto: every rank has a GPU of its own"
     return NcclCommunicator(group, own, config.timeout_s), reason
-
-
-def _why_no_nccl(device: torch.device, *, shared: bool) -> str:
-    if device.type != "cuda":
-        return f"a rank runs on {device}"
-    if shared:
-        return "two ranks share a GPU"
-    from ds2.distributed.nccl import load_library
-
-    try:
-        load_library()
-    except OSError as error:
-        return f"libnccl.so.2 cannot be loaded ({error})"
-    return ""
 
 
 def share_cores(comm: Communicator) -> None:

@@ -1,6 +1,6 @@
-"""The NCCL communicator: sums between GPUs. The process group carries all other values, and the watchdog.
+"""Sums between GPUs by NCCL. The process group carries all other values, and the watchdog.
 
-Five functions of NCCL are called by ctypes: the maintained binding nccl4py is at version 0.6, without a stable
+Six functions of NCCL are called by ctypes: the maintained binding nccl4py is at version 0.6, without a stable
 interface yet, and the NCCL groups of torch.distributed bring streams and a watchdog of their own.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -19,7 +20,7 @@ from ds2_ops.peers import MAX_RANKS, Mailbox, PeerExchange, PeerSum, exchange_by
 from torch import Tensor
 
 from ds2.distributed.communicator import Communicator, GroupCommunicator, Moment, Pending
-from ds2.distributed.process_group import ProcessGroup
+from ds2.distributed.process_group import LostRankError, ProcessGroup
 from ds2.system import UserError
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ _BLOCKS = 32  # of a sum of gradients
 # eight groups of multiprocessors that a cluster of 16 needs one of.
 _OVERLAPPED_BLOCKS = 8
 _MAGIC, _UNSET = 0xCAFEBEEF, -(2**31)  # NCCL_API_MAGIC, NCCL_CONFIG_UNDEF_INT
+_POLL_S = 0.02
+_CALL_S = 1.0  # a call of NCCL takes microseconds, unless it waits for a GPU whose queue a broken sum has filled
 
 
 class NcclError(UserError):
@@ -69,8 +72,20 @@ def load_library() -> Any:
     library.ncclAllReduce.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
     ]  # fmt: skip
-    library.ncclCommDestroy.argtypes = [ctypes.c_void_p]
+    library.ncclCommDestroy.argtypes = library.ncclCommAbort.argtypes = [ctypes.c_void_p]
     return library
+
+
+def why_no_nccl(group: ProcessGroup, device: torch.device) -> str:
+    """Return why the ranks of a group cannot sum by NCCL, or ''; all ranks make this call together."""
+    reason = "" if device.type == "cuda" else f"a rank runs on {device}"
+    if not reason:
+        try:
+            load_library()
+        except OSError as error:
+            reason = f"libnccl.so.2 cannot be loaded ({error})"
+    shared = group.any_gpu_shared(device)
+    return group.first_nonempty(reason or ("two ranks share a GPU" if shared else ""))
 
 
 class PeerMemory:
@@ -155,37 +170,61 @@ class PeerMemory:
         self._mailboxes, self._sum = [], None
 
 
-class NcclCommunicator(GroupCommunicator):
-    """Ranks with one GPU each.
+class NcclSums:
+    """Sums over the ranks of a communicator, each of which has a GPU of its own.
 
-    Gradients go through NCCL on a stream of their own. Small sums go through mapped memory if all ranks share a host,
-    else through another NCCL communicator. NCCL's order of additions depends only on the number of ranks, the topology
-    and the buffer size.
+    NCCL's order of additions depends only on the number of ranks, the topology and the buffer size. All ranks make all
+    calls but `abort` together.
+
+    Args:
+        comm: the ranks.
+
+    Raises:
+        NcclError: NCCL cannot connect them.
+        LostRankError: a rank was lost meanwhile.
     """
 
     name = "nccl"
     path = "between GPUs over nccl"
 
-    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        super().__init__(group, device, timeout_s)
-        self._library = load_library()
-        self._gradients, self._statistics = self._open(_BLOCKS), self._open(1)
+    def __init__(self, comm: GroupCommunicator) -> None:
+        self._library, self._device = load_library(), comm.device
+        self._calling, self._ending = threading.Lock(), threading.Lock()
+        self._aborted = False
         # With more than two ranks, the order of additions depends on the number of blocks.
-        self._overlapped = self._open(_OVERLAPPED_BLOCKS) if self.world == 2 else self._gradients
-        self._peers = PeerMemory(self)
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        blocks = [_BLOCKS, 1, *([_OVERLAPPED_BLOCKS] if comm.world == 2 else [])]
+        self._opened = self._open(comm, blocks)
+        self._gradients, self._statistics = self._opened[:2]
+        self._overlapped = self._opened[2] if comm.world == 2 else self._gradients
+        self.stream = torch.cuda.Stream(comm.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def _open(self, blocks: int) -> ctypes.c_void_p:
-        """Open an NCCL communicator whose kernels use at most `blocks` blocks, of one multiprocessor each."""
-        identifier = _UniqueId()
-        if self.rank == 0:
-            self._check(self._library.ncclGetUniqueId(ctypes.byref(identifier)))
-        identifier = _UniqueId.from_buffer_copy(self.broadcast(bytes(identifier)))
-        opened = ctypes.c_void_p()
-        config = _NcclConfig(ctypes.sizeof(_NcclConfig), _MAGIC, 21800, *[_UNSET] * 3, blocks, None, _UNSET)
-        call = self._library.ncclCommInitRankConfig
-        with self.status.waiting("ncclCommInitRankConfig"):
-            self._check(call(ctypes.byref(opened), self.world, identifier, self.rank, ctypes.byref(config)))
+    def _open(self, comm: GroupCommunicator, blocks: Sequence[int]) -> list[ctypes.c_void_p]:
+        """Open communicators of NCCL whose kernels use at most so many blocks, of one multiprocessor each."""
+        identifiers = [_UniqueId() for _ in blocks]
+        if comm.rank == 0:
+            for identifier in identifiers:
+                self._check(self._library.ncclGetUniqueId(ctypes.byref(identifier)))
+        octets = comm.broadcast([bytes(identifier) for identifier in identifiers])
+        opened = [ctypes.c_void_p() for _ in blocks]
+        results: list[int] = []
+
+        def call() -> None:
+            torch.cuda.set_device(comm.device)
+            for one, count, octets_of_one in zip(opened, blocks, octets, strict=True):
+                identifier = _UniqueId.from_buffer_copy(octets_of_one)
+                config = _NcclConfig(ctypes.sizeof(_NcclConfig), _MAGIC, 21800, *[_UNSET] * 3, count, None, _UNSET)
+                arguments = ctypes.byref(one), comm.world, identifier, comm.rank, ctypes.byref(config)
+                results.append(self._library.ncclCommInitRankConfig(*arguments))
+
+        # In a thread of its own: the call waits for all ranks, also for one that is lost, and nothing can end it.
+        thread = threading.Thread(target=call, name="ds2-nccl", daemon=True)
+        with comm.status.waiting("ncclCommInitRankConfig"):
+            thread.start()
+            while thread.is_alive():
+                thread.join(_POLL_S)
+                comm.check()
+        for result in results:
+            self._check(result)
         return opened
 
     def _check(self, result: int) -> None:
@@ -197,43 +236,92 @@ class NcclCommunicator(GroupCommunicator):
 
     def _all_reduce(self, tensor: Tensor, opened: ctypes.c_void_p, stream: torch.cuda.Stream) -> None:
         pointer = tensor.data_ptr()
-        self._check(
-            self._library.ncclAllReduce(
+        with self._calling:
+            if self._aborted:
+                raise LostRankError("a rank was lost")
+            result = self._library.ncclAllReduce(
                 pointer, pointer, tensor.numel(), _TYPES[tensor.dtype], _SUM, opened, stream.cuda_stream
             )
-        )
+        self._check(result)
 
     def sum_(self, tensor: Tensor) -> None:
-        if tensor.is_cuda:
-            if self._peers.sum_chunks(tensor.detach().view(1, -1)) is None:  # else that one chunk has the sum
-                self._all_reduce(tensor.detach(), self._statistics, torch.cuda.current_stream(self.device))
-        else:
+        """Overwrite a small contiguous tensor on the GPU with its sum over ranks, on the current stream."""
+        self._all_reduce(tensor.detach(), self._statistics, torch.cuda.current_stream(self._device))
+
+    def start(self, tensor: Tensor, *, overlapped: bool) -> Pending:
+        """See `Communicator.start_sum`; the sum runs on `stream`."""
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        started.record(self.stream)
+        self._all_reduce(tensor.detach(), self._overlapped if overlapped else self._gradients, self.stream)
+        ended.record(self.stream)
+        return _StreamSum(self._device, started, ended)
+
+    def abort(self) -> None:
+        """End all sums, also those that wait for a lost rank; what they were to overwrite has any values then.
+
+        From any thread. Later sums raise LostRankError.
+        """
+        with self._ending:
+            if self._aborted:
+                return
+            self._aborted = True
+        # If a call waits for the GPU, the aborts let it return, long before memory that it uses is freed.
+        in_turn = self._calling.acquire(timeout=_CALL_S)
+        # All at once, and without waiting: each ends its kernels at once, but then looks a minute for a lost rank.
+        for opened in self._opened:
+            threading.Thread(target=self._abort_one, args=(opened,), name="ds2-abort", daemon=True).start()
+        if in_turn:
+            self._calling.release()
+
+    def _abort_one(self, opened: ctypes.c_void_p) -> None:
+        torch.cuda.set_device(self._device)
+        self._library.ncclCommAbort(opened)
+
+    def close(self) -> None:
+        """Free what NCCL holds; no sum runs any more."""
+        for opened in self._opened:
+            self._check(self._library.ncclCommDestroy(opened))
+
+
+class NcclCommunicator(GroupCommunicator):
+    """Ranks with one GPU each.
+
+    Gradients go through NCCL on a stream of their own. Small sums go through mapped memory if all ranks share a host,
+    else through another NCCL communicator.
+    """
+
+    name, path = NcclSums.name, NcclSums.path
+
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        super().__init__(group, device, timeout_s)
+        self._sums = NcclSums(self)
+        self._peers = PeerMemory(self)
+
+    def sum_(self, tensor: Tensor) -> None:
+        if not tensor.is_cuda:
             super().sum_(tensor)
+        elif self._peers.sum_chunks(tensor.detach().view(1, -1)) is None:  # else that one chunk has the sum
+            self._sums.sum_(tensor)
 
     def sum_chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
         total = self._peers.sum_chunks(chunks, own)
         return super().sum_chunks(chunks, own) if total is None else total
 
     def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        started.record(self._stream)
-        self._all_reduce(tensor.detach(), self._overlapped if overlapped else self._gradients, self._stream)
-        ended.record(self._stream)
-        return _StreamSum(self.device, started, ended)
+        return self._sums.start(tensor, overlapped=overlapped)
 
     def copy_sums(self, tensors: Sequence[Tensor]) -> list[Callable[[], Pending]] | None:
         exchanges = self._peers.exchanges([tensor.numel() for tensor in tensors])
         if exchanges is None or not all(map(PeerExchange.takes, tensors)):
             return None
         pairs = zip(exchanges, tensors, strict=True)
-        return [partial(_CopiedSum, exchange, tensor.detach(), self._stream) for exchange, tensor in pairs]
+        return [partial(_CopiedSum, exchange, tensor.detach(), self._sums.stream) for exchange, tensor in pairs]
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self._peers.close()
-        for opened in {id(o): o for o in (self._gradients, self._overlapped, self._statistics)}.values():
-            self._check(self._library.ncclCommDestroy(opened))
+        self._sums.close()
         super().close()
 
 

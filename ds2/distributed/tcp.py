@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -111,6 +111,7 @@ class TcpGroup(ProcessGroup):
 
     Attributes:
         lost: why ranks are gone, by rank; once it holds one, all transfers fail. Rank -1 stands for no single one.
+        on_loss: is called, in any thread, whenever a rank is lost.
     """
 
     name = "tcp"
@@ -120,6 +121,7 @@ class TcpGroup(ProcessGroup):
         self.rank, self.size, self.hosts = rank, len(hosts), list(hosts)
         self.local_rank = self.hosts[:rank].count(self.hosts[rank])
         self.lost: dict[int, str] = {}
+        self.on_loss: Callable[[], object] = lambda: None
         self._streams = [_Stream(self, stream) for stream in links]
         self._blocking, self._scatter, self._gather, self._reports = self._streams
 
@@ -131,6 +133,7 @@ class TcpGroup(ProcessGroup):
     def lose(self, rank: int, reason: str) -> None:
         """Let all transfers fail from now on, in all threads: a rank is gone."""
         self.lost.setdefault(rank, reason)
+        self.on_loss()
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(self._blocking.links, tensor)

@@ -140,6 +140,8 @@ def why_sums_are_launched(config: Config, comm: Communicator) -> str:
         return ""
     if comm.name != "nccl":
         return f"the ranks' sums go over {comm.name}, which cannot be recorded"
+    if comm.elastic:
+        return "ranks come and go, and what NCCL recorded cannot be ended while a rank is lost"
     hosts = len(set(comm.allgather(comm.host)))
     if hosts > 1 and not asked_for:
         return f"the ranks are on {hosts} hosts, where no recorded sum was tried (train.graphs=on records there too)"

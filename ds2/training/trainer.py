@@ -393,10 +393,11 @@ class Trainer:
         with self.timer.phase("optimizer"):
             counts = [*counts, self._step_s, *extra_counts()]
             report = StepReport(self.comm, [losses for _, losses in losses_of_batches], self.update.norm(), counts)
-            launched = self.update.ignores_nonfinite
+            launched = self.update.ignores_nonfinite and not self.comm.confirms
             if launched:
                 self.update(report.norm)
             numbers = report.read()
+            self.comm.confirm_sums()
             loss = self._add_to_progress(numbers, len(group), utterances)
             if not numbers.finite:
                 self._skip_step(losses_of_batches, loss)

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,6 +272,33 @@ def test_steps_are_prepared_anew_for_another_number_of_ranks(
     comm.close()
 
 
+class Breaking(Communicator):
+    """A process whose sums end with any values where `lost` is set, as NCCL's do when a rank is lost."""
+
+    confirms, lost = True, False
+
+    def confirm_sums(self) -> None:
+        if self.lost:
+            raise LostRankError("rank 1 was lost")
+
+
+def test_sums_that_not_all_ranks_confirm_change_no_weights(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.OptimizerStep, "ignores_nonfinite", True)  # as on a GPU
+    comm = Breaking(torch.device("cpu"))
+    rank = trainer.Trainer(tiny_config(), tmp_path / "run", comm)
+    plan = rank.plan()
+    batches = rank.epoch(plan)
+    for comm.lost in (False, True):
+        before = [parameter.detach().clone() for parameter in rank.model.parameters()]
+        progress = replace(rank.progress)
+        with pytest.raises(LostRankError) if comm.lost else nullcontext():
+            rank.step(batches, plan[:1])
+        changed = any(not torch.equal(a, b) for a, b in zip(before, rank.model.parameters(), strict=True))
+        assert changed is not comm.lost and (rank.progress == progress) is comm.lost
+
+
 def test_a_step_that_is_logged_again_and_again_keeps_the_ranks_that_took_it(tmp_path: Path) -> None:
     """Three ranks take step 55; then rank 0 is lost, and the next one before another step."""
     window = LogWindow(Progress())
@@ -392,9 +421,13 @@ def test_losses_of_ranks_that_share_a_gpu_are_those_of_unbroken_runs(
 @pytest.mark.two_gpus
 @needs_fork
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_losses_of_ranks_on_two_gpus_are_those_of_unbroken_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", ["4", "2"])  # two have a GPU each and sum by NCCL
+def test_losses_of_ranks_on_two_gpus_are_those_of_unbroken_runs(monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
     monkeypatch.setenv(*FORKED)
-    check_events(disturb(*GPU, "--ranks", "4"))
+    printed = disturb(*GPU, "--ranks", ranks)
+    check_events(printed)
+    (over_nccl,) = re.findall(r"(\d+) times ranks met whose gradients then travelled between GPUs over nccl", printed)
+    assert int(over_nccl) >= 2 * (ranks == "2")
 
 
 def wait_for(condition: Callable[[], Any], jobs: list[subprocess.Popen[str]]) -> None:

@@ -2,6 +2,7 @@
 
     python tools/fuzz.py ranks --runs 5 --seed 1
     python tools/fuzz.py ranks --runs 5 --device cuda --settings train.graphs=off      ranks share GPUs
+    python tools/fuzz.py ranks --runs 5 --device cuda --ranks 2                        two GPUs: sums by NCCL
 
 Each run trains with 1 to 4 ranks that come and go (comm.max_ranks). In each, rank 0 and another rank are killed, one is
 stopped and one joins; what else happens is drawn. With even seeds all ranks write a part of each state. The log says
@@ -48,6 +49,7 @@ from fuzzing.seeds import Fault
 from local_ranks import variables_of_ranks
 
 from ds2.commands.compose import compose_config
+from ds2.distributed.nccl import NcclSums
 from ds2.system.files import read_log
 from ds2.training.loop import train
 from ds2.training.trainer import Trainer
@@ -90,6 +92,7 @@ class RunCounts:
     events: Counter[str] = field(default_factory=Counter)
     of_ranks: int = 0
     equal: int = 0
+    over_nccl: int = 0  # views of ranks that summed between GPUs
     recovered_s: list[float] = field(default_factory=list)  # from a kill to the line of the ranks that went on
     paused_s: list[tuple[str, float]] = field(default_factory=list)  # see `pauses_s`
     faults: list[str] = field(default_factory=list)
@@ -141,6 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{len(pauses)} series of losses of ranks that were {how}; from the last loss to the next step: median "
             f"{statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s"
         )
+    if options.device == "cuda":
+        print(f"{count.over_nccl} times ranks met whose gradients then travelled {NcclSums.path}")
     print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
     print(f"commit {options.commit}", *(f"- {fault}" for fault in count.faults), sep="\n")
     return 1 if count.faults else 0
@@ -216,6 +221,7 @@ def disturbed(
         if not events:
             slow.unlink()
     count.paused_s += pauses_s(folder / "broken", strikes)
+    count.over_nccl += output.read_text(errors="replace").count(f"travel {NcclSums.path}\n")
     killed = {strike.process: strike.at_s for strike in strikes if strike.kind == "kill"}
     count.recovered_s += recovered_s(folder / "broken", killed)
 

@@ -17,15 +17,19 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from support.paths import ROOT
 
 from ds2.config.schema import CommConfig
-from ds2.distributed import elastic
-from ds2.distributed.elastic import JOINER, Members, View
+from ds2.distributed import elastic, nccl
+from ds2.distributed.elastic import JOINER, ElasticCommunicator, Members, View
+from ds2.distributed.nccl import NcclError, NcclSums
 from ds2.distributed.process_group import LostRankError
+from ds2.distributed.tcp import alone
 from ds2.system import UserError
 from ds2.system.signals import Stopped
 
@@ -337,3 +341,80 @@ def test_a_process_is_superseded_by_a_view_without_it_and_not_by_one_that_it_has
             assert members.superseded() is superseded
     finally:
         members.close()
+
+
+class OnGpu(ElasticCommunicator):
+    """A rank of two on a GPU, with the reasons against NCCL that another rank gives, one for each question."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.device, self.rank, self.world, self.host = torch.device("cuda", 0), 0, 2, "here"
+        self._on_the_host, self._nccl, self._why_no_nccl = ("tcp", "through host memory over tcp"), None, ""
+        self.group: Any = alone("here")
+        self.group.hosts = ["here", "there"]
+        self.group.any_gpu_shared = lambda device: False
+        self.group.first_nonempty = lambda own: own or reasons.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "failure", "logged"),
+    [
+        (["", "", ""], None, ""),
+        (["rank 1 on there: NCCL: it failed before"], None, "rank 1 on there: NCCL: it failed before"),
+        (["", "a rank runs on cpu"], None, "a rank runs on cpu"),
+        (["", "", "rank 1 on there: NCCL: a"], None, "rank 1 on there: NCCL: a"),
+        (["", ""], NcclError("NCCL: b"), "rank 0 on here: NCCL: b"),
+    ],
+)
+def test_all_ranks_of_a_view_sum_by_nccl_or_none(
+    reasons: list[str],
+    failure: Exception | None,
+    logged: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sums = Mock(spec=NcclSums)
+    opening = Mock(side_effect=failure, return_value=sums, path=NcclSums.path)
+    monkeypatch.setattr(nccl, "load_library", Mock())
+    monkeypatch.setattr(elastic, "NcclSums", opening)
+    comm = OnGpu(reasons)
+    with caplog.at_level("INFO"):
+        comm._choose_path()
+    assert not reasons  # every rank asks as often
+    path = "through host memory over tcp" if logged else NcclSums.path
+    assert comm.path == path and f"gradients travel {path}" in caplog.text and logged in caplog.text
+    assert comm.confirms is not bool(logged)
+    assert sums.abort.called == (opening.called and failure is None and bool(logged))
+    assert comm._why_no_nccl == (logged if "NCCL" in logged and opening.called else "")
+
+
+def test_a_lost_rank_ends_the_sums_and_no_later_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = Mock(spec=NcclSums)
+    monkeypatch.setattr(nccl, "load_library", Mock())
+    monkeypatch.setattr(elastic, "NcclSums", Mock(return_value=sums, path=NcclSums.path))
+    comm = OnGpu(["", "", ""])
+    comm._choose_path()
+    comm.group.lose(1, "was killed")
+    sums.abort.assert_called_once_with()
+    with pytest.raises(LostRankError, match="rank 1 on there was killed"):
+        comm.start_sum(torch.zeros(1))
+    sums.start.assert_not_called()
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_call_of_nccl_that_fails_is_a_lost_rank_and_the_next_view_is_without_nccl_unless_one_was_lost(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "load_library", Mock())
+    monkeypatch.setattr(elastic, "_BEAT_S", 0.1)
+    comm = OnGpu(["", "", ""])
+
+    def start(tensor: torch.Tensor, *, overlapped: bool) -> None:
+        if lost:
+            comm.group.lose(1, "was killed")
+        raise NcclError("NCCL: remote process exited")
+
+    monkeypatch.setattr(elastic, "NcclSums", Mock(return_value=Mock(spec=NcclSums, start=start), path=NcclSums.path))
+    comm._choose_path()
+    with pytest.raises(LostRankError, match="rank 1 on there was killed" if lost else "remote process exited"):
+        comm.start_sum(torch.zeros(1))
+    assert bool(comm._why_no_nccl) is not lost

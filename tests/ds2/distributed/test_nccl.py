@@ -1,10 +1,12 @@
-"""Mailboxes of ranks: all have them or none; between two GPUs the bits of NCCL, launched and recorded."""
+"""Mailboxes of ranks: all have them or none; sums that are aborted; two GPUs give the bits of NCCL."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from support.launch import torchrun
 
 from ds2.distributed import nccl
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.nccl import PeerMemory
+from ds2.distributed.nccl import NcclSums, PeerMemory
+from ds2.distributed.process_group import LostRankError
 
 
 class Ranks(Communicator):
@@ -116,6 +119,51 @@ class Sum(nccl.PeerSum):
     def __call__(self, chunks: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
         self._summed.append(chunks.numel())
         return chunks
+
+
+class Library:
+    """NCCL whose communicators are numbers: a sum takes until one is aborted, an abort until `lost` is set."""
+
+    def __init__(self) -> None:
+        self.summing, self.aborted, self.lost = threading.Event(), dict[int, threading.Event](), threading.Event()
+        self.ended = 0
+
+    def ncclAllReduce(self, *arguments: Any) -> int:
+        self.summing.set()
+        return 0 if self.aborted[arguments[5]].wait(60) else 6
+
+    def ncclCommAbort(self, opened: int) -> None:
+        self.aborted[opened].set()
+        self.lost.wait(60)
+        self.ended += 1
+
+
+def sums_of(library: Library, monkeypatch: pytest.MonkeyPatch) -> NcclSums:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(nccl, "_CALL_S", 0.05)
+    sums: Any = NcclSums.__new__(NcclSums)
+    sums._library, sums._device, sums._opened = library, torch.device("cuda", 0), [1, 2, 3]
+    sums._calling, sums._ending, sums._aborted = threading.Lock(), threading.Lock(), False
+    library.aborted = {opened: threading.Event() for opened in sums._opened}
+    return sums
+
+
+def test_an_abort_ends_the_sums_of_all_communicators_although_each_looks_long_for_the_lost_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Library()
+    sums = sums_of(library, monkeypatch)
+    call = threading.Thread(target=sums._all_reduce, args=(torch.zeros(3), 2, Mock()))
+    call.start()  # it waits for the GPU, as where the queue of a stream is full
+    assert library.summing.wait(60)
+    for _ in range(2):
+        sums.abort()
+    call.join(60)
+    assert not call.is_alive()
+    assert all(aborted.wait(60) for aborted in library.aborted.values()) and not library.ended
+    library.lost.set()
+    with pytest.raises(LostRankError):
+        sums._all_reduce(torch.zeros(3), cast(Any, 1), Mock())
 
 
 @pytest.mark.gpu
