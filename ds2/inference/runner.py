@@ -219,10 +219,9 @@ class BlockRunner:
         return numbers
 
     def _batch(self, size: int) -> _BlockBatch:
-        batch = self.batches.get(size) or _BlockBatch(size, self.network.block_frames, self.device)
-        if self._recorder is not None:  # elsewhere nothing is recorded
-            self.batches[size] = batch
-        return batch
+        if size not in self.batches:
+            self.batches[size] = _BlockBatch(size, self.network.block_frames, self.device)
+        return self.batches[size]
 
     def _grow(self, slots: int) -> None:
         """Make room for so many slots; graphs of the old tables go."""

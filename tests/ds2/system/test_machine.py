@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_collections_leave_out_what_was_there_before() -> None:
         assert gc.get_freeze_count() == 0
     finally:
         gc.freeze()  # as before this test, or all later ones would look through the modules again
+
+
+def test_a_few_frozen_objects_of_python_itself_keep_no_others_from_being_frozen() -> None:
+    gc.unfreeze()
+    try:
+        with (
+            patch.object(gc, "get_freeze_count", return_value=375),
+            patch.object(gc, "freeze") as freeze,
+            short_collections(),
+        ):
+            freeze.assert_called_once_with()
+    finally:
+        gc.freeze()  # as before this test
 
 
 def test_what_was_frozen_before_stays_frozen() -> None:
