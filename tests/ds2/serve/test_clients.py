@@ -95,14 +95,20 @@ def test_vosks_word_for_anything_else_is_dropped(shared: Callable[..., Running])
 def test_a_session_that_runs_out_gets_its_last_words(serve: Callable[..., Running], ends: str) -> None:
     limits = {"duration_s": 1.1} if ends == "duration" else {"idle_s": 4.0}
     running, data = serve(**limits), speech(2, 1.0)
+    at_24_khz = speech(2, 1.0, REALTIME_HZ)
     more: list[str | bytes] = [speech(5, 0.5)] if ends == "duration" else []
-    *_, words, refusal = asyncio.run(replies(running.websocket, [config(**CONFIG), data, *more]))
+    later = [append(speech(5, 0.5, REALTIME_HZ))] if ends == "duration" else []
+
+    async def both() -> tuple[Any, Any]:
+        return await asyncio.gather(
+            replies(running.websocket, [config(**CONFIG), data, *more]),
+            events(running, [update(turn_detection=None), append(at_24_khz), *later]),
+        )
+
+    (*_, words, refusal), (*_, completed, refused) = asyncio.run(both())
     assert words["text"] == text_alone(running.recogniser, data) != ""
     assert "error" in refusal
-    data = speech(2, 1.0, REALTIME_HZ)
-    more = [append(speech(5, 0.5, REALTIME_HZ))] if ends == "duration" else []
-    *_, completed, refused = asyncio.run(events(running, [update(turn_detection=None), append(data), *more]))
-    assert completed["transcript"] == text_at(running.recogniser, data, REALTIME_HZ) != ""
+    assert completed["transcript"] == text_at(running.recogniser, at_24_khz, REALTIME_HZ) != ""
     assert refused["type"] == "error"
 
 
