@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.run_log import events
+from support.tiny import tiny_overrides_in
 
 from ds2.cli import main
 from ds2.commands.compose import compose_config
@@ -21,12 +22,18 @@ from ds2.training.optim import set_learning_rate
 from ds2.training.trainer import Trainer
 
 
-@pytest.fixture
-def base(tiny_overrides: list[str], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tone_manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a model of two steps."""
-    config = compose_config([*tiny_overrides, "train.max_steps=2"])
-    train(config, tmp_path / "base")
-    return tmp_path / "base"
+    folder = tmp_path_factory.mktemp("trained")
+    train(compose_config([*tiny_overrides_in(folder, tone_manifest), "train.max_steps=2"]), folder / "base")
+    return folder / "base"
+
+
+@pytest.fixture
+def base(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return shutil.copytree(trained, tmp_path / "base")
 
 
 def tuned(tiny_overrides: list[str], base: Path, *more: str) -> Config:
