@@ -198,7 +198,10 @@ def disturbed(
             running.append(start_one())
         by_number = {process.pid: process for process in running}
         ranks = [by_number[number] for number in _ranks(folder / "broken") if number in by_number]
-        settled = len(ranks) == len(running) or draw.random() < UNSETTLED  # processes take seconds to become ranks
+        # Processes take seconds to become ranks, and seconds more until NCCL has connected them.
+        settled = (
+            len(ranks) == len(running) and (options.device == "cpu" or took_a_step(folder / "broken", len(ranks)))
+        ) or draw.random() < UNSETTLED
         if not (events and ranks and settled):
             continue
         full = len(running) + len(stopped) >= options.ranks
@@ -294,6 +297,12 @@ def _ranks(folder: Path) -> list[int]:
     with suppress(FileNotFoundError):  # the next one has come
         return [member["process"] for member in json.loads(views[-1].read_text())["members"]] if views else []
     return []
+
+
+def took_a_step(folder: Path, ranks: int) -> bool:
+    """Whether the last step was one of so many ranks, since they met."""
+    lines = [line for line in lines_of(folder) if line["event"] in ("start", "resume", "ranks", "train")]
+    return bool(lines) and lines[-1]["event"] == "train" and lines[-1]["ranks"] == ranks
 
 
 def _failure(statuses: Iterable[int | None], run_s: float) -> str:
