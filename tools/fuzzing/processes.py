@@ -256,7 +256,8 @@ class Group(TcpGroup):
 
     def __init__(self, machine: Machine, number: int, rank: int, members: Sequence[str]) -> None:
         self.rank, self.size, self.hosts, self.local_rank = rank, len(members), ["host"] * len(members), rank
-        self.lost, self.machine, self._blocking, self._began_s = {}, machine, self, machine.now_s
+        self.lost, self.on_loss, self._blocking, self._began_s = {}, lambda: None, self, machine.now_s
+        self.machine = machine
         self.links = [other for other in range(len(members)) if other != rank]
         self._from = {r: machine.link(number, members[r], members[rank]) for r in self.links}
         self._to = {r: machine.link(number, members[rank], members[r]) for r in self.links}
