@@ -108,6 +108,7 @@ class _Request:
         after: the number of the view that it belonged to; -1 if none.
         position: the number of its last commit, or `JOINER`.
         lost: ids of processes that it has lost, with the reasons.
+        stop_signal: the signal that asked it to end; 0: none.
     """
 
     member: Member
@@ -115,6 +116,7 @@ class _Request:
     position: int
     facts: dict[str, str]
     lost: dict[str, str] = field(default_factory=dict)
+    stop_signal: int = 0
 
 
 class Members:
@@ -214,7 +216,7 @@ class Members:
 
         Raises:
             LeftBehindError: the next view is without this process; the call after it is that of a `JOINER`.
-            Stopped: a signal asked this process to end, and others that wait for more have its state.
+            Stopped: a signal asked this process to end, which has no state, or others that wait for more have it.
             DisagreementError: this process has other facts than the ranks.
             UserError: `comm.max_ranks` ranks run already.
         """
@@ -229,13 +231,16 @@ class Members:
                     return newest
                 if self.view is not None:
                     self.view, self._left_behind = None, True
-                    raise LeftBehindError("the others went on without this process, which did not answer")
+                    raise LeftBehindError("the others went on without this process, which did not answer or was behind")
             waited_s = time.monotonic() - began_s
-            request = _Request(self.me, self.view.number if self.view else -1, position, facts, dict(lost))
+            after = self.view.number if self.view else -1
+            request = _Request(self.me, after, position, facts, dict(lost), stop_signal())
+            if request.stop_signal and position == JOINER:
+                raise Stopped(request.stop_signal)
             if request != written:
                 self._write(f"{self.me.id}.json", asdict(request))
                 written = request
-            view = self._following(newest, request, lost, waited_s, stop_signal())
+            view = self._following(newest, request, lost, waited_s)
             if view is not None:
                 self._propose(view)
             elif self.view is None and newest is not None and waited_s > _LOOK_S:
@@ -245,10 +250,12 @@ class Members:
                     log.info("waiting for the ranks of the run, which take a new one in after a step")
             time.sleep(_POLL_S)
 
-    def _following(
-        self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, stop_signal: int
-    ) -> View | None:
-        """Return the view that follows the newest one, or None where this process does not know it yet."""
+    def _following(self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float) -> View | None:
+        """Return the view that follows the newest one, or None where this process does not know it yet.
+
+        Raises:
+            Stopped: as `next_view`.
+        """
         requests = {request.member.id: request for request in self._requests()} | {own.member.id: own}
         old = newest.members if newest is not None else []
         number = newest.number if newest is not None else -1
@@ -272,10 +279,11 @@ class Members:
         chosen = [*present, *joiners][: self._config.max_ranks]
         enough = len(chosen) >= self._config.min_ranks
         if not enough and waited_s < self._config.wait_s:
-            if not stop_signal:
+            if not own.stop_signal:
                 return None
-            if any(request.position >= own.position for request in chosen if request.member != own.member):
-                raise Stopped(stop_signal)
+            if any(request.position >= own.position and not request.stop_signal for request in chosen):
+                raise Stopped(own.stop_signal)
+            chosen = [own]  # saves what nobody has who stays; the others wait on, and begin from there
         left = [
             f"rank {rank} on {m.host} (process {m.process}) {declared.get(m.id) or self._how_ended(m.id)}"
             for rank, m in enumerate(old)
@@ -284,7 +292,7 @@ class Members:
         return View(
             number + 1,
             [request.member for request in chosen],
-            joined=len(chosen) - len(present),
+            joined=max(0, len(chosen) - len(present)),
             left=left if present else [],
             enough=enough,
             fresh=max(request.position for request in chosen) == JOINER,

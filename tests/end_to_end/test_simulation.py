@@ -69,7 +69,7 @@ RARE = {
     "a woken rank 0 writes into the log": 833,
     "a woken rank 0 removes the files of the next one": 8925,
     "a woken rank 0 replaces the state that the next one has read": 58,
-    "a rank that lacks the state is taken for one that has it": 582,
+    "a rank that lacks the state is taken for one that has it": 723,
     "a view that another process made is replaced": 458,
     "the shards of a state are removed before the next one is complete": 744,
     "a save of ranks that are gone is not given up": 312,

@@ -46,7 +46,7 @@ members = elastic.Members(Path(sys.argv[1]), CommConfig(max_ranks=3))
 position = elastic.JOINER
 while True:
     try:
-        view = members.next_view(position, {"version": "1"}, {}, lambda: True)
+        view = members.next_view(position, {"version": "1"}, {}, lambda: 0)
     except elastic.LeftBehindError:
         assert position == 0 and members.view is None and members.superseded()
         position = elastic.JOINER
@@ -134,7 +134,7 @@ def _members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Member
 
 
 def next_view(members: Members, position: int = 0) -> View:
-    return members.next_view(position, FACTS, {}, lambda: True)
+    return members.next_view(position, FACTS, {}, lambda: 0)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -245,18 +245,32 @@ def test_a_process_that_is_stopped_while_it_waits_to_join_is_not_taken_in_again_
     assert len(next_view(members).members) == 2 and other.view() == 2
 
 
-@pytest.mark.parametrize(("position", "received", "leaves"), [(5, 15, True), (6, 15, False), (5, 0, None)])
-def test_a_process_that_a_signal_ends_leaves_the_others_waiting_for_more_unless_it_alone_has_the_state(
-    members: Members, monkeypatch: pytest.MonkeyPatch, position: int, received: int, leaves: bool | None
+@pytest.mark.parametrize(
+    ("position", "received", "others_too", "leaves"),
+    [(5, 15, False, True), (6, 15, False, False), (5, 15, True, False), (5, 0, False, None)],
+)
+def test_a_process_that_a_signal_ends_leaves_the_others_waiting_and_saves_first_what_nobody_has_who_stays(
+    members: Members,
+    monkeypatch: pytest.MonkeyPatch,
+    position: int,
+    received: int,
+    others_too: bool,
+    leaves: bool | None,
 ) -> None:
     members._config = CommConfig(max_ranks=4, min_ranks=3)
-    other = elastic._Request(replace(members.me, id="0" * 32), 0, 5, FACTS)
-    own = replace(other, member=members.me, position=position)
+    other = elastic._Request(replace(members.me, id="0" * 32), 0, 5, FACTS, stop_signal=15 * others_too)
+    own = replace(other, member=members.me, position=position, stop_signal=received)
     view = View(0, [members.me, other.member])
     monkeypatch.setattr(members, "_requests", lambda: [other])
     with pytest.raises(Stopped, match="SIGTERM") if leaves else nullcontext():
-        following = members._following(view, own, {}, 0.0, received)
+        following = members._following(view, own, {}, 0.0)
         assert (following is None) is (leaves is None) and not (following and following.enough)
+        assert following is None or (following.members, following.joined) == ([members.me], 0)
+
+
+def test_a_process_without_a_state_leaves_at_a_signal(members: Members) -> None:
+    with pytest.raises(Stopped, match="SIGTERM"):
+        members.next_view(JOINER, FACTS, {}, lambda: 15)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +346,7 @@ def test_processes_of_a_host_share_its_gpus_and_a_new_one_takes_that_of_a_lost_o
 def test_a_process_is_superseded_by_a_view_without_it_and_not_by_one_that_it_has_yet_to_read(tmp_path: Path) -> None:
     members = Members(tmp_path, CommConfig(max_ranks=3))
     try:
-        view = members.next_view(0, FACTS, {}, lambda: True)
+        view = members.next_view(0, FACTS, {}, lambda: 0)
         other = replace(view.members[0], id="0" * len(view.members[0].id))
         (first,) = tmp_path.rglob(f"view-{view.number:06d}.json")
         for ranks, superseded in (([*view.members, other], False), ([other, *view.members], False), ([other], True)):
