@@ -21,7 +21,7 @@ from support.tiny import RATE_HZ, tiny_overrides_in, write_untrained
 
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
-from ds2.data.manifest import Utterance, write_manifest
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
 
 with suppress(ImportError):  # a GPU machine may lack it: no GPU test draws examples
     from hypothesis import HealthCheck, settings
@@ -145,6 +145,15 @@ def tone_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
         utterances.append(Utterance(path, write_tones(path, text, rng), text, speaker=f"s{index % 2}"))
     write_manifest(folder / "tones.jsonl", utterances)
     return folder / "tones.jsonl"
+
+
+@pytest.fixture
+def tone_lexicon(tone_manifest: Path, tmp_path: Path) -> Path:
+    """Two phones, such as A1 A2, for each letter of the tone corpus."""
+    texts = sorted({utterance.text for utterance in read_manifest(tone_manifest)})
+    lines = (f"{text} {' '.join(f'{letter.upper()}1 {letter.upper()}2' for letter in text)}\n" for text in texts)
+    (tmp_path / "tones.txt").write_text("".join(lines), encoding="utf-8")
+    return tmp_path / "tones.txt"
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import did_you_mean
 from ds2.text.pieces import read_pieces
+from ds2.text.pronunciations import read_pronunciations
 
 log = logging.getLogger(__name__)
 PRIMARY_CONFIG = "train"
@@ -228,7 +229,7 @@ def _check_choice(override: Override) -> None:
 def read_config(
     composed: DictConfig, overrides: Sequence[str], run_dir: Path | None = None
 ) -> tuple[Config, Inheritance]:
-    """Convert a composed tree to a checked Config, and read the files that it names: pieces and the initial model.
+    """Convert a composed tree to a checked Config, and read the files it names: pieces, phones, the initial model.
 
     Args:
         overrides: of the command line; `checkpoint.init_from` does not change what they set.
@@ -240,6 +241,7 @@ def read_config(
     Raises:
         ConfigError: as `ds2.config.convert.to_config`.
         AlphabetError: `alphabet.pieces_file` cannot be read.
+        PronunciationError: `train.intermediate_lexicon` cannot be read.
         CheckpointError: `checkpoint.init_from` is no model.
     """
     config = to_config(composed)
@@ -258,10 +260,15 @@ def read_config(
         raise ConfigError("run_dir is empty: name the folder of the run, such as run_dir=runs/mine")
     if config.alphabet.pieces_file and not config.alphabet.pieces:
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
-    if not config.checkpoint.init_from:
-        return config, Inheritance("", "")
-    inheritance = inherit(config, _initial_config(config), overridden_keys(overrides))
-    check(config)
+    inheritance = Inheritance("", "")
+    if config.checkpoint.init_from:
+        inheritance = inherit(config, _initial_config(config), overridden_keys(overrides))
+        check(config)
+    lexicon = config.train.intermediate_lexicon
+    phones = list(read_pronunciations(Path(lexicon)).phones) if lexicon and config.model.intermediate else []
+    if config.model.intermediate_phones not in ([], phones):
+        raise ConfigError("model.intermediate_phones has the phones of train.intermediate_lexicon: leave it out")
+    config.model.intermediate_phones = phones
     return config, inheritance
 
 

@@ -98,7 +98,8 @@ def summary(model: AcousticModel) -> str:
         times = len(list(group))
         rows.append((f"{times} x {name}" if times > 1 else name, str(config.hidden), f"{count * times:,}"))
     for number, intermediate in model.heads.items():
-        rows.append((f"classifier after module {number}, in training", "", f"{_count(intermediate):,}"))
+        labels = len(intermediate.get_parameter("classifier.bias"))
+        rows.append((f"classifier after module {number}, in training", f"{labels} labels", f"{_count(intermediate):,}"))
     head = _count(model.classifier) + (_count(model.norm) if model.norm is not None else 0)
     rows.append(("classifier", f"{model.labels} labels", f"{head:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -36,7 +36,7 @@ _FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys th
 _SYNONYMS = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
              "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
 _SECTIONS = ("model", "features", "alphabet")
-_OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
+_OF_THE_RUN = ("model.backend", "model.intermediate_phones")  # of its machine, and of its train.intermediate_lexicon
 _BOOLS = {"true": True, "yes": True, "on": True, "y": True, "false": False, "no": False, "off": False, "n": False}
 _LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
 

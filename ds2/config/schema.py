@@ -146,6 +146,7 @@ class ModelConfig:
     start: str = choice("damped", "even", "plain")
     stochastic_depth: float = removed(0.0, "training runs all layers")
     intermediate: list[int] = numbers([], 1, 1000)  # residual modules after which training has an extra CTC loss
+    intermediate_phones: list[str] = field(default_factory=list)  # those of train.intermediate_lexicon, by itself
     max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # upper limit of the lookahead; 0: no limit (bidirectional)
     backend: str = choice("auto", "persistent", "gemm", "cpu", "reference")  # of the ds2_ops kernels
 
@@ -190,6 +191,8 @@ class TrainConfig:
     delay_penalty_after_epochs: int = number(0, 0, COUNT)  # epochs without it, in which the network begins to align
     consistency: float = number(0.0, 0, 1e6)  # CR-CTC: weight of the loss between two augmented views; 0: one view
     intermediate_weight: float = number(0.3, 0, 1)  # weight of the losses of model.intermediate; the rest is the last's
+    # File of pronunciations: the classifiers of model.intermediate learn phones; only training needs it.
+    intermediate_lexicon: str = ""
     noise_scale: bool = False  # log the gradient noise scale, an estimate of the largest useful batch
     accumulate: int = number(1, 1, COUNT)  # batches in one optimizer step
     average_decay: float = number(0.0, 0, 1, below=True)  # moving average of the weights, saved as best model; 0: off

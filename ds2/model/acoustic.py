@@ -118,7 +118,8 @@ class AcousticModel(nn.Module):
         self.wavefront: Wavefront | None = None
         self.norm = make_norm(width, config)
         self.classifier = nn.Linear(width, labels)
-        self.heads = nn.ModuleDict({str(number): Head(width, labels, config) for number in config.intermediate})
+        of_heads = len(config.intermediate_phones) + 1 if config.intermediate_phones else labels
+        self.heads = nn.ModuleDict({str(number): Head(width, of_heads, config) for number in config.intermediate})
 
     @property
     def time_stride(self) -> int:
@@ -196,6 +197,8 @@ class AcousticModel(nn.Module):
         context: PassContext = OWN_PARAMETERS,
     ) -> list[Tensor]:
         """The logits of the model, the last of the list; in training those of the intermediate heads before them.
+
+        Heads have the labels of the model or, with ``config.intermediate_phones``, a blank and these.
 
         Arguments, shapes and errors as of :meth:`forward`; context: the weights to compute with, the parameters
         themselves by default.

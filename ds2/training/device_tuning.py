@@ -251,6 +251,7 @@ class MemoryProbe:
         autocast: to bfloat16.
         padded: as steps as CUDA graphs need it.
         crf: of `train.objective=ctc_crf`.
+        phones: of each utterance, for intermediate classifiers.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class MemoryProbe:
         autocast: bool,
         padded: bool,
         crf: Crf | None = None,
+        phones: Sequence[Tensor] = (),
     ) -> None:
         device = features.mean.device
         self._config, self._utterances, self._alphabet, self._device = config, utterances, alphabet, device
@@ -277,7 +279,7 @@ class MemoryProbe:
         features = copy.deepcopy(features)
         self._gradients = build_gradients(config, model, Communicator(device), autocast=autocast)
         self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast, crf=crf)
-        self._inputs = InputMaker(features, model, config, device, padded=padded)
+        self._inputs = InputMaker(features, model, config, device, padded=padded, phones=phones)
         self._own_bytes = torch.cuda.memory_allocated(device) - before
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._optimizer_bytes = _OPTIMIZER_TENSORS[config.optim.name] * weights_bytes

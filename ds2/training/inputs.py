@@ -5,6 +5,7 @@ The loader's workers prepare batches of the epochs to come, and their inputs are
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,22 +13,27 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks, time_warps, warp_factors
 from ds2.config.schema import Config
 from ds2.data.loader import Batch, SpeechLoader, rank_part
+from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
+from ds2.text.alphabet import Alphabet, AlphabetError
 from ds2.training.ctc import feasible_rows
 
+log = logging.getLogger(__name__)
 FRAMES_MULTIPLE = 32  # step of padded shapes; on average half of it is padding
 # Short of a multiple: at 16 n frames after the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
 # convolution's weight gradient (B 4, 352 frames, H200).
 _FRAMES_SHORT = 4
-# Columns of `Inputs.numbers`: these, then the labels, then those of each view.
-_FRAMES, _LABEL_LENGTHS, _FEASIBLE, _LOG_PROBS, _TIME_WARPS, _FIXED_COLUMNS = 0, 1, 2, 3, slice(4, 6), 6
+# Columns of `Inputs.numbers`: these, then the labels, the phones, and those of each view.
+_FRAMES, _LABEL_LENGTHS, _FEASIBLE, _PHONE_LENGTHS, _PHONES_FEASIBLE, _LOG_PROBS, _TIME_WARPS = *range(6), slice(6, 8)
+_FIXED_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,12 @@ class Inputs:
 
     Attributes:
         waveforms: (B, N) float32; samples after an utterance's frames are ignored.
-        numbers: (B, K) int64: frames, labels, feasible or not, bits of the labels' log-prob, warp of time (2 columns),
-            L labels, and for each view key of dropout, warp of frequencies where there is one, masks.
+        numbers: (B, K) int64: frames, labels, feasible or not, the latter two of phones, bits of the labels' log-prob,
+            warp of time (2 columns), L labels, maybe as many phones, and for each view key of dropout, warp of
+            frequencies where there is one, masks.
         views: V, copies of each utterance in the batch, each with its own masks and dropout.
         label_columns: L.
+        has_phones: whether intermediate classifiers learn phones (`train.intermediate_lexicon`).
         warps_time: whether time is warped.
         warps_frequencies: whether frequencies are warped.
         delay_penalty: of the epoch, `train.delay_penalty` or 0.
@@ -51,6 +59,7 @@ class Inputs:
     numbers: Tensor
     views: int
     label_columns: int
+    has_phones: bool
     warps_time: bool
     warps_frequencies: bool
     delay_penalty: float
@@ -94,6 +103,13 @@ class Inputs:
         return self.numbers[:, _FIXED_COLUMNS : _FIXED_COLUMNS + self.label_columns]
 
     @property
+    def phone_targets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Phones (B, L) int64, their numbers (B,) int64, and whether there are enough frames for them, (B,) bool."""
+        start = _FIXED_COLUMNS + self.label_columns
+        phones = self.numbers[:, start : start + self.label_columns]
+        return phones, self.numbers[:, _PHONE_LENGTHS], self.numbers[:, _PHONES_FEASIBLE] > 0
+
+    @property
     def frequency_factors(self) -> Tensor | None:
         """(V B,) int64: factors of the frequencies in millionths, None where the config has none."""
         return self._drawn[:, 1] if self.warps_frequencies else None
@@ -110,7 +126,7 @@ class Inputs:
     @property
     def _drawn(self) -> Tensor:
         """(V B, key, maybe factor, masks) int64: all utterances in one view, then all in the next."""
-        drawn = self.numbers[:, _FIXED_COLUMNS + self.label_columns :]
+        drawn = self.numbers[:, _FIXED_COLUMNS + (1 + self.has_phones) * self.label_columns :]
         return drawn.reshape(len(drawn), self.views, -1).transpose(0, 1).flatten(0, 1)
 
     @property
@@ -138,6 +154,7 @@ class InputMaker:
         padded: pad waveforms to 28, 60, 92, ... frames, and labels to the frames that come out, so that
             the shape depends on the number of utterances and of these frames alone.
         label_log_probs: (U,) float64 of the transcript of each utterance, for CTC-CRF.
+        phones: of each utterance, see `phones_of`; empty without `train.intermediate_lexicon`.
     """
 
     def __init__(
@@ -149,9 +166,10 @@ class InputMaker:
         *,
         padded: bool,
         label_log_probs: Tensor | None = None,
+        phones: Sequence[Tensor] = (),
     ) -> None:
         self.features, self.model, self.config = features, model, config
-        self._label_log_probs = label_log_probs
+        self._label_log_probs, self._phones = label_log_probs, phones
         self.device, self.padded = device, padded
         # Kernels run during the copy of a batch: 29 MB, 64 utterances of 7 s, take half a millisecond.
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -160,14 +178,19 @@ class InputMaker:
         """Make the inputs of a batch of an epoch."""
         config, indices = self.config, batch.indices.tolist()
         frames, labels = self.features.frames(batch.sample_lengths), batch.labels
-        feasible = feasible_rows(self.model.output_frames(frames), labels, batch.label_lengths)
-        longest, label_columns = max(int(frames.max()), 1), labels.shape[1]
+        output_frames = self.model.output_frames(frames)
+        feasible = feasible_rows(output_frames, labels, batch.label_lengths)
+        rows = [self._phones[index] for index in indices] if self._phones else []
+        phones = pad_sequence(rows, batch_first=True) if rows else labels[:, :0]
+        longest, label_columns = max(int(frames.max()), 1), max(labels.shape[1], phones.shape[1])
         if self.padded:
             longest += -(longest + _FRAMES_SHORT) % FRAMES_MULTIPLE
             label_columns = self.model.output_frames(longest)  # more labels than that are not feasible
         views = 2 if config.train.consistency else 1
         view_columns = torch.cat([self._view_columns(frames, indices, epoch, view) for view in range(views)], 1)
-        width = _FIXED_COLUMNS + label_columns + view_columns.shape[1]
+        phones_from = _FIXED_COLUMNS + label_columns
+        views_from = phones_from + label_columns * bool(rows)
+        width = views_from + view_columns.shape[1]
         numbers = torch.zeros(len(frames), width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         table = numbers.numpy()
         table[:, _FRAMES], table[:, _LABEL_LENGTHS], table[:, _FEASIBLE] = frames, batch.label_lengths, feasible
@@ -176,9 +199,14 @@ class InputMaker:
         warps = time_warps(frames, config.augment, config.features, config.train.seed, epoch, indices)
         if warps is not None:
             table[:, _TIME_WARPS] = warps
-        copied = min(label_columns, labels.shape[1])
-        table[:, _FIXED_COLUMNS : _FIXED_COLUMNS + copied] = labels[:, :copied]
-        table[:, _FIXED_COLUMNS + label_columns :] = view_columns
+        for start, targets in ((_FIXED_COLUMNS, labels), (phones_from, phones)):
+            copied = min(label_columns, targets.shape[1])
+            table[:, start : start + copied] = targets[:, :copied]
+        if rows:
+            lengths = torch.tensor(list(map(len, rows)))
+            table[:, _PHONE_LENGTHS] = lengths
+            table[:, _PHONES_FEASIBLE] = feasible_rows(output_frames, phones, lengths)
+        table[:, views_from:] = view_columns
         samples = self.features.samples(longest)
         waveforms, numbers = self._to_device(batch.waveforms, numbers)
         if samples != waveforms.shape[1]:
@@ -188,6 +216,7 @@ class InputMaker:
             numbers,
             views=views,
             label_columns=label_columns,
+            has_phones=bool(rows),
             warps_time=warps is not None,
             warps_frequencies=bool(config.augment.vtlp),
             delay_penalty=config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
@@ -220,6 +249,33 @@ class InputMaker:
         for tensor in copies:
             tensor.record_stream(current)
         return copies
+
+
+def phones_of(config: Config, alphabet: Alphabet, utterances: Sequence[Utterance]) -> list[Tensor]:
+    """Return the phones of each utterance, labels of `model.intermediate_phones`: of each word the first pronunciation.
+
+    Returns:
+        int32 tensors of one dimension; an empty list without such phones.
+
+    Raises:
+        AlphabetError: words of the transcripts have no pronunciation, and `alphabet.unknown` is stop.
+    """
+    if not config.model.intermediate_phones:
+        return []
+    lexicon = config.train.intermediate_lexicon
+    try:
+        phones = Alphabet.from_config(replace(config.alphabet, lexicon=lexicon, pieces=[]))
+    except AlphabetError as error:
+        raise AlphabetError(f"train.intermediate_lexicon={lexicon}, read as alphabet.lexicon: {error}") from error
+    texts = [alphabet.written(utterance.text) for utterance in utterances]
+    if missing := phones.unpronounced(texts):
+        what = f"train.intermediate_lexicon={lexicon} lacks words of training texts: {missing}"
+        if alphabet.unknown == "stop":
+            raise AlphabetError(
+                f"{what}; add them with `ds2 data lexicon`, or leave them out with alphabet.unknown=drop"
+            )
+        log.warning("%s. Intermediate classifiers do without them (`ds2 data lexicon` adds them)", what)
+    return [torch.tensor(phones.encode(text), dtype=torch.int32) for text in texts]
 
 
 def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int) -> list[int]:

@@ -408,6 +408,7 @@ def _warn_of_lone_settings(config: Config, network: AcousticModel) -> None:
         ("train.denominator_prune", "train.objective=ctc_crf", crf),
         ("train.denominator_text", "train.objective=ctc_crf", crf),
         ("train.intermediate_weight", "model.intermediate", model.intermediate),
+        ("train.intermediate_lexicon", "model.intermediate", model.intermediate),
         ("train.early_stop_epochs", "a dev set (data.dev)", config.data.dev),
         ("train.delay_penalty_after_epochs", "train.delay_penalty above 0", limits.delay_penalty),
         ("comm.wait_s", "comm.max_ranks above 0", config.comm.max_ranks),

@@ -68,8 +68,9 @@ class Passes:
             The losses (B,) of CTC, with its delay penalty, or CTC-CRF in nats, means over views, 0 where no alignment
             exists; and the objectives (B,), which training minimises. An objective is the loss, unless the config adds
             to it: with CTC-CRF, `ctc_weight` times the CTC loss; with intermediate classifiers, (1 - w) times that plus
-            w times the mean of their CTC losses (Lee and Watanabe 2021, equation 8); with two views of each utterance,
-            c times `divergence` (CR-CTC, Yao et al. 2025, equation 5).
+            w times the mean of their CTC losses (Lee and Watanabe 2021, equation 8), of phones where there are some,
+            with the same delay penalty; with two views of each utterance, c times `divergence` (CR-CTC, Yao et al.
+            2025, equation 5).
         """
         features = self.features.padded(inputs.waveforms, inputs.frames)
         features = warp_time(features, inputs.frames, inputs.time_warps)
@@ -80,12 +81,15 @@ class Passes:
         frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):
             *intermediate, logits = self.model.all_logits(features, frames, inputs.dropout_keys, context)
-        targets = (inputs.labels, inputs.label_lengths, inputs.feasible)
-        arguments = [self.model.output_frames(frames), *(t.repeat(inputs.views, *[1] * (t.dim() - 1)) for t in targets)]
+
+        def in_all_views(*targets: Tensor) -> list[Tensor]:
+            repeated = (target.repeat(inputs.views, *[1] * (target.dim() - 1)) for target in targets)
+            return [self.model.output_frames(frames), *repeated]
 
         def mean_over_views(losses: Tensor) -> Tensor:
             return losses.view(inputs.views, -1).mean(0)
 
+        arguments = in_all_views(inputs.labels, inputs.label_lengths, inputs.feasible)
         ctc = ctc_losses(logits, *arguments, delay_penalty=inputs.delay_penalty)
         losses = objective = mean_over_views(ctc)
         if self.crf is not None:
@@ -93,6 +97,8 @@ class Passes:
             crf = self.crf.losses(ctc, logits, arguments[0], log_probs, arguments[3])
             losses, objective = mean_over_views(crf), mean_over_views(crf + self.ctc_weight * ctc)
         if intermediate:
+            if inputs.has_phones:
+                arguments = in_all_views(*inputs.phone_targets)
             of_heads = [ctc_losses(head, *arguments, delay_penalty=inputs.delay_penalty) for head in intermediate]
             ctc_of_heads = torch.stack([mean_over_views(losses_of_head) for losses_of_head in of_heads]).mean(0)
             objective = torch.lerp(objective, ctc_of_heads, self.intermediate_weight)

@@ -492,20 +492,26 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         ConfigError: nothing fits.
     """
     mine, theirs = model.state_dict(), source.model.state_dict()
-    if alphabet.symbols != source.alphabet.symbols:
-        labels = {symbol: label for label, symbol in enumerate(source.alphabet.symbols)}
-        shared = [(row, labels[symbol]) for row, symbol in enumerate(alphabet.symbols) if symbol in labels]
+    for what, of_heads in (("labels", False), ("labels of intermediate classifiers", True)):
+        symbols, others = _symbols(model, alphabet, of_heads), _symbols(source.model, source.alphabet, of_heads)
+        ends = ("classifier.weight", "classifier.bias")
+        names = [name for name in mine if name.startswith("heads.") == of_heads and name.endswith(ends)]
+        names = [name for name in names if name in theirs]
+        if symbols == others or not names:
+            continue
+        labels = {symbol: label for label, symbol in enumerate(others)}
+        shared = [(row, labels[symbol]) for row, symbol in enumerate(symbols) if symbol in labels]
         rows, sources = (list(column) for column in zip(*shared, strict=True))
-        for name in theirs.keys() & {name for name in mine if name.endswith(("classifier.weight", "classifier.bias"))}:
+        for name in names:
             moved = mine[name].clone()
             if moved.shape[1:] == theirs[name].shape[1:]:
                 moved[rows] = theirs[name][sources].to(moved)
             theirs[name] = moved
-        new = [symbol for symbol in alphabet.symbols if symbol not in labels]
-        dropped = [symbol for symbol in source.alphabet.symbols if symbol not in alphabet.symbols]
+        new = [symbol for symbol in symbols if symbol not in labels]
+        dropped = [symbol for symbol in others if symbol not in symbols]
         listed = f": {' '.join(map(repr, new))}" if new else ""
-        log.info("labels: %d as in the model to start from, %d new%s", len(rows), len(new), listed)
-        if dropped:
+        log.info("%s: %d as in the model to start from, %d new%s", what, len(rows), len(new), listed)
+        if dropped and not of_heads:
             log.warning(
                 "this run lacks labels of the model to start from and cannot write them: %s",
                 " ".join(map(repr, dropped)),
@@ -520,6 +526,12 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
             "%d of %d weights of the model to start from fit; these start from nothing: %s", len(fitting), len(theirs),
             ", ".join(fresh[:_MAX_NAMED]) + (", ..." if len(fresh) > _MAX_NAMED else ""),
         )  # fmt: skip
+
+
+def _symbols(model: AcousticModel, alphabet: Alphabet, of_heads: bool) -> tuple[str, ...]:
+    """Return what the rows of the last classifier stand for, or those of the intermediate ones."""
+    phones = model.config.intermediate_phones if of_heads else []
+    return ("", *phones) if phones else alphabet.symbols
 
 
 def freeze(model: AcousticModel, keys: Sequence[str]) -> None:

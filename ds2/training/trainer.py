@@ -48,7 +48,7 @@ from ds2.training.device_tuning import (
     choose_tiles,
     out_of_memory_message,
 )
-from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
+from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches, phones_of
 from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs, why_sums_are_launched
@@ -164,6 +164,7 @@ class Trainer:
             config, self.alphabet, features, self.precision, partial(output_frames, features, model), self.comm
         )
         self.crf = self._build_crf()
+        self.phones = phones_of(config, self.alphabet, self.utterances)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
         if self.crf is not None and self.comm.rank == 0:
@@ -187,6 +188,7 @@ class Trainer:
             autocast=autocast,
             padded=self.inputs.padded,
             crf=self.crf,
+            phones=self.phones,
         )
         self.batching = choose_batching(config, self.progress, self.comm, self.durations_s, self.memory_probe)
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
@@ -216,7 +218,13 @@ class Trainer:
         )
         log_probs = self.crf.label_log_probs if self.crf is not None else None
         self.inputs = InputMaker(
-            self.features, self.model, config, self.device, padded=graphed, label_log_probs=log_probs
+            self.features,
+            self.model,
+            config,
+            self.device,
+            padded=graphed,
+            label_log_probs=log_probs,
+            phones=self.phones,
         )
         self.update = OptimizerStep(
             self.optimizer,
@@ -234,7 +242,8 @@ class Trainer:
         longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
         samples = int(longest_s * config.data.sample_rate_hz)
         max_frames = output_frames(self.features, self.model, samples) + FRAMES_MULTIPLE
-        no_loss = why_no_loss(max_frames, len(self.alphabet), self.device)
+        labels = max(len(self.alphabet), len(config.model.intermediate_phones) + 1)
+        no_loss = why_no_loss(max_frames, labels, self.device)
         if crf is not None:
             no_loss = no_loss or crf.denominator.why_not(self.device)
         return use_graphs(config, self.comm, why_launched, no_loss, self.model.why_torch(self.precision))

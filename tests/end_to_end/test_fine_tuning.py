@@ -93,6 +93,29 @@ def test_inner_classifiers_keep_the_rows_of_shared_labels_too(tiny_overrides: li
         assert not torch.equal(mine[name][3], theirs[name][3])
 
 
+def test_a_model_whose_inner_classifier_learnt_phones_needs_no_lexicon_to_recognise_or_to_be_tuned(
+    tiny_overrides: list[str], tone_manifest: Path, tone_lexicon: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_phones = ["model.intermediate=[1]", f"train.intermediate_lexicon={tone_lexicon}"]
+    train(compose_config([*tiny_overrides, *of_phones, "train.max_steps=2"]), tmp_path / "base")
+    fewer = tmp_path / "fewer.txt"
+    fewer.write_text(tone_lexicon.read_text("utf-8").replace("A2", "B2"), encoding="utf-8")
+    tone_lexicon.unlink()
+    assert main(["evaluate", str(tmp_path / "base"), str(tone_manifest)]) == 0
+    theirs = load_model(tmp_path / "base").model.state_dict()
+    names = ("heads.1.classifier.weight", "heads.1.classifier.bias")
+    with caplog.at_level(logging.INFO):
+        tuned_by_letters = tuned(tiny_overrides, tmp_path / "base")
+        mine = Trainer(tuned_by_letters, tmp_path / "letters").model.state_dict()
+    assert "labels of intermediate classifiers: 1 as in the model to start from, 4 new: 'a' 'b' 'c' ' '" in caplog.text
+    assert all(len(mine[name]) == 5 and torch.equal(mine[name][0], theirs[name][0]) for name in names)
+    assert torch.equal(mine["classifier.weight"], theirs["classifier.weight"])
+    tuned_by_phones = tuned(tiny_overrides, tmp_path / "base", f"train.intermediate_lexicon={fewer}")
+    mine = Trainer(tuned_by_phones, tmp_path / "phones").model.state_dict()
+    assert tuned_by_phones.model.intermediate_phones == ["A1", "B1", "B2", "C1", "C2"]
+    assert all(torch.equal(mine[name], theirs[name][[0, 1, 3, 4, 5, 6]]) for name in names)
+
+
 def test_labels_that_the_new_alphabet_lacks_are_named(
     tiny_overrides: list[str], base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,7 +34,11 @@ RESULTS = ROOT / "docs" / "results"
 REMOVED = set(
     re.findall(r"tools/\w+\.py", (RESULTS / "index.md").read_text("utf-8").partition("## Tools that are gone")[2])
 )
-FILES_OF_OTHERS = ("checkpoint.init_from=", "alphabet.pieces_file=")  # read while composing, and not here
+FILES_OF_OTHERS = (
+    "checkpoint.init_from=",
+    "alphabet.pieces_file=",
+    "train.intermediate_lexicon=",
+)  # read while composing, and not here
 
 
 class Parsed(Exception):

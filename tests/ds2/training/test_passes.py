@@ -17,6 +17,7 @@ from ds2.audio.spec_augment import apply_masks, warp, warp_time
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.data.loader import Batch
+from ds2.data.manifest import read_manifest
 from ds2.model.acoustic import AcousticModel
 from ds2.model.wavefront import Wavefront
 from ds2.training import passes
@@ -28,6 +29,7 @@ from ds2.training.trainer import Trainer, TrainingError, choose_wavefront
 
 MakeConfig = Callable[..., Config]
 PLACES = [[0, 3, 5]]
+OF_PHONES = ("model.intermediate=[1]", "train.intermediate_weight=0.3")
 MASKS = ("augment.time_masks=2", "augment.time_fraction=0.5", "model.dropout=0.2")
 
 
@@ -183,6 +185,48 @@ def test_an_intermediate_classifier_trains_what_lies_before_it_and_recognition_d
     assert len(trainer.model.eval().all_logits(torch.zeros(1, 161, 20), torch.tensor([20]))) == 1
 
 
+def test_intermediate_classifiers_of_phones_learn_those_of_each_word_and_skip_what_has_too_many(
+    tiny_config: MakeConfig, tone_lexicon: Path
+) -> None:
+    """The objective and its gradients by torch's CTC in float64, with padding as for CUDA graphs and without."""
+    views = ("train.consistency=0.2", "augment.time_masks=1", "augment.time_width_s=0")
+    config = tiny_config(*OF_PHONES, f"train.intermediate_lexicon={tone_lexicon}", *views)
+    text = read_manifest(Path(config.data.train[0]))[3].text
+    lines = [line for line in tone_lexicon.read_text("utf-8").splitlines() if line.split()[0] != text]
+    tone_lexicon.write_text("\n".join([*lines, f"{text} {'A1 ' * 200}", f"{lines[0].split()[0]}(2) B1"]), "utf-8")
+    trainer, _ = prepared(config)
+    trainer.model.double()
+    trainer.features.double()
+    batch = next(iter(trainer.loader.epoch(PLACES, 1)))
+    parameters = list(trainer.model.parameters())
+    for padded in (False, True):
+        make = InputMaker(trainer.features, trainer.model, config, trainer.device, padded=padded, phones=trainer.phones)
+        inputs = make(batch, 1)
+        _, objective = trainer.passes.losses(inputs)
+        features = trainer.features.padded(inputs.waveforms, inputs.frames)
+        head, last = trainer.model.all_logits(features, inputs.frames, inputs.dropout_keys[:3])
+        frames, expected = trainer.model.output_frames(inputs.frames), []
+        for row, index in enumerate(PLACES[0]):
+            letters = trainer.utterances[index].text
+            phones = [1 + 2 * "abc".index(letter) + half for letter in letters for half in (0, 1)]
+            of_letters = exact_ctc(last[: frames[row], row], ["abc".index(letter) + 1 for letter in letters])
+            of_phones = 0.0 if letters == text else exact_ctc(head[: frames[row], row], phones)
+            expected.append(0.7 * of_letters + 0.3 * of_phones)
+        torch.testing.assert_close(objective.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+        for mine, exact in zip(
+            *(torch.autograd.grad(o.sum(), parameters) for o in (objective, sum(expected))), strict=True
+        ):
+            torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
+    assert head.shape[2] == 7 and last.shape[2] == 5
+    assert inputs.infeasible == 0 and inputs.phone_targets[2].tolist() == [True, False, True]
+
+
+def exact_ctc(logits: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    frames, count = torch.tensor([len(logits)]), torch.tensor([len(labels)])
+    log_probs = logits.log_softmax(1)[:, None]
+    return torch.nn.functional.ctc_loss(log_probs, torch.tensor([labels]), frames, count, reduction="sum")
+
+
 @pytest.mark.parametrize(
     ("overrides", "allowed"),
     [
@@ -281,6 +325,7 @@ def replays(trainer: Trainer) -> int:
             "model.dropout=0.1",
         ),
         ("model.intermediate=[1]", "model.depth=4", "model.skip=2"),
+        ("model.intermediate=[1]", "train.intermediate_lexicon=LEXICON", "train.delay_penalty=0.1"),
         ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0", "features.kind=log_mel"),
         ("model.cell=lstm", "train.accumulate=2", "batching.utterances=2"),
         ("model.cell=gru",),
@@ -289,14 +334,18 @@ def replays(trainer: Trainer) -> int:
         ("model.cell=gru", "model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"),
     ],
     ids=[
-        *("adamw", "sgd", "accumulated", "masked", "dropout", "two_views", "intermediate", "bidirectional"),
+        *("adamw", "sgd", "accumulated", "masked", "dropout", "two_views", "intermediate", "phones", "bidirectional"),
         *("lstm", "gru", "gru_before", "bidirectional_lstm", "bidirectional_gru"),
     ],
 )
 def test_graphs_give_the_bits_of_single_launches(
-    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]
+    tiny_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tone_lexicon: Path,
+    extra: tuple[str, ...],
 ) -> None:
-    config = tiny_config(*ON_GPU, *extra)
+    config = tiny_config(*ON_GPU, *(setting.replace("LEXICON", str(tone_lexicon)) for setting in extra))
     eager = launched(monkeypatch, config, tmp_path / "eager", STEPS)
     graphed = run(config, tmp_path / "graphed", STEPS)
     assert_equal(eager, graphed)

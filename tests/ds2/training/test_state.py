@@ -21,6 +21,8 @@ from ds2.config.schema import Config, ConfigError, FeaturesConfig, OptimConfig
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.model.acoustic import AcousticModel
 from ds2.system.tensor_file import CheckpointError, load, make_header, save
+from ds2.text.alphabet import AlphabetError
+from ds2.text.pronunciations import PronunciationError
 from ds2.training.loop import train
 from ds2.training.optim import make_optimizer
 from ds2.training.state import (
@@ -131,6 +133,47 @@ def test_a_lexicon_with_other_phones_under_the_same_name_does_not_resume(
     write("ABD")
     with pytest.raises(ConfigError, match=r"lexicon.txt has other phones now.* were A B C\. .*run_dir=NEW"):
         Trainer(config, tmp_path / "run")
+
+
+def test_a_run_with_inner_classifiers_of_phones_resumes_with_the_bits_of_an_unbroken_one_and_its_phones(
+    tiny_config: MakeConfig, tmp_path: Path, tone_lexicon: Path
+) -> None:
+    lexicon = f"train.intermediate_lexicon={tone_lexicon}"
+    for run, steps in (("unbroken", (5,)), ("resumed", (2, 5))):
+        for last in steps:
+            config = tiny_config(
+                "model.intermediate=[1]", lexicon, "train.average_decay=0.9", f"train.max_steps={last}"
+            )
+            assert train(config, tmp_path / run) == 0
+    unbroken, resumed = (load(tmp_path / run / "trainer.safetensors")[0] for run in ("unbroken", "resumed"))
+    assert unbroken.keys() == resumed.keys() and "model.heads.1.classifier.bias" in resumed
+    assert all(torch.equal(resumed[name], value) for name, value in unbroken.items())
+    with pytest.raises(ConfigError, match=r"trained with model\.intermediate_phones=\['A1', .*, not \[\]: resume with"):
+        Trainer(tiny_config("model.intermediate=[1]"), tmp_path / "resumed")
+
+
+def test_a_lexicon_for_inner_classifiers_that_does_not_fit_is_refused_or_named(
+    tiny_config: MakeConfig, tmp_path: Path, tone_lexicon: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting = f"train.intermediate_lexicon={tone_lexicon}"
+    lines = tone_lexicon.read_text("utf-8").splitlines()
+    word = lines.pop().split()[0]
+    tone_lexicon.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(
+        AlphabetError, match=rf"{tone_lexicon} lacks words of training texts: {word}; add .*unknown=drop"
+    ):
+        Trainer(tiny_config("model.intermediate=[1]", setting), tmp_path / "run")
+    trainer = Trainer(tiny_config("model.intermediate=[1]", setting, "alphabet.unknown=drop"), tmp_path / "run")
+    assert f"lacks words of training texts: {word}. Intermediate classifiers do without them" in caplog.text
+    assert [len(phones) for phones in trainer.phones] == [
+        2 * len(u.text) * (u.text != word) for u in trainer.utterances
+    ]
+    with pytest.raises(AlphabetError, match=r"intermediate_lexicon=.*alphabet\.lexicon has \[.*case=upper"):
+        Trainer(tiny_config("model.intermediate=[1]", setting, "alphabet.case=upper", "alphabet.symbols=ABC"), tmp_path)
+    with pytest.raises(PronunciationError, match=r"nothing\.txt cannot be read"):
+        tiny_config("model.intermediate=[1]", "train.intermediate_lexicon=nothing.txt")
+    with pytest.raises(ConfigError, match=r"model\.intermediate_phones has the phones of train\.intermediate_lexicon"):
+        tiny_config("model.intermediate=[1]", "model.intermediate_phones=[A]")
 
 
 def test_a_state_with_damaged_metadata_does_not_resume(tiny_config: MakeConfig, tmp_path: Path) -> None:
