@@ -267,7 +267,9 @@ def read_config(
     lexicon = config.train.intermediate_lexicon
     phones = list(read_pronunciations(Path(lexicon)).phones) if lexicon and config.model.intermediate else []
     if config.model.intermediate_phones not in ([], phones):
-        raise ConfigError("model.intermediate_phones has the phones of train.intermediate_lexicon: leave it out")
+        raise ConfigError(
+            "model.intermediate_phones follows from train.intermediate_lexicon: leave it out, and name the file"
+        )
     config.model.intermediate_phones = phones
     return config, inheritance
 

@@ -146,7 +146,7 @@ class ModelConfig:
     start: str = choice("damped", "even", "plain")
     stochastic_depth: float = removed(0.0, "training runs all layers")
     intermediate: list[int] = numbers([], 1, 1000)  # residual modules after which training has an extra CTC loss
-    intermediate_phones: list[str] = field(default_factory=list)  # those of train.intermediate_lexicon, by itself
+    intermediate_phones: list[str] = field(default_factory=list)  # set by train.intermediate_lexicon: its phones
     max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # upper limit of the lookahead; 0: no limit (bidirectional)
     backend: str = choice("auto", "persistent", "gemm", "cpu", "reference")  # of the ds2_ops kernels
 

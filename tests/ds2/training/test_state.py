@@ -172,7 +172,7 @@ def test_a_lexicon_for_inner_classifiers_that_does_not_fit_is_refused_or_named(
         Trainer(tiny_config("model.intermediate=[1]", setting, "alphabet.case=upper", "alphabet.symbols=ABC"), tmp_path)
     with pytest.raises(PronunciationError, match=r"nothing\.txt cannot be read"):
         tiny_config("model.intermediate=[1]", "train.intermediate_lexicon=nothing.txt")
-    with pytest.raises(ConfigError, match=r"model\.intermediate_phones has the phones of train\.intermediate_lexicon"):
+    with pytest.raises(ConfigError, match=r"model\.intermediate_phones follows from train\.intermediate_lexicon"):
         tiny_config("model.intermediate=[1]", "model.intermediate_phones=[A]")
 
 
