@@ -133,7 +133,7 @@ def export_onnx(
                     partial,
                     op_types_to_quantize=["MatMul"],
                     weight_type=QuantType.QInt8,
-                    per_channel=True,  # folded norms give columns of a matrix very different sizes
+                    per_channel=True,  # a scale for each output: their weights may differ in size by hundreds
                     extra_options={"EnableSubgraph": True},
                 )
         else:

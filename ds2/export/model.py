@@ -168,7 +168,7 @@ class Network:
         for module in network.modules:
             frames = self._module(frames, module)
         x = self._rms_norm(frames.x, network.rms_eps)
-        logits = x @ ops.constant(network.classifier.t()) + ops.constant(network.bias)
+        logits = self._product(x, network.classifier) + ops.constant(network.bias)
         blank = torch.full((len(network.bias),), NEVER)
         blank[BLANK] = 0.0
         valid = ops.reshape(frames.valid, (0, -1, 1))
@@ -196,7 +196,7 @@ class Network:
         if not module.residual:
             return frames
         if module.projection is not None:
-            skip = skip @ ops.constant(module.projection.t())
+            skip = self._product(skip, module.projection)
         if module.lookahead and self.tails is not None:
             waiting = TimeWindow(module.lookahead + 1, 0, 1, 0)
             joined = self._with_past(skip, _SEQUENCE, (module.layers[0].hidden,), waiting)
@@ -214,12 +214,21 @@ class Network:
             total = term if total is None else total + term
         return self._masked(total, SourcePosition(frames.at.before, frames.at.known, self._delay(window)), _SEQUENCE)
 
+    def _product(self, x: Value, weight: Tensor) -> Value:
+        """Return x (B, T, K) times a matrix (N, K).
+
+        Where a norm is folded into the matrix, its inputs may differ in size by hundreds, and the small ones would be
+        lost in 8 bits. Powers of two, which round nothing, move the sizes of the columns to the inputs.
+        """
+        sizes = weight.double().square().mean(0).sqrt().clamp(2.0**-40, 2.0**40).log2().round().exp2().to(weight)
+        return (x * self.ops.constant(sizes)) @ self.ops.constant((weight / sizes).t())
+
     def _recur(
         self, frames: LayerFrames, layer: RecurrentWeights, direction: DirectionWeights, *, reverse: bool
     ) -> Value:
         ops, hidden, row = self.ops, layer.hidden, CELLS[layer.cell]
         x = self._rms_norm(frames.x, layer.rms_eps)
-        z = x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
+        z = self._product(x, direction.weight_ih) + ops.constant(direction.bias)
         valid = ops.reshape(frames.valid, (0, -1, 1)).float()
         # The last gate of gru_before has a product of its own.
         ends = (2 * hidden,) if layer.cell == "gru_before" else ()

@@ -157,10 +157,15 @@ def test_int8_is_small_and_recognises_the_same(
     assert float((full == small).float().mean()) > 0.95
 
 
-def test_a_large_column_leaves_the_others_their_bits(random_model: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", ["output", "input"])
+def test_a_large_number_leaves_the_others_their_bits(random_model: Make, tmp_path: Path, large: str) -> None:
     loaded = random_model()
     with torch.no_grad():
-        loaded.model.classifier.weight[0] *= 1000.0
+        if large == "output":
+            loaded.model.classifier.weight[0] *= 1000.0
+        else:
+            loaded.model.recurrent_modules[-1].row_convs[-1].weight[::2] *= 1000.0
+            loaded.model.classifier.weight[:, ::2] /= 1000.0
     for int8 in (False, True):
         export_onnx(loaded, tmp_path / f"{int8}.onnx", int8=int8)
     exported = Exported.of(loaded, from_samples=False, chunk_s=0.16)
