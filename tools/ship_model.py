@@ -59,8 +59,11 @@ def pack_weights(source: Path, target: Path) -> None:
     small = {name: t.half() if t.ndim > 1 and t.is_floating_point() else t for name, t in tensors.items()}
     config = config_from_dict(metadata["config"])
     alphabet = replace(config.alphabet, lexicon=Path(config.alphabet.lexicon).name)
+    train = replace(config.train, intermediate_lexicon=Path(config.train.intermediate_lexicon).name)
     run_dir = f"runs/{target.parent.name}"
-    metadata["config"] = config_to_dict(replace(config, data=DataConfig(), alphabet=alphabet, run_dir=run_dir))
+    metadata["config"] = config_to_dict(
+        replace(config, data=DataConfig(), alphabet=alphabet, train=train, run_dir=run_dir)
+    )
     metadata["metrics"].pop("dev", None)
     save(target, small, metadata)
 
