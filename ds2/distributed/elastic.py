@@ -717,8 +717,7 @@ class ElasticCommunicator(OrderedCommunicator):
 
     @contextmanager
     def _nccl_without_lost_ranks(self) -> Iterator[None]:
-        """Raise LostRankError where a call of NCCL in the block fails; the next view is without it unless a rank was
-        lost."""
+        """Raise LostRankError for an error of NCCL; unless a rank was lost, later views do without NCCL."""
         self.check()
         try:
             yield

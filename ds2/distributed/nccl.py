@@ -26,6 +26,7 @@ from ds2.system import UserError
 log = logging.getLogger(__name__)
 _UNIQUE_ID_BYTES = 128
 _SUM = 0  # ncclRedOp_t
+_REMOTE_ERROR = 6  # ncclResult_t
 _TYPES = {torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}  # ncclDataType_t
 _BLOCKS = 32  # of a sum of gradients
 # Of a sum that overlaps with a backward pass. NCCL starts four blocks together, so these occupy two of the seven or
@@ -201,12 +202,12 @@ class NcclSums:
     def _open(self, comm: GroupCommunicator, blocks: Sequence[int]) -> list[ctypes.c_void_p]:
         """Open communicators of NCCL whose kernels use at most so many blocks, of one multiprocessor each."""
         identifiers = [_UniqueId() for _ in blocks]
-        if comm.rank == 0:
-            for identifier in identifiers:
-                self._check(self._library.ncclGetUniqueId(ctypes.byref(identifier)))
-        octets = comm.broadcast([bytes(identifier) for identifier in identifiers])
+        results = [self._library.ncclGetUniqueId(ctypes.byref(one)) for one in identifiers if comm.rank == 0]
+        octets = comm.broadcast([] if any(results) else [bytes(identifier) for identifier in identifiers])
+        if not octets:  # on all ranks, so that none waits for the others
+            self._check(max(results, default=_REMOTE_ERROR))
         opened = [ctypes.c_void_p() for _ in blocks]
-        results: list[int] = []
+        results = []
 
         def call() -> None:
             torch.cuda.set_device(comm.device)

@@ -14,8 +14,9 @@ from support.launch import torchrun
 
 from ds2.distributed import nccl
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.nccl import NcclSums, PeerMemory
+from ds2.distributed.nccl import NcclError, NcclSums, PeerMemory
 from ds2.distributed.process_group import LostRankError
+from ds2.distributed.watchdog import RankStatus
 
 
 class Ranks(Communicator):
@@ -138,7 +139,7 @@ class Library:
         self.ended += 1
 
 
-def sums_of(library: Library, monkeypatch: pytest.MonkeyPatch) -> NcclSums:
+def sums_of(library: Any, monkeypatch: pytest.MonkeyPatch) -> NcclSums:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(nccl, "_CALL_S", 0.05)
     sums: Any = NcclSums.__new__(NcclSums)
@@ -164,6 +165,28 @@ def test_an_abort_ends_the_sums_of_all_communicators_although_each_looks_long_fo
     library.lost.set()
     with pytest.raises(LostRankError):
         sums._all_reduce(torch.zeros(3), cast(Any, 1), Mock())
+
+
+@pytest.mark.parametrize(("rank", "sent"), [(0, []), (1, []), (0, [b"a" * 128] * 3), (1, [b"a" * 128] * 3)])
+def test_where_rank_0_has_no_identifiers_no_rank_waits_for_the_others(
+    rank: int, sent: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Mock(
+        ncclGetUniqueId=Mock(return_value=0 if sent else 2),
+        ncclGetErrorString=lambda result: f"error {result}".encode(),
+        ncclCommInitRankConfig=Mock(return_value=0),
+    )
+    sums = sums_of(library, monkeypatch)
+    comm = Mock(rank=rank, world=2, broadcast=Mock(return_value=sent), status=RankStatus())
+    if sent:
+        assert len(sums._open(comm, [32, 1, 8])) == 3
+    else:
+        with pytest.raises(NcclError, match="NCCL: error 2" if rank == 0 else "NCCL: error 6"):
+            sums._open(comm, [32, 1, 8])
+    assert library.ncclGetUniqueId.call_count == 3 * (rank == 0)
+    assert library.ncclCommInitRankConfig.call_count == len(sent)
+    ((values,), _) = comm.broadcast.call_args
+    assert rank == 1 or len(values) == len(sent)
 
 
 @pytest.mark.gpu
