@@ -680,14 +680,10 @@ class ElasticCommunicator(OrderedCommunicator):
             return
         reason = self.group.first_nonempty(self._why_no_nccl) or why_no_nccl(self.group, self.device)
         if not reason:
-            try:
-                sums = self._nccl = NcclSums(self)
-                self._tcp.on_loss = sums.abort
-            except NcclError as error:
-                reason = f"rank {self.rank} on {self.host}: {error}"
-            reason = self._why_no_nccl = self.group.first_nonempty(reason)  # LostRankError if that was the reason
-            if reason:
-                self._end_nccl()
+            with self._nccl_without_lost_ranks():  # the others may wait for this rank, inside NCCL
+                self._nccl = NcclSums(self)
+            self._tcp.on_loss = self._nccl.abort
+            self.barrier()
         if self._nccl is not None:
             self.name, self.path, self.confirms = NcclSums.name, NcclSums.path, True
         if self.rank == 0:

@@ -30,6 +30,7 @@ from ds2.distributed.elastic import JOINER, ElasticCommunicator, Members, View
 from ds2.distributed.nccl import NcclError, NcclSums
 from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import alone
+from ds2.distributed.watchdog import RankStatus
 from ds2.system import UserError
 from ds2.system.signals import Stopped
 
@@ -362,6 +363,7 @@ class OnGpu(ElasticCommunicator):
 
     def __init__(self, reasons: list[str]) -> None:
         self.device, self.rank, self.world, self.host = torch.device("cuda", 0), 0, 2, "here"
+        self.status = RankStatus()
         self._on_the_host, self._nccl, self._why_no_nccl = ("tcp", "through host memory over tcp"), None, ""
         self.group: Any = alone("here")
         self.group.hosts = ["here", "there"]
@@ -370,24 +372,17 @@ class OnGpu(ElasticCommunicator):
 
 
 @pytest.mark.parametrize(
-    ("reasons", "failure", "logged"),
+    ("reasons", "logged"),
     [
-        (["", "", ""], None, ""),
-        (["rank 1 on there: NCCL: it failed before"], None, "rank 1 on there: NCCL: it failed before"),
-        (["", "a rank runs on cpu"], None, "a rank runs on cpu"),
-        (["", "", "rank 1 on there: NCCL: a"], None, "rank 1 on there: NCCL: a"),
-        (["", ""], NcclError("NCCL: b"), "rank 0 on here: NCCL: b"),
+        (["", ""], ""),
+        (["rank 1 on there: NCCL: it failed before"], "rank 1 on there: NCCL: it failed before"),
+        (["", "a rank runs on cpu"], "a rank runs on cpu"),
     ],
 )
 def test_all_ranks_of_a_view_sum_by_nccl_or_none(
-    reasons: list[str],
-    failure: Exception | None,
-    logged: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    reasons: list[str], logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sums = Mock(spec=NcclSums)
-    opening = Mock(side_effect=failure, return_value=sums, path=NcclSums.path)
+    opening = Mock(return_value=Mock(spec=NcclSums), path=NcclSums.path)
     monkeypatch.setattr(nccl, "load_library", Mock())
     monkeypatch.setattr(elastic, "NcclSums", opening)
     comm = OnGpu(reasons)
@@ -396,16 +391,34 @@ def test_all_ranks_of_a_view_sum_by_nccl_or_none(
     assert not reasons  # every rank asks as often
     path = "through host memory over tcp" if logged else NcclSums.path
     assert comm.path == path and f"gradients travel {path}" in caplog.text and logged in caplog.text
-    assert comm.confirms is not bool(logged)
-    assert sums.abort.called == (opening.called and failure is None and bool(logged))
-    assert comm._why_no_nccl == (logged if "NCCL" in logged and opening.called else "")
+    assert comm.confirms is opening.called is not bool(logged)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_rank_that_nccl_does_not_connect_waits_for_no_other_and_says_why_in_the_next_view(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "load_library", Mock())
+    monkeypatch.setattr(elastic, "_BEAT_S", 0.1)
+
+    def connect(ranks: OnGpu) -> None:  # the other rank is still inside NCCL, and answers nothing
+        ranks.group.first_nonempty = ranks.group.barrier = Mock(side_effect=AssertionError("waits for the other rank"))
+        if lost:
+            ranks.group.lose(1, "was killed")
+        raise NcclError("NCCL: b")
+
+    monkeypatch.setattr(elastic, "NcclSums", connect)
+    comm = OnGpu(["", ""])
+    with pytest.raises(LostRankError, match="rank 1 on there was killed" if lost else "NCCL: b"):
+        comm._choose_path()
+    assert not comm.confirms and comm._why_no_nccl == ("" if lost else "rank 0 on here: NCCL: b")
 
 
 def test_a_lost_rank_ends_the_sums_and_no_later_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = Mock(spec=NcclSums)
     monkeypatch.setattr(nccl, "load_library", Mock())
     monkeypatch.setattr(elastic, "NcclSums", Mock(return_value=sums, path=NcclSums.path))
-    comm = OnGpu(["", "", ""])
+    comm = OnGpu(["", ""])
     comm._choose_path()
     comm.group.lose(1, "was killed")
     sums.abort.assert_called_once_with()
@@ -420,7 +433,7 @@ def test_a_call_of_nccl_that_fails_is_a_lost_rank_and_the_next_view_is_without_n
 ) -> None:
     monkeypatch.setattr(nccl, "load_library", Mock())
     monkeypatch.setattr(elastic, "_BEAT_S", 0.1)
-    comm = OnGpu(["", "", ""])
+    comm = OnGpu(["", ""])
 
     def start(tensor: torch.Tensor, *, overlapped: bool) -> None:
         if lost:
