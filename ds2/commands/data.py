@@ -465,8 +465,9 @@ def _lexicon(args: argparse.Namespace) -> None:
     alphabet = Alphabet.from_config(replace(config, symbols=symbols, pieces=[], lexicon="", punctuation="drop"))
     normalised: dict[str, list[Phones]] = {}
     for word, variants in dictionary.words.items():
-        if " " not in alphabet.normalise(f"a{word}a")[0]:  # without a mark, as a. and x-ray have
-            normalised.setdefault(alphabet.normalise(word)[0], []).extend(variants)
+        written = alphabet.normalise(word)[0]
+        if written and " " not in alphabet.normalise(f"a{word}a")[0]:  # without a mark, as a. and x-ray have
+            normalised.setdefault(written, []).extend(variants)
     dictionary = Pronunciations.of(normalised)
     wanted = _words(args.words, alphabet) if args.words else Counter(dictionary.words)
     unknown = [word for word in wanted if word not in dictionary.words]
@@ -476,14 +477,14 @@ def _lexicon(args: argparse.Namespace) -> None:
     if not listed:
         texts = ", ".join(map(str, args.words))
         raise UserError(f"no word of {texts} has a pronunciation: take another --dictionary, or no --no-guess")
-    written = Pronunciations.of(listed)
-    write_text(args.output, "".join(line + "\n" for line in written.lines()))
-    words, phones_of_words = counted(len(listed), "word"), counted(len(written.phones), "phone")
+    lexicon = Pronunciations.of(listed)
+    write_text(args.output, "".join(line + "\n" for line in lexicon.lines()))
+    words, phones_of_words = counted(len(listed), "word"), counted(len(lexicon.phones), "phone")
     print(
         f"wrote {args.output}: {words}, {phones_of_words}; guessed from their letters, as {source} "
         f"lacks them: {len(guessed)}"
     )
-    if source.suffix == ".safetensors" and (lost := [p for p in phones if p not in written.phones]):
+    if source.suffix == ".safetensors" and (lost := [p for p in phones if p not in lexicon.phones]):
         log.warning(
             "no word of %s has these phones of the model, which a network trained with it cannot write: %s; name more "
             "texts by --words, or leave it out to write all words of the model",

@@ -336,6 +336,8 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
     fixed = [key for key in changed if key.startswith(_FIXED) and key not in free]
     if fixed:
         values = ", ".join(f"{key}={short_repr(old.get(key))}, not {short_repr(new.get(key))}" for key in fixed)
+        if "model.intermediate_phones" in fixed:  # which nobody sets
+            values += f" (the phones that train.intermediate_lexicon={then.train.intermediate_lexicon} had)"
         raise ConfigError(
             f"{path} was trained with {values}: resume with the same values, give another run_dir, or start from its "
             "weights with checkpoint.init_from"
