@@ -469,11 +469,16 @@ def _lexicon(args: argparse.Namespace) -> None:
         if written and " " not in alphabet.normalise(f"a{word}a")[0]:  # without a mark, as a. and x-ray have
             normalised.setdefault(written, []).extend(variants)
     dictionary = Pronunciations.of(normalised)
+    folded: dict[str, Sequence[Phones]] = {}  # a text that keeps its capitals has Nine where this has nine or NINE
+    for word, variants in dictionary.words.items():
+        folded.setdefault(word.lower(), variants)
     wanted = _words(args.words, alphabet) if args.words else Counter(dictionary.words)
-    unknown = [word for word in wanted if word not in dictionary.words]
-    guessed = LettersToPhones(dictionary).pronounce(unknown) if unknown and not args.no_guess else {}
-    listed = {word: dictionary.words.get(word) or (guessed[word],) for word in sorted(wanted)
-              if word in dictionary.words or word in guessed}  # fmt: skip
+    unknown = [word for word in wanted if word.lower() not in folded]
+    letters = list(dict.fromkeys(map(str.lower, unknown)))
+    guesses = LettersToPhones(Pronunciations.of(folded)).pronounce(letters) if unknown and not args.no_guess else {}
+    guessed = {word: guesses[word.lower()] for word in unknown if word.lower() in guesses}
+    listed = {word: dictionary.words.get(word) or folded.get(word.lower()) or (guessed[word],)
+              for word in sorted(wanted) if word.lower() in folded or word in guessed}  # fmt: skip
     if not listed:
         texts = ", ".join(map(str, args.words))
         raise UserError(f"no word of {texts} has a pronunciation: take another --dictionary, or no --no-guess")
@@ -495,7 +500,7 @@ def _lexicon(args: argparse.Namespace) -> None:
         print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))
     without = sorted((word for word in unknown if word not in guessed), key=lambda word: -wanted[word])
     if without:
-        lacking = sorted(set("".join(without)).difference(*dictionary.words))
+        lacking = sorted(set("".join(without).lower()).difference(*folded))
         why = f"; the dictionary has no word with {' '.join(lacking)}" if lacking else ""
         long = sum(len(word) > MAX_LETTERS for word in without)
         why += f"; {counted(long, 'word')} of more than {MAX_LETTERS} letters: a text without spaces?" if long else ""

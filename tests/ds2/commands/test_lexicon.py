@@ -90,6 +90,19 @@ def test_stress_stays_and_nothing_is_guessed_if_asked(dictionary: Path, text: Pa
     }
 
 
+def test_a_text_that_keeps_its_capitals_has_the_pronunciations_of_other_cases(
+    dictionary: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text.write_text("A Cat at CAT. Tac\n", encoding="utf-8")
+    out = text.parent / "lexicon.txt"
+    command = ["data", "lexicon", str(out), "alphabet=english_cased", "--dictionary", str(dictionary)]
+    assert main([*command, "--words", str(text)]) == 0
+    written = read_pronunciations(out)
+    assert set(written.words) == {"A", "Cat", "at", "CAT", "Tac"}
+    assert written.words["Cat"] == written.words["CAT"] == (("K", "AE", "T"),) and len(written.words["A"]) == 2
+    assert "guessed: Tac T AE K" in capsys.readouterr().out
+
+
 def test_a_line_without_spaces_is_no_word_and_is_not_printed_whole(
     dictionary: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
