@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -165,6 +166,8 @@ class Trainer:
         )
         self.crf = self._build_crf()
         self.phones = phones_of(config, self.alphabet, self.utterances)
+        remedy = "give all hosts the same alphabet.lexicon and train.intermediate_lexicon"
+        self.comm.agree(pronunciations_of_run(self.alphabet, self.phones), remedy)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
         if self.crf is not None and self.comm.rank == 0:
@@ -582,6 +585,14 @@ def read_data(
     contents = corpus("training", utterances) | corpus("dev", dev.utterances)
     comm.agree(contents, "give all hosts the same manifests")
     return utterances, loader, dev
+
+
+def pronunciations_of_run(alphabet: Alphabet, phones: Sequence[Tensor]) -> dict[str, object]:
+    """Return digests of what lexicons give: words of the alphabet, and phones of the utterances, see `phones_of`."""
+    words = alphabet.pronunciations.lines() if alphabet.pronunciations is not None else []
+    of_utterances = b"".join(labels.numpy().tobytes() for labels in phones)
+    content = {"pronunciations": "\n".join(words).encode(), "phones": of_utterances}
+    return {name: hashlib.sha256(octets).hexdigest()[:12] for name, octets in content.items()}
 
 
 def build_state(

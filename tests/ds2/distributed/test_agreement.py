@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from ds2.distributed.communicator import Communicator, DisagreementError, progra
 from ds2.model.norm import SequenceBatchNorm
 from ds2.training import trainer
 from ds2.training.reductions import NormStatistics
-from ds2.training.trainer import check_run
+from ds2.training.trainer import Trainer, check_run
 
 T = TypeVar("T")
 UTTERANCES = [Utterance(Path("/data/a.wav"), 1.5, "abc"), Utterance(Path("/data/b.wav"), 2.0, "ca", offset_s=3.0)]
@@ -108,6 +109,37 @@ def test_a_corpus_is_known_by_names_times_and_texts(change: dict[str, object]) -
     changed = [replace(UTTERANCES[0], **change), UTTERANCES[1]]  # type: ignore[arg-type]
     assert corpus("training", changed) != facts
     assert corpus("training", UTTERANCES[::-1]) != facts
+
+
+class Recording(Communicator):
+    """A single process that records the facts in which ranks must agree."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.facts: dict[str, object] = {}
+
+    def agree(self, facts: Mapping[str, object], remedy: str) -> None:
+        self.facts.update(facts)
+
+
+@pytest.mark.parametrize(
+    ("settings_of_phones", "changed"),
+    [
+        (["alphabet.lexicon={lexicon}"], "pronunciations"),
+        (["model.intermediate=[1]", "train.intermediate_lexicon={lexicon}"], "phones"),
+    ],
+)
+def test_ranks_agree_in_the_content_of_lexicons(
+    settings_of_phones: list[str], changed: str, tiny_config: Callable[..., Config], tone_lexicon: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(*(setting.format(lexicon=tone_lexicon) for setting in settings_of_phones))
+    lines = [line.split() for line in tone_lexicon.read_text("utf-8").splitlines()]
+    before, after = Recording(), Recording()
+    for comm, order in (before, 1), (after, -1):
+        words = (" ".join((word, *phones[::order])) for word, *phones in lines)
+        tone_lexicon.write_text("\n".join(words), encoding="utf-8")
+        Trainer(config, tmp_path, comm)
+    assert {name for name in before.facts if before.facts[name] != after.facts[name]} == {changed}
 
 
 def test_weights_are_known_to_the_last_bit() -> None:
