@@ -159,7 +159,7 @@ void count_arrival(MBarrier& barrier) {
 
 void land(const Message& message) {
     Block& owner = blocks[message.block];
-    std::memcpy(owner.memory.data() + (message.to & 0xffffff), message.words, 4 * message.count);
+    memcpy(owner.memory.data() + (message.to & 0xffffff), message.words, 4 * message.count);
     MBarrier& barrier = owner.barriers[message.barrier & 0xffffff];
     if (barrier.arrivals == 0) error = "a message to an mbarrier that nobody has initialised";
     barrier.bytes -= 4 * message.count;
@@ -236,7 +236,7 @@ void copies_wait(int pending) {
     for (const size_t i : order)
         for (const Copy& copy : std::exchange(copies[i], {})) {
             unsigned word = 0;
-            std::memcpy(&word, copy.from, copy.bytes);
+            memcpy(&word, copy.from, copy.bytes);
             store(copy.to, word);
         }
     copies.erase(copies.begin(), copies.begin() + complete);
@@ -315,7 +315,7 @@ void await_kernel_before() {
         for (chip::Held& array : chip::held) {
             for (size_t i = 0; i < array.contents.size(); i++)
                 if (array.at[i] != char(0xff)) chip::fail("a store before the end of the kernel before");
-            std::memcpy(array.at, array.contents.data(), array.contents.size());
+            memcpy(array.at, array.contents.data(), array.contents.size());
         }
     chip::meet(chip::everyone, int(chip::fibers.size()));
 }

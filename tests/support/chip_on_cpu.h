@@ -6,8 +6,11 @@
 // Kernels include this file; chip_on_cpu.cpp, which is compiled once for all of them, has the rest.
 #pragma once
 
-#include <cmath>
-#include <cstring>
+// Only what C declares: half of the time to compile a small kernel would go into the templates of <cmath>.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#include <string.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
 #define __device__
 #define __global__
@@ -29,12 +32,12 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline float __uint_as_float(unsigned x) {
     float f;
-    std::memcpy(&f, &x, 4);
+    memcpy(&f, &x, 4);
     return f;
 }
 inline unsigned __float_as_uint(float f) {
     unsigned x;
-    std::memcpy(&x, &f, 4);
+    memcpy(&x, &f, 4);
     return x;
 }
 template <class T>
@@ -64,12 +67,12 @@ char* at(unsigned address, unsigned bytes);
 template <class T>
 T load(unsigned address) {
     T v;
-    std::memcpy(&v, at(address, sizeof v), sizeof v);
+    memcpy(&v, at(address, sizeof v), sizeof v);
     return v;
 }
 template <class T>
 void store(unsigned address, T v) {
-    std::memcpy(at(address, sizeof v), &v, sizeof v);
+    memcpy(at(address, sizeof v), &v, sizeof v);
 }
 
 void barrier_wait(unsigned barrier, unsigned parity);
@@ -136,9 +139,9 @@ namespace ds2 {
 
 constexpr bool DEBUG_WAITS = false;
 
-inline float quick_exp2(float x) { return std::exp2(x); }
+inline float quick_exp2(float x) { return exp2f(x); }
 inline float quick_reciprocal(float x) { return 1 / x; }
-inline float coarse_tanh(float x) { return std::tanh(x) * (1 - std::exp2(-11.f)); }  // as wrong as it may be
+inline float coarse_tanh(float x) { return tanhf(x) * (1 - exp2f(-11.f)); }  // as wrong as it may be
 
 inline void rest_at_random() {}
 inline unsigned pinned(unsigned value) { return value; }
@@ -204,7 +207,7 @@ inline void store_relaxed(unsigned* at, uint4 v) {
 template <int N>
 void load_relaxed_if(bool wanted, unsigned (&v)[N], const unsigned* at) {
     chip::pause();
-    if (wanted) std::memcpy(v, at, sizeof v);
+    if (wanted) memcpy(v, at, sizeof v);
 }
 template <int N>
 void store_relaxed(unsigned* at, const unsigned (&v)[N]) {

@@ -52,7 +52,7 @@ void launch(int blocks, int threads, bool backwards, void (*call)(const void*), 
     call_kernel = call, kernel = body;
     blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-        std::memset(shared, 0xff, sizeof shared);  // NaN, to whoever reads before writing
+        memset(shared, 0xff, sizeof shared);  // NaN, to whoever reads before writing
         contexts.assign(threads, {});
         warps.assign((threads + 31) / 32, {});
         done.assign(threads, 0);

@@ -4,10 +4,13 @@
 // Kernels include this file; cuda_on_cpu.cpp, which is compiled once for all of them, has the rest.
 #pragma once
 
-#include <cmath>
-#include <cstddef>
-#include <cstdlib>
-#include <cstring>
+// Only what C declares: half of the time to compile a small kernel would go into the templates of <cmath>.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
 #define __device__
 #define __global__
@@ -95,7 +98,7 @@ inline unsigned atomicOr(unsigned* at, unsigned value) {
 template <class To, class From>
 To same_bits(From from) {
     To to;
-    std::memcpy(&to, &from, sizeof to);
+    memcpy(&to, &from, sizeof to);
     return to;
 }
 inline float __shfl_xor_sync(unsigned, float mine, int apart) {

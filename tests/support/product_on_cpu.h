@@ -17,7 +17,7 @@ inline float operand(unsigned long long at, int row, int k, bool transposed) {
     const unsigned leading = (at >> 16 & 0x3fff) * 16, stride = (at >> 32 & 0x3fff) * 16;
     const unsigned within = transposed ? row % 8 * 2 + k % 8 * 16 : row % 8 * 16 + k % 8 * 2;
     unsigned short bits;
-    std::memcpy(&bits, chip::at((at & 0x3fff) * 16 + row / 8 * stride + k / 8 * leading + within, 2), 2);
+    memcpy(&bits, chip::at((at & 0x3fff) * 16 + row / 8 * stride + k / 8 * leading + within, 2), 2);
     return chip::element(bits, 0);
 }
 
