@@ -98,7 +98,7 @@ def compile_kernel(
     call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names(source.parameters)}); }}")
     signature = ", ".join([parameters, *(f"{kind} {name}" for kind, name in source.parameters)])
     unit = f'#include "cuda.h"\n{source.text}\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'
-    # -Og compiles a large kernel in two thirds of the time of -O1, and it runs as fast. Its libraries are the emulator's:
+    # -Og takes two thirds as long as -O1 for a large kernel, which then runs as fast. Its libraries are the emulator's:
     # to link a small kernel with all of C++ takes longer than to compile it.
     options = ("-Og", "-shared", "-nodefaultlibs", "kernel.cpp", str(_emulator(emulator)))
     return _compiled(_included(files, unit) | {"kernel.cpp": unit}, "kernel.so", options)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support import compiled
 
-_TESTS = ("recurrent/plan", "jit/test_architectures.py", "ctc")  # in tests/ops
+_TESTS = ("recurrent/plan", "jit/test_architectures.py", "ctc", "convolution", "primitives")  # in tests/ops
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -23,8 +23,8 @@ from ds2_ops.convolution import (
     pack,
     why_not,
 )
-from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Launch, Source
+from support.compiled import report
 from support.kernel_on_cpu import SUPPORT, compile_kernel, host_arguments
 from torch import Tensor
 from torch.nn import functional
@@ -200,16 +200,16 @@ def test_passes_on_a_gpu(batch: int, bins: int, frames: int, taps: tuple[int, in
 @pytest.mark.parametrize("group", [16, 32])
 def test_kernels_of_streams_compile_without_spills_or_waits(group: int) -> None:
     for launch in (op.correlation_launch(21, 1, 20, 11, group), op.correlation_launch(41, 1, 10, 1, group)):
-        binary = build(launch.source.text)
-        assert binary.local_bytes == 0 and not binary.loss
+        compiled = report(launch.source.text)
+        assert compiled.local_bytes == 0 and not compiled.loss
 
 
 @pytest.mark.parametrize("group", [64, 112, 176])
 def test_kernels_compile_without_spills_or_waits(group: int) -> None:
     launches = op.correlation_launch(21, 4, 350, 11, group), op.weight_sums_launch(11, 12, 11, 2 * group)
     for launch in (*launches, op.correlation_launch(41, 4, 350, 1, group), op.bin_sums_launch(11, 132)):
-        binary = build(launch.source.text)
-        assert binary.local_bytes == 0 and not binary.loss
+        compiled = report(launch.source.text)
+        assert compiled.local_bytes == 0 and not compiled.loss
         assert launch.smem_bytes <= 232448
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from ds2_ops import lookahead
-from ds2_ops.jit.build import build
 from ds2_ops.primitives import convolution
 from ds2_ops.primitives.convolution import Convolution
 from ds2_ops.recurrent.primitives import Array
+from support.compiled import report
 from support.kernel_on_cpu import patch_launch_on
 from torch import Tensor
 from torch.nn import functional
@@ -166,7 +166,7 @@ def test_the_kernels_build_for_a_gpu(kind: str, dtype: str) -> None:
     op = Convolution(**CASES["strides, other padding on each side"], dtype=dtype)
     contiguous: Callable[[str], Array] = lambda n: Array(0, op.shapes[n], torch.empty(op.shapes[n]).stride())  # noqa: E731
     for launch in op.launches(kind, {name: contiguous(name) for name in op.shapes}):
-        assert build(launch.source.text).local_bytes == 0
+        assert report(launch.source.text).local_bytes == 0
 
 
 @pytest.mark.gpu
