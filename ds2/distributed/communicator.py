@@ -59,12 +59,11 @@ class Communicator:
         path: the memory and library that sums of gradients use, in words.
         status: the step and phase that this rank is in, for messages about failures and for the watchdog.
         elastic: whether ranks may come and go.
-        confirms: whether a sum may end with wrong values where a rank is lost: none is right before `confirm_sums`.
     """
 
     name = "single"
     path = "stay on one rank"
-    elastic = confirms = False
+    elastic = False
     rank, world = 0, 1
 
     def __init__(self, device: torch.device) -> None:
@@ -128,6 +127,11 @@ class Communicator:
         this call together, with tensors of the same sizes, whose memory must stay where it is.
         """
         return None
+
+    @property
+    def confirms(self) -> bool:
+        """Whether sums may end with wrong values where a rank is lost: they count once `confirm_sums` has returned."""
+        return False
 
     def confirm_sums(self) -> None:
         """Check that all sums that have ended on this rank are complete on all ranks; all make this call together.

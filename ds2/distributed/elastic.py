@@ -680,39 +680,42 @@ class ElasticCommunicator(OrderedCommunicator):
             return
         reason = self.group.first_nonempty(self._why_no_nccl) or why_no_nccl(self.group, self.device)
         if not reason:
-            with self._nccl_without_lost_ranks():  # the others may wait for this rank, inside NCCL
+            with self._calling_nccl():  # the others may wait for this rank, inside NCCL
                 self._nccl = NcclSums(self)
             self._tcp.on_loss = self._nccl.abort
             self.barrier()
-        if self._nccl is not None:
-            self.name, self.path, self.confirms = NcclSums.name, NcclSums.path, True
+            self.name, self.path = NcclSums.name, NcclSums.path
         if self.rank == 0:
             log.info("gradients travel %s%s", self.path, f", not over nccl: {reason}" if reason else "")
 
     def _end_nccl(self) -> None:
         if self._nccl is not None:
             self._nccl.abort()
-        self._nccl, self.confirms = None, False
+        self._nccl = None
+
+    @property
+    def confirms(self) -> bool:
+        return self._nccl is not None
 
     def confirm_sums(self) -> None:
-        if self._nccl is not None:
+        if self.confirms:
             self.barrier()
 
     def sum_(self, tensor: Tensor) -> None:
         if self._nccl is None or not tensor.is_cuda:
             super().sum_(tensor)
             return
-        with self._nccl_without_lost_ranks():
+        with self._calling_nccl():
             self._nccl.sum_(tensor)
 
     def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
         if self._nccl is None:
             return super().start_sum(tensor, overlapped=overlapped)
-        with self._nccl_without_lost_ranks():
+        with self._calling_nccl():
             return self._nccl.start(tensor, overlapped=overlapped)
 
     @contextmanager
-    def _nccl_without_lost_ranks(self) -> Iterator[None]:
+    def _calling_nccl(self) -> Iterator[None]:
         """Raise LostRankError for an error of NCCL; unless a rank was lost, later views do without NCCL."""
         self.check()
         try:
