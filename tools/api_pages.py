@@ -23,12 +23,11 @@ def packages() -> list[str]:
 
 def page(name: str) -> str:
     """Return the text of a package's page; that of a root has its own modules, not the packages inside it."""
-    text = f"---\ntitle: {name}\n---\n\n::: {name}\n"
+    text = f"::: {name}\n"
     if name in SOURCES:
         modules = [name, *(f"{name}.{file.stem}" for file in sorted(SOURCES[name].glob("[a-z]*.py")))]
         text = "\n".join(f"::: {module}\n    options:\n      show_submodules: false\n" for module in modules)
-        text = f"---\ntitle: {name}\n---\n\n{text}"
-    return text
+    return f"---\ntitle: {name}\n---\n\n{text}"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

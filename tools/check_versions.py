@@ -26,6 +26,12 @@ EXTRAS = ("decode", "pieces", "text", "media", "serve", "export")  # those that 
 _NOISE = "nanobind"
 _MODULES = ("ds2.serve.http", "ds2.export.files", "ds2.audio.ffmpeg")  # import what their extras bring
 TEXT = "one two three four five six seven eight nine zero\n"
+COMMANDS_WITHOUT_EXTRAS = (
+    ["version"],
+    ["doctor"],
+    ["info", "model=rnn_8"],
+    ["train", "recipe=synthetic", "train.max_steps=2", "data.workers=0", "device=cpu"],
+)
 
 
 def requirements() -> list[str]:
@@ -48,14 +54,6 @@ def lowest(requirements: Sequence[str]) -> list[str]:
             raise ValueError(f"{requirement!r} in pyproject.toml has no lower bound: write NAME>=VERSION")
         constraints.append(f"{match[1]}=={match[2]}")
     return constraints
-
-
-def commands_without_extras() -> Iterator[list[str]]:
-    """Yield commands that need no extra, in order; their files go to the working folder."""
-    yield ["version"]
-    yield ["doctor"]
-    yield ["info", "model=rnn_8"]
-    yield ["train", "recipe=synthetic", "train.max_steps=2", "data.workers=0", "device=cpu"]
 
 
 def commands(folder: Path) -> Iterator[list[str]]:
@@ -100,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
         pip = [python, "-m", "pip"]
         install = [*pip, "install", "--quiet", "--no-compile", "-c", folder / "constraints.txt"]
         subprocess.run([*install, source], check=True)
-        check(ds2, folder, commands_without_extras())
+        check(ds2, folder, COMMANDS_WITHOUT_EXTRAS)
         subprocess.run([*install, f"{source}[{','.join(EXTRAS)}]"], check=True)
         listed = subprocess.run([*pip, "list"], capture_output=True, text=True, check=True).stdout
         names = {re.split(r"[>=]", requirement)[0] for requirement in requirements()}

@@ -25,5 +25,5 @@ def test_the_commands_of_the_check_exist(tmp_path: Path) -> None:
     assert {*check_versions.EXTRAS} <= {*project["optional-dependencies"]}
     script = (ROOT / ".ci/run").read_text("utf-8")
     assert "tools/check_versions.py oldest" in script and "test-versions:" in (ROOT / "Makefile").read_text("utf-8")
-    commands = [*check_versions.commands_without_extras(), *check_versions.commands(tmp_path)]
+    commands = [*check_versions.COMMANDS_WITHOUT_EXTRAS, *check_versions.commands(tmp_path)]
     assert all(command[0] in COMMANDS for command in commands)

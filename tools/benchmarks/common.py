@@ -77,13 +77,6 @@ def _timing(times_s: list[float]) -> Timing:
     return Timing(statistics.median(times_s), deciles[0], deciles[-1])
 
 
-def machine(device: torch.device) -> str:
-    """Name the machine that results were measured on."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
 def add_recogniser_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a benchmark that recognises files with a model."""
     parser.add_argument("model", type=Path)
@@ -107,7 +100,9 @@ def open_recogniser(model: Path, decode: Sequence[str], options: argparse.Namesp
 
 def facts(options: argparse.Namespace, device: torch.device, title: str) -> dict[str, str]:
     """Print what is measured, where and at which commit; return it as the head of the result."""
-    head = {"title": title, "machine": machine(device), "git_commit": options.commit}
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    head = {"title": title, "machine": f"{machine}, torch {torch.__version__}", "git_commit": options.commit}
     print(", ".join(head.values()), flush=True)
     return head
 

@@ -39,25 +39,10 @@ class Segments:
     rest: list[str] = field(default_factory=list)
 
 
-@dataclass
-class RuleCounts:
-    """Counts of one rule."""
-
-    delays_s: list[float] = field(default_factory=list)
-    utterances: int = 0
-    cut: int = 0
-    cuts: int = 0
-    words: int = 0
-    changed: int = 0
-
-    def add(self, segments: Segments, end_s: float, whole: str) -> None:
-        """Count an utterance: its segments, when its speech ended, and the text of the whole file."""
-        texts, wanted = segments.texts, whole.split()
-        self.utterances, self.words = self.utterances + 1, self.words + len(wanted)
-        self.cut, self.cuts = self.cut + (len(texts) > 1), self.cuts + max(0, len(texts) - 1)
-        self.changed += sum(edit != CORRECT for edit in align(wanted, " ".join([*texts, *segments.rest]).split()))
-        if texts:
-            self.delays_s.append(segments.last_s - end_s)
+def changed_words(segments: Segments, whole: Sequence[str]) -> int:
+    """How many words of all segments differ from those of the whole file."""
+    words = " ".join([*segments.texts, *segments.rest]).split()
+    return sum(edit != CORRECT for edit in align(list(whole), words))
 
 
 def levels(samples: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -119,8 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
     rules = [Endpoints(after_speech_s=value) for value in options.after_speech_s]
     noise_s = max(options.after_speech_s) + recogniser.model.lookahead_ms / 1000 + 1.0
     recordings = [read_audio(name, RATE_HZ) for name in files]
-    wholes = [recogniser.transcribe(with_background(samples, noise_s), RATE_HZ).text for samples in recordings]
-    noisy = (with_background(samples, noise_s) for samples in recordings)
+    noisy = [with_background(samples, noise_s) for samples in recordings]
+    wholes = [recogniser.transcribe(samples, RATE_HZ).text.split() for samples in noisy]
+    ends_s = [speech_end_s(samples) for samples in recordings]
     by_rule = zip(*(in_process(recogniser, samples, rules) for samples in noisy), strict=True)
     minutes = sum(map(len, recordings)) / RATE_HZ / 60
     title = f"{len(files)} utterances, {minutes:.1f} minutes, {options.model}, chunks of {CHUNK_S:g} s"
@@ -128,11 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
     columns = {"after_speech_s": "{rule:g}", "delay p50 s": "{p50:.2f}", "p95 s": "{p95:.2f}", "cut %": "{cut:.1f}"}
     table = Table(columns | {"cuts a minute": "{rate:.2f}", "words changed in 100": "{changed:.2f}"})
     for value, results in zip(options.after_speech_s, by_rule, strict=True):
-        measured = RuleCounts()
-        for segments, samples, whole in zip(results, recordings, wholes, strict=True):
-            measured.add(segments, speech_end_s(samples), whole)
-        p50, p95 = np.percentile(measured.delays_s, [50, 95]) if measured.delays_s else (None, None)
-        shares = {"cut": 100 * measured.cut / measured.utterances, "rate": measured.cuts / minutes}
-        changed = 100 * measured.changed / max(1, measured.words)
-        table.print_row({"rule": value, "p50": p50, "p95": p95, "changed": changed} | shares)
+        delays_s = [s.last_s - end_s for s, end_s in zip(results, ends_s, strict=True) if s.texts]
+        p50, p95 = np.percentile(delays_s, [50, 95]) if delays_s else (None, None)
+        cuts = [max(0, len(segments.texts) - 1) for segments in results]
+        shares = {"cut": 100 * np.count_nonzero(cuts) / len(cuts), "rate": sum(cuts) / minutes}
+        changed = sum(map(changed_words, results, wholes)) / max(1, sum(map(len, wholes)))
+        table.print_row({"rule": value, "p50": p50, "p95": p95, "changed": 100 * changed} | shares)
     return 0

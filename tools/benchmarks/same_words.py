@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import takewhile
 
 import numpy as np
 from benchmarks.common import add_recogniser_options, facts, files_and_recogniser
@@ -64,10 +65,9 @@ class FileStreams:
 
     def _count_retracted(self, index: int, hypothesis: Hypothesis) -> None:
         """Count the words of the last partial result, except its unfinished last one, that this result has no more."""
-        before, words = self.partial_words[index], hypothesis.text.split()
-        whole = before[:-1]
-        common = next((at for at, pair in enumerate(zip(whole, words, strict=False)) if pair[0] != pair[1]), None)
-        self.retracted += len(whole) - (min(len(whole), len(words)) if common is None else common)
+        whole, words = self.partial_words[index][:-1], hypothesis.text.split()
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(whole, words, strict=False))
+        self.retracted += len(whole) - len(list(same))
         self.partial_words[index] = words
 
 

@@ -53,6 +53,7 @@ COLUMNS = {
 
 
 CHARACTERS_PER_S = 14.0  # of transcripts of noise
+_TRACED = 3  # steps
 
 
 class TorchLayer(nn.Module):
@@ -95,11 +96,11 @@ def time_waits(trainer: Trainer) -> list[float]:
     return waits_s
 
 
-def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int]:
+def trace(step: Callable[[], object]) -> tuple[float, int]:
     """Return the ms a step in which any kernel or copy runs, and the launches a step."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(steps):
+        for _ in range(_TRACED):
             step()
         torch.cuda.synchronize()
     on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -107,7 +108,7 @@ def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int]:
     for start, end in sorted((e.time_range.start, e.time_range.end) for e in on_device):
         busy_us += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return busy_us / 1000 / steps, len(on_device) // steps
+    return busy_us / 1000 / _TRACED, len(on_device) // _TRACED
 
 
 def write_noise(folder: Path, utterances: int, duration_s: float) -> None:
@@ -193,9 +194,9 @@ def bench(
     }  # fmt: skip
 
 
-def add_noise_options(parser: argparse.ArgumentParser, duration_s: float = 7.0) -> None:
+def add_noise_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the corpus, and the settings that every run takes."""
-    parser.add_argument("--duration", type=float, default=duration_s, help="seconds of each utterance")
+    parser.add_argument("--duration", type=float, default=7.0, help="seconds of each utterance")
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
 
 

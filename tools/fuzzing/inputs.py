@@ -121,7 +121,8 @@ class _Reader:
         name = damage.__name__.strip("_")
         before = _memory_kib("VmRSS", reset=True)
         try:
-            kind, detail = self._read()
+            same = (self.target.read(self.folder),) == self._expected
+            kind, detail = "same" if same else "wrong" if self.target.checked else "read", ""
         except (UserError, OSError) as error:
             kind, detail = "named", str(error)
         except Exception as error:
@@ -132,12 +133,6 @@ class _Reader:
         if (grown := _memory_kib("VmHWM") - before) > MEMORY_KIB:
             kind, detail = "memory", f"{grown >> 10} MiB, then {kind}: {detail}"
         return Outcome(self.target.name, case, name, kind, detail)
-
-    def _read(self) -> tuple[str, str]:
-        value = self.target.read(self.folder)
-        if (value,) == self._expected:
-            return "same", ""
-        return ("wrong", "the damage was not detected") if self.target.checked else ("read", "")
 
 
 def _memory_kib(line: str, *, reset: bool = False) -> int:
@@ -168,9 +163,8 @@ def _forked(reader: _Reader, cases: range) -> Iterator[Outcome]:
     child = context.Process(target=_work, args=(reader, cases, sink))
     child.start()
     sink.close()
-    case = cases.start
     try:
-        while case < cases.stop:
+        for case in cases:
             if not source.poll(HANG_S):
                 yield Outcome(reader.target.name, case, "?", "hang", f"over {HANG_S:g} s")
                 return
@@ -180,7 +174,6 @@ def _forked(reader: _Reader, cases: range) -> Iterator[Outcome]:
                 yield Outcome(reader.target.name, case, "?", "died")
                 return
             yield outcome
-            case = outcome.case + 1
             if outcome.kind == "memory":
                 return
     finally:

@@ -62,10 +62,6 @@ class Work:
     result: Callable[[Path], object]  # of the folder
     ranks: int = 1
 
-    @property
-    def needs_model(self) -> bool:
-        return any("MODEL" in argument for argument in self.arguments)
-
     def command(self, folder: Path) -> list[str]:
         """The command as it runs in `folder`, which is in a folder of this work."""
         model = str(model_file(folder.parents[1]))
@@ -97,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for work in (train, *others):
             if options.only and not work.name.startswith(tuple(options.only)):
                 continue
-            if work.needs_model and not model_file(base).is_file():
+            if "MODEL" in " ".join(work.arguments) and not model_file(base).is_file():
                 folder = base / "train" / "unbroken"
                 run_and_kill(train.command(folder), folder)
             draw = random.Random(f"{options.seed} {work.name}")

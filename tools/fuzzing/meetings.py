@@ -29,10 +29,11 @@ import random
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from fuzzing import processes, toy
@@ -334,14 +335,10 @@ def simulated(world: World) -> Iterator[None]:
         *processes.stand_ins(world),
         *toy.stand_ins(world, world.dev_utterances),
     ]
-    previous = [(target, name, getattr(target, name)) for target, name, _ in changed]
-    try:
-        for target, name, value in changed:
-            setattr(target, name, value)
+    with ExitStack() as stack:
+        for where in changed:
+            stack.enter_context(patch.object(*where))
         yield
-    finally:
-        for target, name, value in previous:
-            setattr(target, name, value)
 
 
 def run_seed(seed: int) -> str:
