@@ -13,6 +13,7 @@ _STREAMED_BYTES = 0x7EFFFF00  # larger sizes in 32 bits are written to a pipe, w
 _STREAMED_BYTES_64 = 1 << 62
 _MAX_CHUNKS = 10_000
 _AVI_SLACK_BYTES = 1 << 12  # some writers count the head of a chunk too
+_MP4_SLACK_BYTES = 16  # of a head here; where samples are missing, decoders notice
 _SEGMENT = b"\x18\x53\x80\x67"  # of Matroska: all but the header
 _OGG_END_OF_STREAM = 4
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
@@ -140,8 +141,8 @@ def _mp4(read: Read, size: int) -> str:
         stated = int.from_bytes(head[8:], "big") if stated == 1 else stated
         if stated < 8:
             break
-        if name in (b"moov", b"moof", b"mdat") and (overrun := _overrun(name.decode(), at, at + stated, size)):
-            return overrun
+        if name in (b"moov", b"moof", b"mdat") and at + stated > size + _MP4_SLACK_BYTES:
+            return _overrun(name.decode(), at, at + stated, size)
         at += stated
     return ""
 

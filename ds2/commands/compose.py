@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ds2.config.check import check
 from ds2.config.convert import (
+    FREE_FORM,
     Inheritance,
     config_from_dict,
     inherit,
@@ -245,15 +246,11 @@ def read_config(
         CheckpointError: `checkpoint.init_from` is no model.
     """
     config = to_config(composed)
-    for key, _, value in (override.partition("=") for override in overrides):
-        if (
-            is_free_form(key)
-            and key.count(".") == 1
-            and value == "{}"
-            and sum(other.startswith(key) for other in overrides) == 1
-        ):
-            section, name = key.split(".")  # Hydra adds the entries of a mapping to those of the recipe
-            setattr(getattr(config, section), name, {})
+    settings = {override.key_or_group: override.value() for override in map(parse_override, overrides)}
+    for section, name in (key.split(".") for key in FREE_FORM if settings.get(key) == {}):
+        mapping = getattr(getattr(config, section), name)  # Hydra adds to that of the recipe, {} takes it away
+        mine = {entry: value for entry, value in mapping.items() if f"{section}.{name}.{entry}" in settings}
+        setattr(getattr(config, section), name, mine)
     if run_dir is not None:
         config.run_dir = str(run_dir)
     if not config.run_dir:

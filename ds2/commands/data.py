@@ -434,7 +434,7 @@ def _add_lexicon(commands: Any) -> None:
         "--dictionary", type=Path, required=True, help="pronunciations in that format, or a model of phones, as english"
     )
     parser.add_argument(
-        "--words", type=Path, nargs="+", default=[], metavar="FILE",
+        "--words", nargs="+", default=[], metavar="FILE",
         help="texts and manifests whose words are needed, and word models (.lm, .lm.xz, .arpa); none: all its words",
     )  # fmt: skip
     parser.add_argument("--keep-stress", action="store_true", help="keep the 0, 1 or 2 at the end of phones")
@@ -450,17 +450,19 @@ def _lexicon(args: argparse.Namespace) -> None:
     from ds2.model.checkpoint import find_model
     from ds2.model.shipped import folder_of
 
+    texts = [Path(word) for word in args.words if not is_override(word)]
+    settings = [*args.overrides, *filter(is_override, args.words)]  # --words takes what follows it
     source: Path = args.dictionary
     if folder_of(source).is_dir():  # a run folder or a name of `ds2 models`
         source = find_model(source)
-    check_writable(args.output, inputs=[source, *args.words])
-    missing = [str(path) for path in args.words if not path.is_file()]
+    check_writable(args.output, inputs=[source, *texts])
+    missing = [str(path) for path in texts if not path.is_file()]
     if missing:
         raise UserError(f"--words: there is no file {', '.join(missing)}: name texts, manifests or word models")
     dictionary = read_pronunciations(source, keep_stress=args.keep_stress)
     phones = dictionary.phones
     # As training normalises with the lexicon. A full stop in it would stay in all transcripts, behind their last words.
-    config = compose_config([*args.overrides, "run_dir=unused"]).alphabet
+    config = compose_config([*settings, "run_dir=unused"]).alphabet
     symbols = "".join({" ", *set(config.symbols).intersection("".join(dictionary.words))})
     alphabet = Alphabet.from_config(replace(config, symbols=symbols, pieces=[], lexicon="", punctuation="drop"))
     normalised: dict[str, list[Phones]] = {}
@@ -472,7 +474,7 @@ def _lexicon(args: argparse.Namespace) -> None:
     folded: dict[str, Sequence[Phones]] = {}  # a text that keeps its capitals has Nine where this has nine or NINE
     for word, variants in dictionary.words.items():
         folded.setdefault(word.lower(), variants)
-    wanted = _words(args.words, alphabet) if args.words else Counter(dictionary.words)
+    wanted = _words(texts, alphabet) if texts else Counter(dictionary.words)
     unknown = [word for word in wanted if word.lower() not in folded]
     letters = list(dict.fromkeys(map(str.lower, unknown)))
     guesses = LettersToPhones(Pronunciations.of(folded)).pronounce(letters) if unknown and not args.no_guess else {}
@@ -480,8 +482,8 @@ def _lexicon(args: argparse.Namespace) -> None:
     listed = {word: dictionary.words.get(word) or folded.get(word.lower()) or (guessed[word],)
               for word in sorted(wanted) if word.lower() in folded or word in guessed}  # fmt: skip
     if not listed:
-        texts = ", ".join(map(str, args.words))
-        raise UserError(f"no word of {texts} has a pronunciation: take another --dictionary, or no --no-guess")
+        named = ", ".join(map(str, texts))
+        raise UserError(f"no word of {named} has a pronunciation: take another --dictionary, or no --no-guess")
     lexicon = Pronunciations.of(listed)
     write_text(args.output, "".join(line + "\n" for line in lexicon.lines()))
     words, phones_of_words = counted(len(listed), "word"), counted(len(lexicon.phones), "phone")

@@ -32,7 +32,7 @@ from ds2.config.schema import AlphabetConfig, Config, ConfigError, ConvConfig
 from ds2.system.files import write_text
 from ds2.system.plain import TYPE_NAMES, FieldError, UnknownField, from_plain, short_repr
 
-_FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
+FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
 _SYNONYMS = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
              "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
 _SECTIONS = ("model", "features", "alphabet")
@@ -93,7 +93,7 @@ def declared_settings() -> dict[str, tuple[Field[Any], Any]]:
 
 def is_free_form(key: str) -> bool:
     """Whether a dotted key is that of a mapping whose keys the user chooses, or of an entry of one."""
-    return any(key == mapping or key.startswith(f"{mapping}.") for mapping in _FREE_FORM)
+    return any(key == mapping or key.startswith(f"{mapping}.") for mapping in FREE_FORM)
 
 
 def to_tree(config: Config) -> DictConfig:

@@ -161,6 +161,12 @@ def test_a_fragment_that_is_cut_off_is_truncated(tmp_path: Path) -> None:
             read_audio(tmp_path / "cut.m4a")
 
 
+def test_a_last_box_that_counts_its_head_twice_is_whole(tmp_path: Path) -> None:
+    path = encode(tmp_path / "x.m4a", "m4a")
+    path.write_bytes(path.read_bytes() + struct.pack(">I4s4s", 12 + 16, b"mdat", b"rest"))
+    assert_is_the_tone(read_audio(path))
+
+
 @pytest.mark.parametrize("kind", ["m4a", "webm"])
 def test_a_segment_is_the_part_of_the_whole(tmp_path: Path, kind: str) -> None:
     path = encode(tmp_path / f"x.{kind}", kind)

@@ -9,12 +9,13 @@ from ds2.commands.compose import (
     compose_config,
     config_dir,
     first_of_sweep,
+    read_config,
     resolve_options,
     split_decode_overrides,
     with_search_path,
 )
 from ds2.config.check import check
-from ds2.config.convert import config_from_dict, config_to_dict, save_config
+from ds2.config.convert import config_from_dict, config_to_dict, save_config, to_tree
 from ds2.config.schema import AugmentConfig, Config, ConfigError
 
 RECIPES = sorted(p.stem for p in (config_dir() / "recipe").glob("*.yaml"))
@@ -279,10 +280,11 @@ def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) ->
 
 def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
     recipe = compose_config(["recipe=an4", "data.corpus=x"])
-    assert (
-        recipe.optim.layer_rates
-        and not compose_config(["recipe=an4", "data.corpus=x", "optim.layer_rates={}"]).optim.layer_rates
-    )
+    assert recipe.optim.layer_rates
+    for none in ("optim.layer_rates={}", "++optim.layer_rates={}"):  # as `ds2 train` hands it to Hydra
+        assert not read_config(to_tree(recipe), [none])[0].optim.layer_rates
+    some = ["optim.layer_rates={}", "optim.layer_rates.convs=0.5"]
+    assert compose_config(["recipe=an4", "data.corpus=x", *some]).optim.layer_rates == {"convs": 0.5}
     config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])
     assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}
 

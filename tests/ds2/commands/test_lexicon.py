@@ -75,8 +75,9 @@ def test_words_are_normalised_by_the_settings_of_the_training(dictionary: Path, 
         (["alphabet.numbers=en", "alphabet.locale=tr"], {"\u0131\u015f\u0131k", "two"}),
         (["alphabet.symbols=' c\u00b7a'"], {"c\u00b7a"}),
     ):
-        assert main([*command[:3], *settings, *command[3:]]) == 0
-        assert set(read_pronunciations(out).words) == words
+        for before in (3, 7):  # behind --words TEXT too
+            assert main([*command[:before], *settings, *command[before:]]) == 0
+            assert set(read_pronunciations(out).words) == words
 
 
 def test_stress_stays_and_nothing_is_guessed_if_asked(dictionary: Path, text: Path) -> None:
