@@ -33,6 +33,7 @@ _NATIVE_SPARE = 14  # results of ctc-beam-decoder beyond twice `nbest` that are 
 _NATIVE_MIN_LOG_PROB = -34.0  # ctc-beam-decoder raises smaller probabilities to 1e-15: such labels are never followed
 _CTCDECODE_UNKNOWN = -1000.0  # score of an n-gram with an unknown word, OOV_SCORE of ctcdecode
 _FLASHLIGHT_MAX_LABELS = 5  # per frame: more take time and remove no errors, even of a network with many errors
+_KENLM_ORDERS = range(2, 7)  # as its packages are built
 # What KenLM prints as it reads an ARPA file: a hint at a tool that its packages lack, the path, and a bar of stars.
 _KENLM_PROGRESS = re.compile(r"Loading the LM will be faster if you build a binary file\.|Reading .*|-*5-[-0-9]*|\**")
 UtteranceSearch = Callable[[NDArray[np.float32]], list[Hypothesis]]
@@ -49,10 +50,13 @@ def find_package(name: str, project: str, method: str) -> Any:
         ) from error
 
 
-def check_unit(lm: NGram | None, method: str) -> None:
-    """Raise a DecodeError if a model is not one of words, for methods that read no other."""
-    if lm is not None and lm.unit != "word":
-        raise DecodeError(f"decode.method={method} reads models of words, not of {lm.unit}s: take decode.method=beam")
+def check_model(lm: NGram | None, method: str) -> None:
+    """Raise a DecodeError for a model whose tokens are no words, or that KenLM does not read."""
+    if lm is not None and (lm.unit != "word" or lm.order not in _KENLM_ORDERS):
+        raise DecodeError(
+            f"decode.method={method} reads models of words of orders {_KENLM_ORDERS[0]} to {_KENLM_ORDERS[-1]}, not "
+            f"one of {lm.unit}s of order {lm.order}: take decode.method=beam"
+        )
 
 
 def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:
@@ -97,7 +101,7 @@ class NativeSearch:
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
         package = find_package("ctc_beam_decoder", "ctc-beam-decoder", "native")
-        check_unit(lm, "native")
+        check_model(lm, "native")
         if lm is not None:
             lm.check_alphabet(alphabet)
         options = replace(options, hot_words=list(as_written(dict.fromkeys(options.hot_words), alphabet)))
@@ -166,7 +170,8 @@ class LexiconSearch:
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
         spelling = Spelling.of(alphabet)
-        if lm is None or lm.unit != "word":
+        check_model(lm, "native")
+        if lm is None:
             raise LexiconError("decode.lexicon=true needs a language model of words: its vocabulary is the lexicon")
         if options.hot_words or spelling.space < 0 or alphabet.has_pieces:
             raise DecodeError(
@@ -183,14 +188,7 @@ class LexiconSearch:
         self.words = [word for word in lm.tokens if labels.keys() >= set(word)]
         known = dictionary.Dictionary([*self.words, UNKNOWN])
         with arpa_file(lm, options.lm) as arpa, stderr_without(_KENLM_PROGRESS):
-            try:
-                self.model = kenlm.KenLM(str(arpa), known)  # the decoder does not keep it alive
-            except RuntimeError as error:  # such as a model of single words
-                reason = str(error).strip().splitlines()[-1]
-                raise DecodeError(
-                    f"decode.method=native with decode.lexicon=true cannot read this language model ({reason}): "
-                    "take decode.method=beam"
-                ) from error
+            self.model = kenlm.KenLM(str(arpa), known)  # the decoder does not keep it alive
         self.trie, start = self.decoding.Trie(len(alphabet), self.space), self.model.start(False)
         for index, word in enumerate(self.words):
             _, score = self.model.score(start, index)
@@ -259,7 +257,7 @@ class CtcdecodeSearch:
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
         package = find_package("ctcdecode", "ctcdecode", "ctcdecode")
-        check_unit(lm, "ctcdecode")
+        check_model(lm, "ctcdecode")
         if options.hot_words or options.lexicon:
             raise DecodeError(
                 "decode.method=ctcdecode has no hot words and no lexicon apart from its model: take decode.method=beam"

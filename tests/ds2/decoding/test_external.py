@@ -139,12 +139,21 @@ def letters(path: str, first: float) -> Tensor:
     return probs.log()
 
 
-def test_a_model_that_the_native_search_cannot_read_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("flashlight.lib.text")
-    path = tmp_path / "unigrams.arpa"
-    path.write_text("\\data\\\nngram 1=4\n\n\\1-grams:\n-1\t<s>\n-1\t</s>\n-1\t<unk>\n-1\ta\n\n\\end\\\n")
-    with pytest.raises(DecodeError, match=r"native.*cannot read.*bigram.*decode\.method=beam"):
-        make_decoder(NATIVE, CHARACTERS, 0.02, CPU, read_arpa(path))
+@pytest.mark.parametrize("lexicon", [False, True])
+@pytest.mark.parametrize("order", [1, 7])
+def test_a_model_that_the_native_search_cannot_read_is_named(order: int, lexicon: bool, tmp_path: Path) -> None:
+    pytest.importorskip("flashlight.lib.text" if lexicon else "ctc_beam_decoder")
+    longer = range(2, order + 1)
+    counts = "".join(f"ngram {n}=1\n" for n in longer)
+    grams = "".join(f"\n\\{n}-grams:\n-1\t{' '.join('a' * n)}\n" for n in longer)
+    path = tmp_path / "a.arpa"
+    path.write_text(
+        f"\\data\\\nngram 1=4\n{counts}\n\\1-grams:\n-1\t<s>\n-1\t</s>\n-1\t<unk>\n-1\ta\n{grams}\n\\end\\\n"
+    )
+    with pytest.raises(
+        DecodeError, match=rf"words of orders 2 to 6, .* words of order {order}: take decode\.method=beam"
+    ):
+        make_decoder(replace(NATIVE, lexicon=lexicon), CHARACTERS, 0.02, CPU, read_arpa(path))
 
 
 @pytest.mark.parametrize("lexicon", [False, True])
