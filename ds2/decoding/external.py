@@ -11,6 +11,7 @@ import multiprocessing
 import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
@@ -208,7 +209,13 @@ class LexiconSearch:
             self.pool = ProcessPoolExecutor(
                 self.workers, context, initializer=_set_worker_search, initargs=(self._one,)
             )
-        return list(self.pool.map(_search_in_worker, inputs))
+        try:
+            return list(self.pool.map(_search_in_worker, inputs))
+        except BrokenProcessPool as error:
+            self.pool = None  # later searches have another one
+            raise DecodeError(
+                "a process of decode.method=native was killed, as where memory runs out: take fewer decode.threads"
+            ) from error
 
     def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
         options, decoding = self.options, self.decoding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +97,18 @@ def test_what_the_native_search_cannot_do_is_named(lm: NGram) -> None:
         make_decoder(replace(NATIVE, hot_words=["ab"]), CHARACTERS, 0.02, CPU, lm)
     with pytest.raises(DecodeError, match="characters"):
         make_decoder(NATIVE, PIECES, 0.02, CPU, lm)
+
+
+def test_a_killed_process_of_the_native_search_ends_one_search(lm: NGram) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    decoder = make_decoder(replace(NATIVE, threads=2), CHARACTERS, 0.02, CPU, lm)
+    log_probs, lengths = random_log_probs(5, 3, 4), torch.tensor([5, 4, 3])
+    rows, others = decoder.decode(log_probs, lengths), multiprocessing.active_children()
+    for process in others:
+        process.kill()
+    with pytest.raises(DecodeError, match=r"was killed, as where memory runs out: take fewer decode\.threads"):
+        decoder.decode(log_probs, lengths)
+    assert others and decoder.decode(log_probs, lengths) == rows
 
 
 def test_every_node_looks_ahead_to_the_likeliest_word_below_it() -> None:
