@@ -206,7 +206,8 @@ def _stated_s(container: Any) -> float:
     if stream.duration and stream.time_base and container.format.name.startswith("mov"):
         return float(stream.duration * stream.time_base)
     only_stream = len(container.streams) == 1 and container.format.name.split(",")[0] in ("matroska", "asf")
-    return container.duration / 1e6 if only_stream and container.duration else 0.0
+    # Matroska's duration is the time of its end, also where the first time is not 0.
+    return (container.duration - (container.start_time or 0)) / 1e6 if only_stream and container.duration else 0.0
 
 
 def _decode_with_program(descriptor: int) -> _Blocks:

@@ -112,6 +112,11 @@ def test_sound_that_begins_later_than_the_picture_or_after_a_gap_keeps_its_times
     assert audio_info(path).duration_s == pytest.approx(len(waveform) / 16000, abs=0.01)
 
 
+def test_a_recording_whose_times_begin_later_is_whole(tmp_path: Path) -> None:
+    path = encode(tmp_path / "part.webm", "webm", delay_s=30.0)  # as cut out of a longer one with its times
+    assert_is_the_tone(read_audio(path))
+
+
 def test_a_clock_that_begins_anew_is_no_gap(tmp_path: Path) -> None:
     path = encode(tmp_path / "film.ts", "ts", video=True, gap_s=3600.0)
     assert_is_the_tone(read_audio(path))
