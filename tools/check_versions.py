@@ -42,11 +42,7 @@ def requirements() -> list[str]:
 
 
 def lowest(requirements: Sequence[str]) -> list[str]:
-    """Constraints that hold each package to its lower bound.
-
-    Raises:
-        ValueError: a requirement without a lower bound.
-    """
+    """Constraints that hold each package to its lower bound; raises ValueError for a requirement without one."""
     constraints = []
     for requirement in requirements:
         match = re.match(r"([A-Za-z0-9._-]+)>=([^,;\s]+)", requirement)

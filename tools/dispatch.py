@@ -60,11 +60,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result, a JSON object.
-
-    Raises:
-        ValueError: it does not name the commit that it was measured at.
-    """
+    """Read a result, a JSON object; raises ValueError where it does not name its commit."""
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if result.get("git_commit", "unknown") == "unknown":
         raise ValueError(f"{path} does not name the commit that it was measured at: add git_commit, or measure again")

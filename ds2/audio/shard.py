@@ -95,11 +95,7 @@ class Shard:
         return [name for name, equal in zip(names, self._names[nearest] == encoded, strict=True) if not equal]
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a member.
-
-        Raises:
-            ShardError: there is no such member, or it is damaged.
-        """
+        """Return the bytes of a member; raises ShardError where there is none, or it is damaged."""
         if self.missing([name]):
             raise ShardError(f"{self.path}: has no member {name}; {_REPAIR}")
         offset, size, crc, _ = self._rows[int(np.searchsorted(self._names, name.encode()))].tolist()

@@ -150,11 +150,7 @@ class _Printer:
 
 
 def _import_sounddevice() -> Any:
-    """Import the package that records from microphones.
-
-    Raises:
-        ConfigError: it, or its library PortAudio, is not installed.
-    """
+    """Import what records from microphones; raises ConfigError where it, or its library PortAudio, is not installed."""
     try:
         import sounddevice
     except ImportError as error:
@@ -168,11 +164,7 @@ def _import_sounddevice() -> Any:
 
 @contextmanager
 def _microphone(sounddevice: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, _Samples]]:
-    """Open a microphone: its sample rate, and a queue that its samples arrive in.
-
-    Raises:
-        AudioError: no such microphone, or it cannot be opened.
-    """
+    """Open a microphone: its sample rate, and a queue of its samples; raises AudioError where it cannot be opened."""
     recorded = _Samples()
 
     def record(samples: NDArray[np.float32], frames: int, time: Any, status: Any) -> None:

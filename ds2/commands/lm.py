@@ -97,11 +97,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `ds2 lm ARGUMENTS` and return its exit status.
-
-    Raises:
-        LanguageModelError: a mistake that the user can mend.
-    """
+    """Run `ds2 lm ARGUMENTS` and return its exit status; raises LanguageModelError for what the user can mend."""
     overrides, others = split_decode_overrides(arguments)
     parser = make_parser()
     args = parser.parse_args(others, argparse.Namespace(overrides=overrides))

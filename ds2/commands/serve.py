@@ -260,11 +260,7 @@ def _make_recogniser(
     """Load the model, in the process that uses it.
 
     Args:
-        file: of the model.
-        decode: decoder settings.
         read: all files that are read, with their identities when the server started.
-        device, precision: as `Recogniser.load`.
-        log_transcripts: whether this process logs what is said.
 
     Raises:
         ConfigError: a file was replaced since, so that this process would answer otherwise than others of the server.

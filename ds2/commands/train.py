@@ -149,11 +149,7 @@ def _train(composed: DictConfig) -> int:
 
 
 def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the options for Hydra from the overrides.
-
-    Raises:
-        ConfigError: an option is unknown, or does not work with `ds2 train`.
-    """
+    """Separate the options for Hydra from the overrides; raises ConfigError for one that `ds2 train` does not take."""
     options, overrides = [], []
     pending = iter(arguments)
     for argument in pending:
@@ -182,11 +178,7 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
 
 
 def help_text(own: Sequence[Path]) -> str:
-    """Return usage, the choices of each group and every key with its default and comment.
-
-    Args:
-        own: folders of --config-dir.
-    """
+    """Return usage, the choices of each group, with those of --config-dir, and every key with default and comment."""
     lines = [_HEAD, "Groups and their choices (* yours):", ""]
     groups = sorted({path.parent.name for folder in (config_dir(), *own) for path in folder.glob("*/*.yaml")})
     for group in sorted(groups, key=lambda name: name != "recipe"):
@@ -231,11 +223,7 @@ def folder_name(differing: str) -> str:
 
 
 def ranking(jobs: Sequence[Job], metric: str) -> str:
-    """Return the runs as a table, sorted by their best dev WER or CER; runs without one come last.
-
-    Args:
-        metric: wer or cer.
-    """
+    """Return the runs as a table, sorted by their best dev `metric`, wer or cer; runs without one come last."""
     first, second = ("cer", "wer") if metric == "cer" else ("wer", "cer")  # as training chooses the best model
     rows = []
     for job in jobs:

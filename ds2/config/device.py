@@ -30,11 +30,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
-    """Return the precision; `auto` is bf16 on a GPU and fp32 on a CPU.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Return the precision; `auto` is bf16 on a GPU, fp32 on a CPU. Raises ConfigError for an unknown name."""
     if name not in ("auto", "fp32", "bf16"):
         raise ConfigError(f"precision={name!r} is not one of auto, fp32, bf16")
     return name if name != "auto" else ("bf16" if device.type == "cuda" else "fp32")

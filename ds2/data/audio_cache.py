@@ -109,12 +109,10 @@ class CacheWriter:
 
 
 class CacheFile:
-    """Reads a cache file; threads and forked processes may share an object.
+    """Reads a file that `CacheWriter` wrote; threads and forked processes may share an object.
 
     Samples are read, not memory-mapped: if the disk fails or the file is truncated, a read raises, a map would crash.
 
-    Args:
-        path: of a file that `CacheWriter` wrote.
     Raises:
         CacheError: the file is damaged, or of another version.
     """
@@ -195,7 +193,6 @@ class AudioStore(Sequence[NDArray[np.float32]]):
 
     Args:
         utterances: U utterances.
-        sample_rate_hz: rate of the waveforms.
         files: cache files that hold some of them.
         locations: (U, 2) index of the file and row in it of each utterance; file -1 decodes. None decodes all.
         channel: of the files, from 1; 0 averages all.

@@ -416,11 +416,7 @@ def _reason(conditions: Conditions, utterance: Utterance) -> str:
 
 
 def draw(utterances: Sequence[Utterance], path: Path) -> None:
-    """Draw histograms of durations and of pace.
-
-    Raises:
-        PictureError: as `new_figure` and `save_picture`.
-    """
+    """Draw histograms of durations and of pace; raises PictureError as `new_figure` and `save_picture`."""
     figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     left.hist([u.duration_s for u in utterances], bins=_BINS)

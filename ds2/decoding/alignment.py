@@ -178,7 +178,6 @@ def add_word_times(
         rows: hypotheses of each utterance.
         log_probs: (T', B, V) natural log-probs.
         lengths: (B,) CPU int64, valid frames.
-        frame_s: seconds per frame.
     """
     aligned = align_all(log_probs, lengths, [[h.labels for h in row] for row in rows])
     return [
@@ -194,7 +193,6 @@ class IncrementalAligner:
     """Aligns the labels of one stream: holds the frames whose alignment may change, and the aligned labels before them.
 
     Args:
-        frame_s: seconds per frame.
         silent_log_prob: a frame is silent if all labels but the blank lie below it.
 
     Attributes:

@@ -18,12 +18,7 @@ from ds2.text.alphabet import BLANK, Alphabet
 
 
 class BestPath:
-    """Collapses the best path of one stream: merges repeats, drops blanks and groups labels into words.
-
-    Args:
-        alphabet: symbols of the labels; white space and word marks separate words.
-        frame_s: seconds per output frame.
-    """
+    """Collapses the best path of one stream: merges repeats, drops blanks and groups labels into words."""
 
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s

@@ -81,12 +81,7 @@ Run = tuple[int, int, int, float]
 
 
 def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
-    """Group labels into words: white space separates them; a word mark starts one; each phone is one.
-
-    Args:
-        runs: the labels with their frames, in order.
-        frame_s: seconds per output frame.
-    """
+    """Group labels, in order, into words: white space separates them; a word mark starts one; each phone is one."""
     spelled: list[list[Run]] = [[]]
     for run in runs:
         if alphabet.starts_word(run[0]):

@@ -94,11 +94,7 @@ def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: flo
 
 
 def texts_of(graph: PhraseGraph) -> list[str]:
-    """All texts that phrases stand for.
-
-    Raises:
-        PhraseError: there are too many.
-    """
+    """Return all texts that phrases stand for; raises PhraseError where there are too many."""
     texts: dict[str, None] = {}
     waiting: list[tuple[int, str]] = [(ROOT, "")]
     while waiting:

@@ -307,7 +307,6 @@ class PhraseDecoder(Decoder):
     Args:
         phrases: as `compile_phrases`; with `[unk]` among them other speech becomes the word `[unk]`, without it all
             speech becomes phrases.
-        frame_s: seconds per output frame.
         allowance: how much less probable than other speech a phrase may be, natural log a label.
 
     Raises:

@@ -72,12 +72,7 @@ class Communicator:
         self.status = RankStatus()
 
     def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
-        """Return the small values of all ranks, in order of rank.
-
-        Args:
-            value: of a kind that `ds2.system.messages` sends.
-            classes: the dataclasses that it may hold.
-        """
+        """Return the small values of all ranks, in order of rank; see `ProcessGroup.allgather`."""
         return [value]
 
     def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:

@@ -251,11 +251,7 @@ class Members:
             time.sleep(_POLL_S)
 
     def _following(self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float) -> View | None:
-        """Return the view that follows the newest one, or None where this process does not know it yet.
-
-        Raises:
-            Stopped: as `next_view`.
-        """
+        """Return the view after the newest one, None where it is not known here; raises Stopped as `next_view`."""
         requests = {request.member.id: request for request in self._requests()} | {own.member.id: own}
         old = newest.members if newest is not None else []
         number = newest.number if newest is not None else -1
@@ -670,11 +666,7 @@ class ElasticCommunicator(OrderedCommunicator):
         return view
 
     def _choose_path(self) -> None:
-        """Connect the GPUs of a view by NCCL where that is possible on all ranks.
-
-        Raises:
-            LostRankError: a rank was lost meanwhile.
-        """
+        """Connect the GPUs of a view by NCCL where all ranks can; raises LostRankError where one was lost meanwhile."""
         self.name, self.path = self._on_the_host
         if self.world == 1 or self.device.type != "cuda":
             return

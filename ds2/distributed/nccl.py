@@ -57,11 +57,7 @@ class _NcclConfig(ctypes.Structure):
 
 @cache
 def load_library() -> Any:
-    """Return the NCCL that torch has loaded, or the one of the system.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Return the NCCL that torch has loaded, or the one of the system; raises OSError where there is none."""
     # One rank may record a sum into a CUDA graph while another runs it eagerly. So recording must not synchronise
     # with other ranks, as the registration of buffers would.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")

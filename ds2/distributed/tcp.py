@@ -74,11 +74,7 @@ class _Stream:
             ready.poll(_WAIT_MS)
 
     def _move(self) -> None:
-        """Send and receive what can be without waiting.
-
-        Raises:
-            LostRankError: a rank was lost, or closed its connection.
-        """
+        """Send and receive what can be without waiting; raises LostRankError where a rank was lost, or has left."""
         if self._group.lost:
             raise LostRankError(self._group.reason)
         for rank, link in self.links.items():

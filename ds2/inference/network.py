@@ -116,7 +116,6 @@ class BlockNetwork:
 
         Args:
             features: (B, F, T), 0 past a stream's end.
-            state: of all streams.
             slots: (B,) int64, all different.
             blocks: (B,) int64 blocks that each stream has had.
             ends: (B,) int64 feature frames of each stream, UNBOUNDED while that is not known.
@@ -355,7 +354,6 @@ class BlockRecurrence:
         """Run frames (T, B, D) of streams.
 
         Args:
-            x: the frames.
             carry: state before them, zeros before a stream's first frame.
             lengths: (B,) int32 frames that belong to the stream; None: all.
             begin: (B,) int32 a stream's first frame, until which the state stays as it is, 0; None: frame 0.
@@ -435,15 +433,7 @@ class ModuleRun:
         self._inputs: dict[int, Tensor] = {}  # of pieces that are within the module
 
     def layer(self, number: int, piece: int, x: Tensor, projection_stream: torch.cuda.Stream | None) -> Tensor:
-        """Run a layer of the module on a piece (T, B, D), and after the last layer the row convolutions and the skip.
-
-        Args:
-            number: of the layer in the module.
-            projection_stream: as of `BlockRecurrence`.
-
-        Returns:
-            (T, B, H).
-        """
+        """Run a layer on a piece (T, B, D), after the last one the row convolutions and the skip; return (T, B, H)."""
         module, layer = self.module, self.module.layers[number]
         begin, lengths = (None, None) if self.edges is None else (part[piece] for part in self.edges)
         if number == 0:

@@ -77,7 +77,6 @@ class BlockRunner:
     Args:
         model: unidirectional, in evaluation mode.
         features: of its input, on the same device.
-        block_frames: feature frames of a block.
         dtype: of weights and activations.
         capacity: streams for which there is room at first.
         batch_sizes: on a GPU, rising.
@@ -138,7 +137,6 @@ class BlockRunner:
         """Run the next block of streams, all different.
 
         Args:
-            slots: of the streams.
             blocks: samples (N,) float32 in [-1, 1] of each; a shorter one ends its stream, see `final_blocks`.
         """
         max_batch = self.batch_sizes[-1]

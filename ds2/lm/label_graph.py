@@ -53,12 +53,7 @@ def label_model(
 
 
 class LabelScorer:
-    """Log-probs of label sequences; labels that the model lacks share its unknown token.
-
-    Args:
-        model: of labels.
-        alphabet: of the labels.
-    """
+    """Log-probs of label sequences; labels that the model lacks share its unknown token."""
 
     def __init__(self, model: NGram, alphabet: Alphabet) -> None:
         self.model = model

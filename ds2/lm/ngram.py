@@ -183,11 +183,7 @@ class NGram:
         return self.query(state, self.ids[END])[0]
 
     def sentence(self, tokens: Sequence[str]) -> list[float]:
-        """Return the log-probs of the tokens of a sentence and of its end.
-
-        Raises:
-            LanguageModelError: a log-prob is NaN or infinite.
-        """
+        """Return the log-probs of a sentence's tokens and its end; raises LanguageModelError for NaN and infinity."""
         state, scores = self.start(), []
         for token in tokens:
             score, state = self.score(state, token)

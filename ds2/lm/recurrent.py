@@ -167,11 +167,7 @@ class _RecurrentHeader:
 
 
 def save_recurrent(path: Path, model: RecurrentLM, facts: dict[str, Any]) -> None:
-    """Write a model file atomically; `facts` describe its training.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Write a model file atomically; `facts` describe its training. Raises CheckpointError where that fails."""
     metadata = {"kind": _KIND, "shape": asdict(model.shape), "alphabet": model.alphabet.to_dict(), "facts": facts}
     save(path, model.state_dict(), metadata)
 

@@ -65,11 +65,7 @@ class TrainingText:
 
     @classmethod
     def of(cls, sentences: Iterable[list[str]], alphabet: Alphabet) -> TrainingText:
-        """Convert the sentences of a `SentenceReader` with the same alphabet.
-
-        Raises:
-            LanguageModelError: there are no sentences.
-        """
+        """Convert the sentences of a `SentenceReader` with the same alphabet; raises LanguageModelError without any."""
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
         labels[SPACE] = labels.get(" ", BOUNDARY)
         separator = [labels[" "]] if " " in labels else []
@@ -270,11 +266,7 @@ class StateFile:
         return 0 < self._every_s < time.monotonic() - self._saved_s
 
     def save(self, model: RecurrentLM, optimizer: torch.optim.Optimizer, position: TrainingPosition) -> None:
-        """Write the file atomically.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """Write the file atomically; raises CheckpointError where that fails."""
         tensors = with_prefix("model", model.state_dict()) | with_prefix("optimizer", optimizer_tensors(optimizer))
         save(self.path, tensors, {"kind": _KIND, "position": asdict(position), "made_of": self._made_of})
         self._saved_s = time.monotonic()

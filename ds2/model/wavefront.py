@@ -328,11 +328,7 @@ class ModulePieces:
 
 
 class PieceContext:
-    """The context of a pass for layers that run piece by piece.
-
-    Args:
-        pieces: in which each layer runs.
-    """
+    """The context of a pass for layers that run piece by piece, each in as many `pieces`."""
 
     def __init__(self, context: PassContext, pieces: int) -> None:
         self._context, self._pieces = context, pieces

@@ -95,8 +95,7 @@ def evaluate(
     """Recognise and score manifests, one after the other.
 
     Args:
-        recogniser: the model and its decoder.
-        manifests: JSON-lines manifests with different names.
+        manifests: with different names.
         data: of the model's config: how audio is read.
         batch_audio_s: padded audio per batch, seconds; lower it if memory runs out. None chooses by device.
         workers: processes that read audio; -1 chooses.
@@ -132,7 +131,6 @@ def worst_recordings(evaluation: Evaluation, data: DataConfig, count: int) -> di
     """Return MP3 files of the utterances with most errors, by index, 4 MiB in all at most (23 minutes).
 
     Args:
-        evaluation: of a manifest.
         data: of the model's config: how audio is read.
         count: of utterances; those of more than two minutes are left out.
     """
@@ -226,11 +224,7 @@ def describe(options: DecodeConfig) -> str:
 
 
 def conditions(snrs_db: Sequence[float]) -> dict[str, AugmentConfig]:
-    """Degradations by name: none, noise of each kind at each ratio, rooms, each codec.
-
-    Args:
-        snrs_db: ratios of speech to noise, mean powers over the whole utterance.
-    """
+    """Degradations by name: none, noise of each kind at each ratio (of mean powers of an utterance), rooms, codecs."""
     degradations = {"clean": AugmentConfig()}
     for snr in snrs_db:
         noisy = AugmentConfig(noise_probability=1.0, noise_snr_db=[snr, snr])
@@ -255,15 +249,7 @@ def robustness(
 ) -> Iterator[tuple[str, Report]]:
     """Yield each name of `conditions` and the report on the utterances degraded so; every run draws the same noise.
 
-    Args:
-        recogniser: the model and its decoder.
-        utterances: as `scored_utterances` returns them.
-        data: of the model's config: how audio is read.
-        snrs_db: as `conditions`.
-        batch_audio_s, workers: as `evaluate`.
-
-    Raises:
-        AudioError, DecodeError: as `evaluate`.
+    `utterances` are as `scored_utterances` returns them; the other arguments and errors as of `evaluate`.
     """
     data = replace(data, workers=workers)
     for name, augment in conditions(snrs_db).items():

@@ -173,11 +173,7 @@ class WordEnds:
     ends: dict[tuple[str, float], list[End]]  # by the path of the audio and the offset, seconds
 
     def of(self, utterances: Sequence[Utterance]) -> list[list[End]]:
-        """Return the ends of the words of each utterance.
-
-        Raises:
-            ConfigError: an utterance that the file lacks.
-        """
+        """Return the ends of the words of each utterance; raises ConfigError for one that the file lacks."""
         keys = [(str(u.audio_filepath), round(u.offset_s, 3)) for u in utterances]
         missing = [u.name for u, key in zip(utterances, keys, strict=True) if key not in self.ends]
         if missing:

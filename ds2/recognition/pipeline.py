@@ -61,11 +61,7 @@ class Pipeline:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def block_runner(self, block_frames: int) -> BlockRunner:
-        """The runner that all sessions with blocks of this length share.
-
-        Raises:
-            ConfigError: a bidirectional model.
-        """
+        """The runner that sessions with blocks of this length share; raises ConfigError for a bidirectional model."""
         if block_frames not in self.runners:
             dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
             self.runners[block_frames] = BlockRunner(self.model, self.features, block_frames, dtype)

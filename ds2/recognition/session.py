@@ -98,7 +98,6 @@ class Session:
         """Take the next samples (N,), any number: integers of 16 or 32 bits, or floats, which are clipped to [-1, 1].
 
         Args:
-            samples: of the source.
             in_range: see `Resampler.accept`.
 
         Raises:
@@ -307,7 +306,6 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
     """Run the next block of each session that is ready; those of one pipeline and block length share a batch.
 
     Args:
-        sessions: any.
         failed: called with each session whose block raises, and with its error; the others of its batch go on as
             without it.
     """
@@ -347,7 +345,6 @@ def run_contained(
     """Run a batch; if it raises, run its halves, and so on, until items that fail are alone.
 
     Args:
-        items: of the batch.
         run: raises before it changes any of the items that it is called with.
         failed: called with each item that fails alone, and with its error.
     """

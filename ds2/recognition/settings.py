@@ -29,7 +29,6 @@ def decode_settings(
 
     Args:
         model_file: `ds2 lm tune` writes tuned settings next to it; without them the model's own are used.
-        config: of the model.
         changes: values that override them, `decode.KEY=VALUE`.
         tuned: whether to use tuned settings.
 

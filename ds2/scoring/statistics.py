@@ -102,8 +102,7 @@ def paired_test(
     speaker, and differences at least as large as the measured one are counted. The test assumes no distribution.
 
     Args:
-        errors_a: (U,) word errors of system A.
-        errors_b: (U,) word errors of system B.
+        errors_a, errors_b: (U,) word errors of the systems A and B.
         lengths: (U,) reference words.
         groups: as in :func:`bootstrap_interval`.
         replicates: number of resampled corpora; the smallest p-value is 1 / (replicates + 1).

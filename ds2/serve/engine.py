@@ -141,7 +141,6 @@ class Engine:
     """A recogniser and the sessions that share its batches; one thread calls `run`.
 
     Args:
-        recogniser: with a unidirectional model.
         limits: of which `sessions` and `batch` are applied here.
 
     Raises:
@@ -345,12 +344,7 @@ def _deliver(answers: Answers) -> None:
 
 
 class EngineClient(ABC):
-    """An engine as the protocols use it, from an event loop.
-
-    Args:
-        phrases: reads hot words.
-        sample_rate_hz: of the model.
-    """
+    """An engine as the protocols use it, from an event loop."""
 
     def __init__(self, phrases: PhraseReader, sample_rate_hz: int) -> None:
         self.phrases, self.sample_rate_hz = phrases, sample_rate_hz
@@ -444,17 +438,10 @@ class EngineSession:
 
 
 class LocalRecogniser(EngineClient):
-    """An engine in a thread of this process.
-
-    Args:
-        recogniser: with a unidirectional model.
-        limits: as for `Engine`.
+    """An engine in a thread of this process; arguments and errors as of `Engine`.
 
     Attributes:
         hangs: whether the engine hangs; all calls then raise BrokenError.
-
-    Raises:
-        ConfigError: a bidirectional model.
     """
 
     def __init__(self, recogniser: Recogniser, limits: Limits) -> None:

@@ -170,7 +170,6 @@ class Guard:
     name.
 
     Args:
-        app: the application.
         limits: `host`, `allow_hosts` and `allow_origins` are used; "*" among these allows all.
     """
 

@@ -181,11 +181,7 @@ def pack(messages: Sequence[Any]) -> bytes:
 
 
 class Unpacker:
-    """Bytes of `pack` as they arrive, in any pieces.
-
-    Args:
-        classes: the messages that may come, and what they hold.
-    """
+    """Bytes of `pack` as they arrive, in any pieces; `classes` are the messages that may come, and what they hold."""
 
     def __init__(self, classes: Sequence[type]) -> None:
         self.classes = classes
@@ -370,12 +366,7 @@ class WorkerLink:
 
 
 class RemoteRecogniser(EngineClient, asyncio.Protocol):
-    """An engine in another process, as a worker uses it.
-
-    Args:
-        end: of the socket pair.
-        phrases, sample_rate_hz: as for `EngineClient`.
-    """
+    """An engine in another process, as a worker uses it; `end` is of the socket pair."""
 
     def __init__(self, end: socket.socket, phrases: PhraseReader, sample_rate_hz: int) -> None:
         super().__init__(phrases, sample_rate_hz)
@@ -558,7 +549,6 @@ class Workers(_Parent):
     """An engine in this process and the worker processes that speak with its clients.
 
     Args:
-        recogniser: with a unidirectional model.
         limits: of all workers together.
         address: where they listen, which is shared (`ds2.serve.http.share`).
         count: workers.

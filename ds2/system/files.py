@@ -270,11 +270,7 @@ class TextError(UserError):
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a small file.
-
-    Raises:
-        TextError: as in `read_byte_lines`, or the file has more than `max_bytes`.
-    """
+    """Return the content of a small file; raises TextError as `read_byte_lines`, and for more than `max_bytes`."""
     with _text_errors(path), _open_text(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

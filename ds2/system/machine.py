@@ -28,7 +28,6 @@ def thread_pool(count: int, wait_s: float = 2.0) -> Iterator[ThreadPool]:
     A thread that is still within a library, such as a resampler, when Python exits would crash the process.
 
     Args:
-        count: of threads.
         wait_s: how long the end of the block waits for work that has begun.
     """
     others = set(threading.enumerate())

@@ -255,11 +255,7 @@ def _read_once(path: Path, device: str, *, tensors: bool, digest: str = "") -> t
 
 
 def read_digest(path: Path) -> str:
-    """Return the digest that a file which `save` wrote has in its header.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the digest in the header of a file that `save` wrote; raises CheckpointError where it cannot be read."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             return _digest_in(opened.metadata() or {})

@@ -56,11 +56,7 @@ class Pronunciations:
     @classmethod
     @functools.lru_cache(maxsize=1)  # a model that is loaded again shares them: English's take half a second
     def unpacked(cls, packed: str) -> Pronunciations:
-        """Undo `packed`.
-
-        Raises:
-            PronunciationError: the text is no such thing.
-        """
+        """Undo `packed`; raises PronunciationError where the text is no such thing."""
         try:
             compressed = base64.b64decode(packed, validate=True)
             unpacking = zlib.decompressobj()

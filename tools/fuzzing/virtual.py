@@ -18,11 +18,7 @@ from ds2.serve.engine import resolve
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time.
-
-    Args:
-        draw: the random numbers of this run.
-    """
+    """An event loop in virtual time; `draw` gives the random numbers of this run."""
 
     def __init__(self, draw: random.Random) -> None:
         self.now_s, self.draw = 0.0, draw

@@ -110,11 +110,7 @@ class PronouncedWords:
         return replace(hypothesis, words=words, labels=labels)
 
     def spell_phrases(self, phrases: Sequence[str]) -> dict[str, list[str]]:
-        """All spellings of hot words and phrases.
-
-        Raises:
-            LexiconError: words without a pronunciation, or that the language model lacks.
-        """
+        """All spellings of hot words; raises LexiconError for words without a pronunciation, or that the LM lacks."""
         missing = sorted({word for phrase in phrases for word in phrase.split() if word not in self.spelled})
         if missing:
             raise LexiconError(

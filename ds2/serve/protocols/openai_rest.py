@@ -220,11 +220,7 @@ async def _all(segments: AsyncIterator[Segment]) -> list[Segment]:
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`.
-
-    Raises:
-        ClientDisconnect: the client left; the work is cancelled.
-    """
+    """Return the result of `work`; raises ClientDisconnect, and cancels the work, where the client left."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

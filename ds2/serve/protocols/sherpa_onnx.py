@@ -32,11 +32,7 @@ class Float32:
         self._incomplete = b""  # of a sample
 
     def accept(self, data: bytes) -> NDArray[np.float32]:
-        """See `SampleReader`.
-
-        Raises:
-            AudioError: NaN, or samples far outside [-1, 1].
-        """
+        """See `SampleReader`; raises AudioError for NaN, and for samples far outside [-1, 1]."""
         data = self._incomplete + data
         self._incomplete = data[len(data) // 4 * 4 :]
         samples = np.frombuffer(data, "<f4", len(data) // 4)

@@ -72,11 +72,7 @@ class Connection:
         raise NotImplementedError
 
     async def send(self, socket: WebSocket, message: dict[str, Any] | str) -> None:
-        """Send a message: an object as JSON, a text as it is.
-
-        Raises:
-            TimeoutError: the client has read nothing for `limits.idle_s`.
-        """
+        """Send an object as JSON, or a text; raises TimeoutError if the client has read nothing for `limits.idle_s`."""
         async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
             await _send(socket, message)
 
@@ -209,11 +205,7 @@ async def _send(socket: WebSocket, message: dict[str, Any] | str) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Read a text message.
-
-    Raises:
-        BadRequestError: it is no JSON object.
-    """
+    """Read a text message; raises BadRequestError where it is no JSON object."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -129,7 +129,6 @@ class EventSocket:
     """A connection over TCP as a WebSocket of ASGI: an event is a message, its payload the message's `bytes`.
 
     Args:
-        reader, writer: of the connection.
         max_bytes: of the data and of the payload of an event.
     """
 
@@ -153,11 +152,7 @@ class EventSocket:
             self.writer.transport.abort()
 
     async def _receive(self) -> Message:
-        """Return the next event.
-
-        Raises:
-            BadRequestError: it is no event, or too long.
-        """
+        """Return the next event; raises BadRequestError where it is none, or too long."""
         if not self._accepted:
             self._accepted = True
             return {"type": "websocket.connect"}
