@@ -192,11 +192,7 @@ def check_members(paths: Iterable[Path]) -> list[str]:
 
 
 def open_member(path: Path, name: str) -> int:
-    """Return the descriptor of a file in memory with the bytes of a shard's member; the caller closes it.
-
-    Raises:
-        ShardError: as `Shard.read`.
-    """
+    """Return the descriptor of a file in memory with a member's bytes; the caller closes it. Raises as `Shard.read`."""
     shard = _SHARDS.get(path)
     if shard is None:
         shard = _SHARDS[path] = Shard(path)

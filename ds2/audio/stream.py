@@ -91,18 +91,18 @@ class Resampler:
         return clipped
 
 
-class Pcm16:
-    """Decodes headerless 16-bit little-endian mono audio that arrives in pieces of any number of bytes."""
+class Pcm:
+    """Decodes headerless mono audio, 16-bit or `kind` as NumPy names it, in pieces of any number of bytes."""
 
-    def __init__(self) -> None:
-        self._odd_byte = b""
+    def __init__(self, kind: str = "<i2") -> None:
+        self._kind, self._incomplete = np.dtype(kind), b""  # bytes of a sample
 
     def accept(self, data: bytes) -> NDArray[np.float32]:
-        """Take the next bytes; return the complete samples (N,) float32 in [-1, 1]."""
-        data = self._odd_byte + data
-        self._odd_byte = data[len(data) // 2 * 2 :]
-        samples: NDArray[np.float32] = np.frombuffer(data, "<i2", len(data) // 2).astype(np.float32) / np.float32(32768)
-        return samples
+        """Take the next bytes; return the complete samples (N,) float32; raises AudioError as `as_samples`."""
+        data = self._incomplete + data
+        count = len(data) // self._kind.itemsize
+        self._incomplete = data[count * self._kind.itemsize :]
+        return as_samples(np.frombuffer(data, self._kind, count)) if count else np.empty(0, np.float32)
 
 
 class G711:

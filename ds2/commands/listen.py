@@ -7,7 +7,6 @@ import queue
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -129,11 +128,10 @@ class _Printer:
         while live.segments:
             self._print_phrases(live.segments.popleft().hypothesis.words[self.words_done :])
             self.words_done = 0
-        result, start_s = live.result(), live.segment_start_s
+        result = live.result()
         certain = [word.text for word in result.words[: result.fixed_words]]
         done = max((n for n, text in enumerate(certain, 1) if text == OTHERS), default=0)
-        new = result.words[self.words_done : done]
-        self._print_phrases(replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in new)
+        self._print_phrases(live.in_source(result.words[self.words_done : done]))
         self.words_done = max(self.words_done, done)
 
     def _print_phrases(self, words: Iterable[Word]) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, EmptyAudioError, audio_blocks, audio_info
-from ds2.audio.stream import Pcm16
+from ds2.audio.stream import Pcm
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_device, add_phrases, whole
 from ds2.commands.compose import refuse_search_settings, resolve_options, split_decode_overrides
 from ds2.config.device import resolve_device
@@ -317,7 +317,7 @@ def _raw_samples(stop: StopHandler) -> Iterator[NDArray[np.float32]]:
     Raises:
         AudioError: there are none, or an audio file begins there, whose header would become noise.
     """
-    samples, source, is_first = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer), True
+    samples, source, is_first = Pcm(), cast(io.BufferedReader, sys.stdin.buffer), True
     for chunk in stop.until_stopped(source.read1):
         if is_first and not chunk:
             raise EmptyAudioError("standard input: holds no samples")

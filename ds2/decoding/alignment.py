@@ -244,14 +244,11 @@ class IncrementalAligner:
         self.due_at = self._next_due()
 
     def fix_times(self, labels: Sequence[int], shared: int, alignment: Alignment | None) -> int:
-        """Take the final times of labels from an alignment, and drop their frames.
+        """Take the final times of labels from an alignment, and drop their frames; return how many labels have them.
 
         Args:
             labels, shared: as for `finalise`, of this stream.
             alignment: of the labels without final times to the pending frames; without one nothing changes.
-
-        Returns:
-            The number of labels with final times.
         """
         done, overdue = len(self.final_runs), self.pending_frames * self.frame_s > MAX_PENDING_S
         if alignment is None:

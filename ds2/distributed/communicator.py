@@ -91,14 +91,11 @@ class Communicator:
         """Overwrite a small contiguous float tensor with its sum over ranks; the shape is the same on all ranks."""
 
     def sum_chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
-        """Sum over chunks and ranks.
+        """Sum over chunks and ranks; return (1, ...) float64.
 
         Args:
             chunks: (K, ...) float64, contiguous; all dimensions but K are the same on all ranks. May be overwritten.
             own: (...) float32, receives the sum of the chunks of this rank.
-
-        Returns:
-            (1, ...) float64.
         """
         total = chunks.sum(0, keepdim=True)
         if own is not None:

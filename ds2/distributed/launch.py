@@ -141,7 +141,8 @@ def share_cores(comm: Communicator) -> None:
 
 
 def _log_ranks(comm: Communicator, reason: str, library: str) -> None:
-    rows = comm.allgather((comm.host, os.getpid(), _device_name(comm.device), torch.get_num_threads()))
+    device = f" {torch.cuda.get_device_name(comm.device)}" if comm.device.type == "cuda" else ""
+    rows = comm.allgather((comm.host, os.getpid(), f"{comm.device}{device}", torch.get_num_threads()))
     rate = bus_gb_per_s(comm)
     if comm.rank == 0:
         width = max(len("host"), *(len(row[0]) for row in rows))
@@ -170,10 +171,6 @@ def bus_gb_per_s(comm: Communicator) -> float:
             torch.cuda.synchronize(comm.device)
         seconds = max(comm.allgather(time.perf_counter() - began))
     return 2e-9 * (comm.world - 1) / comm.world * tensor.numel() * tensor.element_size() / seconds
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def _end_job(comm: Communicator, error: BaseException) -> None:

@@ -93,16 +93,13 @@ TOKENS = "tokens.txt"
 def export_onnx(
     loaded: LoadedModel, path: Path, *, for_sherpa: bool = True, chunk_s: float = 0.16, int8: bool = False
 ) -> dict[str, Any]:
-    """Write a model as ONNX, and its tokens.txt beside it.
+    """Write a model as ONNX, and its tokens.txt beside it; return the description that the file holds.
 
     Args:
         loaded: on the CPU.
         for_sherpa: the input is filter banks, as sherpa-onnx computes them; else samples.
         chunk_s: of a stream, seconds.
         int8: matrices in 8 bits, and their inputs rounded to 8 bits at run time.
-
-    Returns:
-        The description that the file holds.
 
     Raises:
         ExportError: sherpa-onnx cannot run the model, a chunk too short, or a file that cannot be written.

@@ -145,14 +145,11 @@ class BlockNetwork:
     def run_layers(
         self, x: Tensor, state: StreamState, slots: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
     ) -> Tensor:
-        """Run all recurrent modules on a block (T, B, D), piece by piece.
+        """Run all recurrent modules on a block (T, B, D), piece by piece; return (T, B, H).
 
         Args:
             x: output of the convolutions.
             state, slots, blocks, ends, edges: as of `run`, `ends` in output frames.
-
-        Returns:
-            (T, B, H).
         """
         pieces = torch.split(x, self.piece)
         parallel = self._streams_for(x.shape[1]) if len(pieces) > 1 else []
@@ -351,16 +348,13 @@ class BlockRecurrence:
         begin: Tensor | None,
         projection_stream: torch.cuda.Stream | None,
     ) -> tuple[Tensor, Carry]:
-        """Run frames (T, B, D) of streams.
+        """Run frames (T, B, D) of streams; return (T, B, H), and the state after them.
 
         Args:
             carry: state before them, zeros before a stream's first frame.
             lengths: (B,) int32 frames that belong to the stream; None: all.
             begin: (B,) int32 a stream's first frame, until which the state stays as it is, 0; None: frame 0.
             projection_stream: of a layer with others at its side, a stream for its projection, on which x is ready.
-
-        Returns:
-            (T, B, H), and the state after them.
         """
         if lengths is not None and x.device.type == "cpu" and (longest := int(lengths.max())) < len(x):
             # Frames past the last stream's end are not worth a CPU's time: a file's last block is seldom full.

@@ -144,15 +144,12 @@ class BlockRunner:
             yield self._step(slots[first : first + max_batch], blocks[first : first + max_batch], first)
 
     def final_blocks(self, slot: Slot, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
-        """End a stream.
+        """End a stream; return its last blocks for `step`; empty ones give the frames that wait for their lookahead.
 
         Args:
             slot: gets no other blocks than the returned ones.
             rest: its last samples (N,), fewer than a block's.
             waiting: blocks before these that `step` has not had yet.
-
-        Returns:
-            The last blocks for `step`; empty ones give the frames that waited for their lookahead.
         """
         network, blocks = self.network, slot.blocks + waiting
         slot.ends = blocks * network.block_frames + self.features.windows(len(rest))

@@ -309,11 +309,7 @@ def _head(path: Path, *, unpacked: bool = True) -> bytes:
 
 
 def write_arpa(model: NGram, path: Path) -> None:
-    """Write a model as an ARPA file, atomically; compressed if the name ends in .gz or .xz.
-
-    Raises:
-        LanguageModelError: the folder is not writable or the disk is full.
-    """
+    """Write an ARPA file atomically, compressed if it ends in .gz or .xz; raises LanguageModelError if it cannot."""
 
     with _write_errors(path), new_text(path) as file:
         _write(model, file)

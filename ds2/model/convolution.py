@@ -56,14 +56,11 @@ class MaskedConv(nn.Module):
         self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(conv.channels))
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Ragged]:
-        """Convolve whole utterances.
+        """Convolve whole utterances; return (B, C', F', T'), 0 past each length, and the lengths.
 
         Args:
             x: (B, C, F, T), 0 past each length.
             ragged: lengths of ``x``.
-
-        Returns:
-            (B, C', F', T') and its lengths; 0 past each of them.
         """
         frames = output_size(x.shape[3], self.stride[1])
         if late := self.past - self.kernel[1] // 2:  # zeros before x move the centred windows of `_convolve`

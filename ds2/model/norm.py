@@ -70,14 +70,11 @@ class SequenceBatchNorm(nn.Module):
         return max(self.momentum, 1.0 / self.batches)
 
     def forward(self, x: Tensor, count: Count | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """Normalise.
+        """Normalise; return the shape and dtype of ``x``.
 
         Args:
             x: any float dtype, channels on ``axis``, 0 at padding.
             count: valid positions of the N; not needed in evaluation.
-
-        Returns:
-            The shape and dtype of ``x``.
         """
         flat = x if self.axis == 1 else x.flatten(0, -2)
         weight, bias = context.weight(self.weight), context.weight(self.bias)

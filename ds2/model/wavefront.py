@@ -198,15 +198,12 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
 def run_modules(
     modules: Sequence[RecurrentModule], x: Tensor, ragged: Ragged, context: PassContext, plan: Wavefront, count: int
 ) -> Tensor:
-    """Run modules on a batch in pieces.
+    """Run modules on a batch in pieces; return (T, B, H), 0 past each length.
 
     Args:
         x: (T, B, D), 0 past each length.
         ragged: of `x`.
         count: pieces, at least 2.
-
-    Returns:
-        (T, B, H), 0 past each length.
     """
     for module in modules:
         for parameter in module.parameters():

@@ -67,7 +67,7 @@ def measure_latency(
     ends: Sequence[Sequence[End]],
     data: DataConfig,
 ) -> Latency:
-    """Stream utterances and measure when each word that is right in the final text was shown.
+    """Stream utterances and measure when each word that is right in the final text was shown; errors as `Session`.
 
     A block's results count as shown when its last sample has arrived; computation takes no time. After the last sample
     the stream goes on: blocks that only bring the model's lookahead come one by one, as those of silence would.
@@ -78,9 +78,6 @@ def measure_latency(
         references: their words.
         ends: their words with times, as `aligned_ends` or `WordEnds.of` return them.
         data: of the model's config: how audio is read.
-
-    Raises:
-        AudioError, ConfigError, DecodeError: as `Session`.
     """
     first, final = list[float](), list[float]()
     order = sorted(range(len(utterances)), key=lambda index: utterances[index].duration_s)

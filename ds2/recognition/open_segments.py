@@ -91,7 +91,7 @@ class OpenSegments:
         rules: NDArray[np.float64],
         frame_s: float,
     ) -> NDArray[np.bool_]:
-        """Count the output frames whose logits have come.
+        """Count the output frames whose logits have come; return (B,) whether the segment ends after them.
 
         Args:
             rows: (B,) of the table, all different.
@@ -99,9 +99,6 @@ class OpenSegments:
             quiet_before, quiet: (B,) how many of them are quiet at their start and at their end.
             rules: (B, 3) `Endpoints`.
             frame_s: seconds of an output frame.
-
-        Returns:
-            (B,) whether the segment ends after these frames.
         """
         with self._lock:
             r, levels, speaks = self.rows[rows], self._levels[rows], quiet < frames

@@ -157,17 +157,11 @@ class Recogniser(Pipeline):
         return transcribe_file(self, audio, sample_rate_hz=sample_rate_hz, channel=channel, hot_words=phrases)
 
     def log_probs(self, audio: Audio, sample_rate_hz: int | None = None) -> Tensor:
-        """Return the natural log-probs of a file or array before decoding.
-
-        Args:
-            audio, sample_rate_hz: as `transcribe`.
+        """Return the natural log-probs of a file or array before decoding; arguments and errors as `transcribe`.
 
         Returns:
             (T', V) float32 on the CPU: a row every `frame_s` seconds, a column for each of `alphabet.symbols`, of which
             the first is the CTC blank.
-
-        Raises:
-            AudioError, DecodeError: as `transcribe`.
         """
         frames = [torch.zeros(0, len(self.alphabet))]
 

@@ -205,17 +205,10 @@ class LiveSession(Session):
     """A live session: segments become final one by one; `result` is the hypothesis of the open segment.
 
     At an endpoint the decoder and its language model start again; the model keeps its state. Where a segment ends
-    does not depend on how the samples were cut.
-
-    Args:
-        pipeline, sample_rate_hz, hot_words: as for `Session`.
-        endpoints: the rules that end a segment.
+    does not depend on how the samples were cut. Arguments and errors are as of `Session`, besides `endpoints`.
 
     Attributes:
         segments: final segments, oldest first; the user removes those that were read.
-
-    Raises:
-        ConfigError, AudioError, ValueError: as `Session`.
     """
 
     def __init__(

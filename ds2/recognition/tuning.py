@@ -188,11 +188,7 @@ def tune_keywords(dev: DevLogProbs, options: DecodeConfig) -> list[KeywordTrial]
 
 
 def draw(trials: Sequence[TuningTrial], chosen: TuningTrial, path: Path) -> None:
-    """Draw the WER surface over alpha and beta, at the beam that most points have, as a picture.
-
-    Raises:
-        PictureError: as `new_figure` and `save_picture`.
-    """
+    """Draw the WER over alpha and beta at the beam of most points; raises as `new_figure` and `save_picture`."""
     beam = trials[0].beam
     points = [(t.alpha, t.beta, 100 * t.errors.rate) for t in trials if t.beam == beam]
     alphas, betas, rates = zip(*points, strict=True)

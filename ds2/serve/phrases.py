@@ -41,11 +41,7 @@ class PhraseReader:
         self._thread = ThreadPoolExecutor(1, "phrases")
 
     async def run(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run `work` in the thread: its time depends on what a client sent.
-
-        Raises:
-            FullError: too many wait for it.
-        """
+        """Run `work`, whose time depends on what a client sent, in the thread; raises FullError if too many wait."""
         if self._waiting >= MAX_WAITING:
             raise FullError("too many sessions with hot words begin at once: try again later")
         self._waiting += 1

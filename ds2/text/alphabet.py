@@ -295,11 +295,7 @@ class Alphabet:
         return self.spell(self.written(text))
 
     def written(self, text: str) -> str:
-        """Return a transcript as the network can write it: normalised, without what it has no labels for.
-
-        Raises:
-            AlphabetError: as `encode`.
-        """
+        """Return a transcript as the network can write it, without what it has no labels for; raises as `encode`."""
         transcript = text
         text, unknown = self.normalise(text)
         if unknown:

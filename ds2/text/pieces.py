@@ -11,15 +11,12 @@ from ds2.text.alphabet import WORD_MARK, Alphabet, AlphabetError
 
 
 def learn_pieces(texts: Iterable[str], alphabet: Alphabet, count: int) -> list[str]:
-    """Train a byte-pair encoding.
+    """Train a byte-pair encoding; return pieces in merge order, single characters last.
 
     Args:
         texts: transcripts, which are normalised; characters outside the alphabet are dropped.
         alphabet: of characters, each of which but the space becomes a piece, even if it does not occur.
         count: number of pieces; fewer are returned if the texts do not have as many.
-
-    Returns:
-        Pieces in merge order, single characters last.
 
     Raises:
         AlphabetError: there is no text, the count is too small for the characters, or sentencepiece is not installed.

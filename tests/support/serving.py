@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from websockets.asyncio.client import connect as connect_within
 from websockets.exceptions import ConnectionClosed
 
-from ds2.audio.stream import Pcm16
+from ds2.audio.stream import Pcm
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.recogniser import Recogniser
@@ -154,7 +154,7 @@ async def texts_though_killed(server: Running, data: bytes, clients: int, pid: i
 
 
 def samples_of(data: bytes) -> NDArray[np.float32]:
-    return Pcm16().accept(data)
+    return Pcm().accept(data)
 
 
 def companded(data: bytes, law: str) -> tuple[bytes, bytes]:

@@ -40,7 +40,7 @@ from fuzzing.virtual import Connection, PeerSocket, VirtualLoop
 from numpy.typing import NDArray
 
 from ds2.audio.features import Features
-from ds2.audio.stream import Pcm16
+from ds2.audio.stream import Pcm
 from ds2.config.schema import FeaturesConfig
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.inference.runner import BlockOutput
@@ -197,14 +197,14 @@ class Audio:
     def text(self, count: int) -> str:
         """The text of the first messages, then a flush, when nobody else is there."""
         live = _ALONE.live(sample_rate_hz=self.rate_hz, endpoints=self.endpoints)
-        pcm = Pcm16()
+        pcm = Pcm()
         for number, message in enumerate(self.messages[:count]):
             live.accept_waveform(pcm.accept(message))
             while live.is_ready():
                 live.decode()
             if number in self.flushes or number == count - 1:
                 live.flush()
-                pcm = Pcm16()  # half a sample at the end of an utterance is dropped
+                pcm = Pcm()  # half a sample at the end of an utterance is dropped
         return " ".join(segment.hypothesis.text for segment in live.segments)
 
 
@@ -596,7 +596,7 @@ def run_seed(seed: int) -> str:
 
 class _HalfSampleDropped:
     def accept(self, data: bytes) -> NDArray[np.float32]:
-        return Pcm16().accept(data)
+        return Pcm().accept(data)
 
 
 _CONNECTION = websocket.Connection

@@ -21,7 +21,7 @@ from typing import Any
 from starlette.datastructures import QueryParams
 from starlette.websockets import WebSocket
 
-from ds2.audio.stream import G711, Pcm16
+from ds2.audio.stream import G711, Pcm
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import Word, measured
 from ds2.decoding.lexicon import HotWords
@@ -33,7 +33,7 @@ from ds2.system.plain import short_repr
 
 _MS = Range(0, 3_600_000, above=True)
 _ENCODINGS: dict[str, Callable[[], SampleReader]] = {
-    "linear16": Pcm16,
+    "linear16": Pcm,
     "mulaw": partial(G711, "mulaw"),
     "alaw": partial(G711, "alaw"),
 }

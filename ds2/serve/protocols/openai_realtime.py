@@ -19,9 +19,9 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
-from ds2.audio.stream import G711, Pcm16
+from ds2.audio.stream import G711, Pcm
 from ds2.config.allowed import Range
-from ds2.decoding.hypothesis import Word, measured
+from ds2.decoding.hypothesis import measured
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.phrases import OTHERS, PhraseError
 from ds2.recognition.session import NEVER, Endpoints, Segment
@@ -33,7 +33,7 @@ from ds2.system.plain import short_repr
 
 RATE_HZ = 24000
 _FORMATS: dict[str, tuple[int, Callable[[], SampleReader]]] = {
-    "audio/pcm": (RATE_HZ, Pcm16),
+    "audio/pcm": (RATE_HZ, Pcm),
     "audio/pcmu": (8000, partial(G711, "mulaw")),
     "audio/pcma": (8000, partial(G711, "alaw")),
 }
@@ -159,12 +159,10 @@ class Realtime(Connection):
         words = [word for segment in final for word in segment.hypothesis.words]
         for word in words if self.settings.false_alarms is not None else ():
             if word.text != OTHERS:
-                await self.send(socket, _event(f"{_TRANSCRIPTION}.segment", **self._keyword(word), **of_item))
+                times = measured(word, self.cleared_s)
+                keyword = {"id": f"seg_{secrets.token_hex(10)}", "text": word.text, "speaker": "", **times}
+                await self.send(socket, _event(f"{_TRANSCRIPTION}.segment", **keyword, **of_item))
         await self.send(socket, _event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
-
-    def _keyword(self, word: Word) -> dict[str, Any]:
-        segment = {"id": f"seg_{secrets.token_hex(10)}", "text": word.text, "speaker": ""}
-        return {**segment, **measured(word, self.cleared_s)}
 
     async def _send_words(self, socket: WebSocket, words: Sequence[str]) -> None:
         """Send the words of the open item that are final and were not sent yet."""

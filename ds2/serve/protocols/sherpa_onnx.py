@@ -9,13 +9,12 @@ they come as {"error": message} before the connection closes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.websockets import WebSocket
 
-from ds2.audio.stream import as_samples
+from ds2.audio.stream import Pcm
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.engine import SessionSettings
@@ -25,26 +24,12 @@ from ds2.serve.protocols.websocket import Connection
 _RATE_HZ = 16000
 
 
-class Float32:
-    """Decodes little-endian 32-bit floats."""
-
-    def __init__(self) -> None:
-        self._incomplete = b""  # of a sample
-
-    def accept(self, data: bytes) -> NDArray[np.float32]:
-        """See `SampleReader`; raises AudioError for NaN, and for samples far outside [-1, 1]."""
-        data = self._incomplete + data
-        self._incomplete = data[len(data) // 4 * 4 :]
-        samples = np.frombuffer(data, "<f4", len(data) // 4)
-        return as_samples(samples) if len(samples) else samples
-
-
 class SherpaOnnx(Connection):
     """One connection."""
 
     summary = "sherpa-onnx's WebSocket"
     settings = SessionSettings(_RATE_HZ, Endpoints(), interim_words=True)
-    sample_reader = Float32
+    sample_reader = staticmethod(partial(Pcm, "<f4"))
     segment = 0  # the number of the open one
     start_s = 0.0  # where it begins
     partial = ""  # its text as sent

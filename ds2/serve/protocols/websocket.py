@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ds2.audio.stream import Pcm16
+from ds2.audio.stream import Pcm
 from ds2.recognition.session import Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings, StreamResult
 from ds2.serve.limits import (
@@ -50,7 +50,7 @@ class Connection:
 
     summary: ClassVar[str]  # of the protocol, for `ds2 serve --help`
     settings: SessionSettings  # of the next session; the subclass sets them before the first audio
-    sample_reader: Callable[[], SampleReader] = Pcm16
+    sample_reader: Callable[[], SampleReader] = Pcm
     interruptible = False  # whether the end of the server may cancel its task: no words would be lost
 
     def __init__(self, engine: EngineClient, limits: Limits) -> None:
