@@ -81,18 +81,10 @@ def _chunked(read: Read, size: int) -> str:
     return ""
 
 
-def _wave64(read: Read, size: int) -> str:
-    """Sony Wave64: names are GUIDs."""
-    for name, stated, at in _chunks(read, 40, "<16sQ", padding=8, with_head=True):
+def _long_chunks(chunks: Iterator[tuple[bytes, int, int]], size: int) -> str:
+    """Sony Wave64, whose names are GUIDs, and Apple's CAF, where a size of -1 means to the end of the file."""
+    for name, stated, at in chunks:
         if name.startswith(b"data"):
-            return _truncation(stated, size - at, _STREAMED_BYTES_64)
-    return ""
-
-
-def _core_audio(read: Read, size: int) -> str:
-    """Apple's CAF: a size of -1 means to the end of the file."""
-    for name, stated, at in _chunks(read, 8, ">4sQ"):
-        if name == b"data":
             return _truncation(stated, size - at, _STREAMED_BYTES_64)
     return ""
 
@@ -177,8 +169,8 @@ def _ogg_checksum(page: bytes) -> bytes:
 
 _CHECKS: dict[str, Callable[[Read, int], str]] = {
     **dict.fromkeys(("WAV", "WAVEX", "RF64", "AIFF", "SVX"), _chunked),
-    "W64": _wave64,
-    "CAF": _core_audio,
+    "W64": lambda read, size: _long_chunks(_chunks(read, 40, "<16sQ", padding=8, with_head=True), size),
+    "CAF": lambda read, size: _long_chunks(_chunks(read, 8, ">4sQ"), size),
     "AU": _sun,
     "NIST": _sphere,
     "OGG": _ogg,

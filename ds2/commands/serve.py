@@ -23,7 +23,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.model.shipped import default_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import describe_delays
-from ds2.system.machine import allow_files, usable_cores
+from ds2.system.machine import allow_files, reachable_address, usable_cores
 from ds2.system.signals import handle_signals, stop_signals
 from ds2.system.tensor_file import identity
 
@@ -236,7 +236,6 @@ def _certificate(args: argparse.Namespace) -> Certificate | None:
 def _addresses(args: argparse.Namespace, port: int) -> str:
     """Describe the addresses of the server: on this machine and, if it listens on all, from other machines."""
     from ds2.serve.http import WILDCARDS, url
-    from ds2.serve.tls import reachable_address
 
     scheme = "https" if args.tls_self_signed or args.tls_cert else "http"
     if args.host not in WILDCARDS:

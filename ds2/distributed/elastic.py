@@ -41,6 +41,7 @@ from ds2.distributed.tcp import STREAMS, TcpGroup, alone
 from ds2.distributed.watchdog import SILENT_S
 from ds2.system import UserError
 from ds2.system.files import name_errors
+from ds2.system.machine import reachable_address
 from ds2.system.plain import from_plain, parse_json
 from ds2.system.signals import Stopped
 
@@ -133,8 +134,7 @@ class Members:
     def __init__(self, folder: Path, config: CommConfig) -> None:
         self._folder, self._config = folder, config
         self._listener = socket.create_server(("", 0), backlog=256)
-        address = _own_address()
-        port = self._listener.getsockname()[1]
+        address, port = reachable_address() or "127.0.0.1", self._listener.getsockname()[1]
         self.me = Member(secrets.token_hex(16), platform.node(), os.getpid(), address, port)
         self.view: View | None = None
         self._gpu = ""  # that this process uses, by its id
@@ -759,14 +759,6 @@ def why_not_elastic(config: CommConfig, start: Launched) -> str:
     if config.backend != "auto":
         return f"comm={config.backend} has a fixed number of ranks: leave comm=auto"
     return ""
-
-
-def _own_address() -> str:
-    """Return the address of this host that others reach: the one from which it would call a far host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation; no packet is sent
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
 
 
 def _call(member: Member, own_host: str, hello: bytes) -> socket.socket:

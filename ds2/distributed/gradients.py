@@ -258,8 +258,7 @@ class Bucket:
             if self.rounded and (parameter in self.rounded or parameter.ndim == 1)
         }
         self.deferred = deferred
-        self._written: set[Tensor] = set()  # parts that sinks have written in the running backward pass
-        self._written_rows: set[tuple[Tensor, int]] = set()  # and from which of their rows on
+        self._written: set[tuple[Tensor, int]] = set()  # parts that sinks wrote in this backward pass, from which row
         self._unfinished = 0  # additions that are deferred
         self.current = False
         self.passes = 0
@@ -278,7 +277,7 @@ class Bucket:
     def start_step(self) -> None:
         """Forget the gradients of the last step."""
         self.passes = self._unfinished = 0
-        self._forget_writes()
+        self._written.clear()
 
     def advance(self) -> None:
         """Count a backward pass."""
@@ -289,8 +288,9 @@ class Bucket:
         first: list[tuple[Tensor, Tensor]] = []
         further: list[tuple[Tensor, Tensor]] = []
         missing: list[Tensor] = []
+        written = {part for part, _ in self._written}
         for part, gradient in zip(self._parts, gradients, strict=True):
-            is_first = self.passes == 0 and part not in self._written
+            is_first = self.passes == 0 and part not in written
             if gradient is not None:
                 (first if is_first else further).append((part, gradient))
             elif is_first:
@@ -306,15 +306,14 @@ class Bucket:
                 torch._foreach_add_([part for part, _ in further], converted)
 
         self.add_later(add)
-        self._forget_writes()
+        self._written.clear()
         self.advance()
 
     def is_first_write(self, part: Tensor, first_row: int) -> bool:
         """Note that a sink writes rows of a part; returns whether these hold nothing of this step yet."""
         rows = (part, first_row)
-        is_first = self.passes == 0 and rows not in self._written_rows
-        self._written_rows.add(rows)
-        self._written.add(part)
+        is_first = self.passes == 0 and rows not in self._written
+        self._written.add(rows)
         return is_first
 
     def add_later(self, add: Callable[[], None]) -> None:
@@ -325,10 +324,6 @@ class Bucket:
 
         self._unfinished += 1
         self.deferred.later(add, done)
-
-    def _forget_writes(self) -> None:
-        self._written.clear()
-        self._written_rows.clear()
 
 
 class BucketSink:

@@ -249,19 +249,13 @@ class Network:
 
         def gru(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             x_r, x_z, x_n = inputs[0].chunk(3, -1)
-            h_r, h_z, h_n = (states[0] @ weight_hh).chunk(3, -1)
-            n = (x_n + (x_r + h_r).sigmoid() * (h_n + bias_hn)).tanh()
+            h_r, h_z, *h_n = (states[0] @ weight_hh).chunk(2 if weight_hn else 3, -1)
+            r = (x_r + h_r).sigmoid()
+            n = (x_n + ((r * states[0]) @ weight_hn[0] if weight_hn else r * (h_n[0] + bias_hn))).tanh()
             z = (x_z + h_z).sigmoid()
             return [(n + z * (states[0] - n)) * inputs[1]]
 
-        def gru_before(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            x_r, x_z, x_n = inputs[0].chunk(3, -1)
-            h_r, h_z = (states[0] @ weight_hh).chunk(2, -1)
-            n = (x_n + ((x_r + h_r).sigmoid() * states[0]) @ weight_hn[0]).tanh()
-            z = (x_z + h_z).sigmoid()
-            return [(n + z * (states[0] - n)) * inputs[1]]
-
-        step = {"lstm": lstm, "gru_after": gru, "gru_before": gru_before}.get(layer.cell, simple)
+        step = {"lstm": lstm, "gru_after": gru, "gru_before": gru}.get(layer.cell, simple)
         y, last = ops.scan(step, states, [z, valid], reverse=reverse)
         if self.memory is not None:
             for state in last:

@@ -20,6 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ds2.config.schema import ConfigError
 from ds2.system.files import atomic_file, cache_dir
+from ds2.system.machine import reachable_address
 
 _DAYS = 365
 _MIN_DAYS = 30  # a certificate that ends sooner is made again
@@ -42,17 +43,6 @@ class Certificate:
                 f"--tls-cert {self.certificate} and --tls-key {self.key}: {reason}; give PEM files of a certificate "
                 "and of its key without a password, or --tls-self-signed"
             ) from error
-
-
-def reachable_address() -> str:
-    """Return the address of this machine in its network, or ''; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address of a network for documentation, which does not exist
-        except OSError:
-            return ""
-        address: str = probe.getsockname()[0]
-        return address
 
 
 def self_signed(names: Sequence[str]) -> Certificate:

@@ -400,7 +400,7 @@ def stand_ins(machine: Machine) -> list[tuple[Any, str, Any]]:
         *[(module, "secrets", secrets) for module in (elastic, run_folder)],
         (elastic, "threading", threads),
         (elastic, "socket", SimpleNamespace(create_server=lambda *_, **__: server)),
-        (elastic, "_own_address", lambda: "127.0.0.1"),
+        (elastic, "reachable_address", lambda: "127.0.0.1"),
         (elastic, "SILENT_S", SILENT_S),
         (elastic, "_POLL_S", POLL_S),
         (elastic, "asdict", lambda value: value),  # this and the next four: the same content is converted once
