@@ -86,11 +86,7 @@ def coloured_noise(rng: np.random.Generator, samples: int, exponent: float) -> W
 
 
 def babble(voices: Sequence[Waveform], rng: np.random.Generator, samples: int, count: int) -> Waveform:
-    """Draw (samples,) float32 of several voices at once, each a random part of a random utterance, at equal power.
-
-    Args:
-        voices, rng, samples: as the arguments of `random_segment`.
-    """
+    """Draw (samples,) float32 of several voices at equal power, each a `random_segment`, whose arguments these are."""
     mixed = np.zeros(samples, np.float32)
     for _ in range(count):
         part = random_segment(voices, rng, samples)

@@ -155,10 +155,7 @@ def _refuse_taken_names(folder: Path) -> None:
 
 
 def compose_config(overrides: Sequence[str] = ()) -> Config:
-    """Compose, convert and check the configuration that `overrides` describe.
-
-    Args:
-        overrides: Hydra overrides, e.g. `["recipe=an4", "model.depth=8"]`.
+    """Compose, convert and check the configuration of Hydra's overrides, such as `["recipe=an4", "model.depth=8"]`.
 
     Raises:
         ConfigError: an unknown key or group choice (the message suggests one), a wrong type, or values that

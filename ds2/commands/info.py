@@ -75,14 +75,7 @@ def _live(config: Config) -> str:
 
 
 def summary(model: AcousticModel) -> str:
-    """Describe a model for `ds2 info`.
-
-    Args:
-        model: any; its weights are not read.
-
-    Returns:
-        A table of layers, then totals, lookahead, and the activation memory of training per second of audio.
-    """
+    """Describe a model for `ds2 info`: layers, totals, lookahead, and the activation memory of a second in training."""
     config = model.config
     rows = [("layer", "output", "parameters")]
     bins = model.bins

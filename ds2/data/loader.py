@@ -125,11 +125,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with waveforms and labels on `device`; the copy from pinned memory is asynchronous."""
-        return replace(
-            self,
-            waveforms=self.waveforms.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-        )
+        waveforms, labels = (part.to(device, non_blocking=True) for part in (self.waveforms, self.labels))
+        return replace(self, waveforms=waveforms, labels=labels)
 
     def pin_memory(self) -> Batch:
         """Return the batch with waveforms and labels in page-locked memory; torch's DataLoader calls this."""

@@ -99,12 +99,9 @@ def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
 
 
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
-    """Write a manifest atomically.
+    """Write a manifest atomically; raises ManifestError for a text that cannot be written as UTF-8.
 
     Audio in the manifest's folder has a relative path, so that the folder can be moved; other audio an absolute one.
-
-    Raises:
-        ManifestError: a text that cannot be written as UTF-8.
     """
     path = Path(path)
     folder = path.parent.resolve()

@@ -96,13 +96,8 @@ class Spelling:
         return cls(torch.tensor(starts), characters, (characters > 0).sum(1), spaces[0] if spaces else -1, codes)
 
     def to(self, device: torch.device) -> Spelling:
-        return replace(
-            self,
-            starts_word=self.starts_word.to(device),
-            characters=self.characters.to(device),
-            counts=self.counts.to(device),
-            sounds=None if self.sounds is None else self.sounds.to(device),
-        )
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,6 @@ class PeerMemory:
     """Memory of the GPUs of one host that all ranks have mapped: for small sums, and for sums by copy engines.
 
     Either all ranks map it or none. All ranks make the calls of this class together.
-
-    Args:
-        comm: the ranks; their devices are GPUs.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -172,9 +169,6 @@ class NcclSums:
 
     NCCL's order of additions depends only on the number of ranks, the topology and the buffer size. All ranks make all
     calls but `abort` together.
-
-    Args:
-        comm: the ranks.
 
     Raises:
         NcclError: NCCL cannot connect them.

@@ -141,10 +141,8 @@ def export_onnx(
 def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> dict[str, Any]:
     """Write a model of samples as an exported program of torch, its tokens.txt beside it.
 
-    Arguments, result and errors as `export_onnx`; the description is its extra file.
-
-    Raises:
-        ExportError: a bidirectional model; and as `export_onnx`.
+    Arguments, result and errors as `export_onnx`; a bidirectional model is an error too. The description is its extra
+    file.
     """
     if loaded.config.model.bidirectional:
         raise ExportError(

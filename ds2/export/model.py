@@ -401,10 +401,7 @@ class Exported:
 
 
 class TorchModel(nn.Module):
-    """An exported model in torch, to trace or to run.
-
-    Args:
-        dtype: of its weights; signals must have it too.
+    """An exported model in torch, to trace or to run; `dtype` is that of its weights and signals.
 
     Attributes:
         delay: output frames by which log-probs are later than the signal.

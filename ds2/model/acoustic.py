@@ -229,11 +229,7 @@ class AcousticModel(nn.Module):
 
     @torch.no_grad()
     def folded(self, delay_in: int = 0) -> NetworkWeights:
-        """Describe the network in evaluation, on its device; what it learns later is not seen.
-
-        Args:
-            delay_in: frames by which the features are late.
-        """
+        """Describe the network in evaluation, of features `delay_in` frames late; what it learns later is not seen."""
         delay, bins = delay_in, self.bins
         convs: list[ConvWeights] = []
         for conv in cast(Iterable[MaskedConv], self.convs):

@@ -140,11 +140,7 @@ class Metrics:
 class Engine:
     """A recogniser and the sessions that share its batches; one thread calls `run`.
 
-    Args:
-        limits: of which `sessions` and `batch` are applied here.
-
-    Raises:
-        ConfigError: a bidirectional model.
+    Of the limits `sessions` and `batch` are applied here. Raises ConfigError for a bidirectional model.
     """
 
     def __init__(self, recogniser: Recogniser, limits: Limits) -> None:

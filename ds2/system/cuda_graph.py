@@ -19,10 +19,8 @@ Output = TypeVar("Output")
 class GraphRecorder:
     """Records graphs that share memory, on a stream of its own; they must run one after the other.
 
-    What a graph returns keeps its memory; other graphs may overwrite all else that it wrote.
-
-    Args:
-        device: of the kernels; None: the current GPU.
+    What a graph returns keeps its memory; other graphs may overwrite all else that it wrote. Without a `device` kernels
+    run on the current GPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -52,10 +52,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, classes: Iterable[type] = ()) -> Any:
-    """Return the value of a message; tensors are on the CPU, arrays own their memory.
-
-    Args:
-        classes: the dataclasses that it may hold.
+    """Return the value of a message, which may hold these dataclasses; tensors are on the CPU, arrays own their memory.
 
     Raises:
         MessageError: `data` is no message, its sizes do not fit, or it holds another class.
