@@ -171,7 +171,7 @@ def _log_start(trainer: Trainer, run_log: RunLog) -> None:
         log.info("no other rank yet: one on another host joins only if it sees this very folder, on a shared disk")
     _warn_of_short_warm_up(config, len(trainer.plan()))
     _warn_of_early_delay_penalty(config)
-    _warn_of_lone_settings(config, trainer.model)
+    _warn_of_lone_settings(config, trainer.model, on_gpu=comm.device.type == "cuda")
     if trainer.dev_data is not None and (warning := trainer.dev_data.warning()):
         log.warning("%s", warning)
     if not trainer.dev.utterances:
@@ -370,7 +370,7 @@ def why_finished(config: Config, progress: Progress) -> str:
     return ""
 
 
-def _warn_of_lone_settings(config: Config, network: AcousticModel) -> None:
+def _warn_of_lone_settings(config: Config, network: AcousticModel, *, on_gpu: bool) -> None:
     """Warn of settings that have no effect without another one."""
     augment, model, optim, limits = config.augment, config.model, config.optim, config.train
     noise, crf = augment.noise_probability, limits.objective == "ctc_crf"
@@ -403,6 +403,7 @@ def _warn_of_lone_settings(config: Config, network: AcousticModel) -> None:
         ("optim.momentum", "optim.name=sgd", optim.name == "sgd"),
         ("optim.betas", "optim.name=adamw", optim.name == "adamw"),
         ("optim.anneal", "optim.schedule=anneal", optim.schedule == "anneal"),
+        ("train.calibrate", "a GPU (device)", on_gpu),
         ("train.ctc_weight", "train.objective=ctc_crf", crf),
         ("train.denominator_order", "train.objective=ctc_crf", crf),
         ("train.denominator_prune", "train.objective=ctc_crf", crf),

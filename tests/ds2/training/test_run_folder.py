@@ -56,6 +56,7 @@ def test_settings_that_need_another_one_are_named(
     lone += ("optim.name=adamw", "optim.momentum=0.5", "augment.room_rt60_s=[0.2,0.3]", "augment.time_fraction=0.1")
     lone += ("model.row_convs=0", "model.row_conv_context=2", "train.freeze=[convs]")
     lone += ("optim.layer_rates={convs:0.5,recurrent_modules.0:0.5,weight_hh:0.3}", "train.intermediate_lexicon=x.txt")
+    lone += ("train.calibrate=3",)
     train(tiny_config("train.max_steps=1", *lone), tmp_path / "run")
     assert "augment.babble_share=0.5 has no effect: it needs augment.noise_probability above 0" in caplog.text
     assert "train.early_stop_epochs=3 has no effect: it needs a dev set (data.dev)" in caplog.text
@@ -63,8 +64,9 @@ def test_settings_that_need_another_one_are_named(
     assert "optim.momentum=0.5 has no effect: it needs optim.name=sgd" in caplog.text
     assert "augment.room_rt60_s=[0.2, 0.3] has no effect: it needs augment.room_probability above 0" in caplog.text
     assert "augment.time_fraction=0.1 has no effect: it needs augment.time_masks above 0" in caplog.text
-    assert caplog.text.count("has no effect: it needs") == 8
+    assert caplog.text.count("has no effect: it needs") == 9
     assert "train.intermediate_lexicon=x.txt has no effect: it needs model.intermediate" in caplog.text
+    assert "train.calibrate=3 has no effect: it needs a GPU (device)" in caplog.text
     assert "model.row_conv_context=2 has no effect: it needs model.row_convs above 0" in caplog.text
     assert "optim.layer_rates={convs: 0.5} has no effect: all weights of that name are in train.freeze" in caplog.text
     assert caplog.text.count("optim.layer_rates") == 1
@@ -187,7 +189,7 @@ def test_the_newest_models_of_epochs_stay_and_a_user_may_remove_some(
     files.config.checkpoint.keep_last = 2
     for epoch in (9998, 9999, 10000, 10001):
         files.state.progress.epoch = epoch
-        if epoch == 10001:
+        if epoch == 9001:
             monkeypatch.setattr(Path, "unlink", remove_first)
         files.keep_last({})
         files.wait()
