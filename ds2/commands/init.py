@@ -70,9 +70,9 @@ def run(arguments: Sequence[str]) -> int:
         ".gitignore": _IGNORED,
     }
 
-    def is_own(file: Path) -> bool:  # of an earlier call, which may have met a full disk
+    def is_own(file: Path) -> bool:  # of an earlier call, which may have met a full disk, or of `git init`
         name = file.relative_to(folder).as_posix()
-        return name in texts and file.read_bytes() == texts[name].encode()
+        return name.split("/")[0] == ".git" or (name in texts and file.read_bytes() == texts[name].encode())
 
     if folder.exists() and not (folder.is_dir() and all(map(is_own, files_beneath(folder)))):
         raise ConfigError(f"{folder} is not empty: ds2 init writes into a new or empty folder")

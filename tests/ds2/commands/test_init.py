@@ -31,6 +31,7 @@ def test_the_recipe_extends_ours(recipe: str, tmp_path: Path, monkeypatch: pytes
 
 def test_own_manifests_take_the_place_of_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_text(Path(".git/HEAD"), "ref: refs/heads/main\n")  # a new repository is empty too
     assert main(["init", "."]) == 0
     recipe = Path("conf/recipe/mine.yaml")
     text = recipe.read_text(encoding="utf-8")
