@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from local_ranks import variables_of_ranks
+from dispatch import variables_of_ranks
 
 from ds2.cli import let_waiting_threads_sleep
 from ds2.cli import main as ds2

@@ -1,4 +1,4 @@
-"""Commands of a tool, each in a module that is imported only when it runs; the commit that a result must name."""
+"""Commands of a tool, each in a module that is imported only when it runs; launchers; the commit of a result."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,15 @@ def mpirun() -> str:
     """The mpirun that is installed beside this Python, or else the one on the path."""
     installed = Path(sys.executable).with_name("mpirun")
     return str(installed) if installed.is_file() else shutil.which("mpirun") or "mpirun"
+
+
+def variables_of_ranks(world: int) -> list[dict[str, str]]:
+    """Return the variables of each rank on this machine, as torchrun sets them, with a port that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**group, "RANK": str(rank)} for rank in range(world)]
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

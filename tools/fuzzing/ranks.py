@@ -43,10 +43,9 @@ from typing import Any
 
 import torch._dynamo  # which optimizers import
 import torch.utils.tensorboard  # noqa: F401  both once, for all forked processes
-from dispatch import new_parser, parse
+from dispatch import new_parser, parse, variables_of_ranks
 from fuzzing.kills import corpus, last_output, trained, training_settings
 from fuzzing.seeds import Fault
-from local_ranks import variables_of_ranks
 
 from ds2.commands.compose import compose_config
 from ds2.distributed.nccl import NcclSums
