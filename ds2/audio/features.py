@@ -112,17 +112,11 @@ def _hz_from_mel(mel: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FilterBank:
-    """How a filter bank of Kaldi's kind is computed.
+    """How a filter bank of Kaldi's kind is computed."""
 
-    Attributes:
-        window: number of samples W -> window (W,) float64.
-        filters: number of mels, points of the transform, rate in Hz -> filters (bins, mels) float64.
-        remove_mean: whether the mean of each window is subtracted.
-    """
-
-    window: Callable[[int], Tensor]
-    filters: Callable[[int, int, int], Tensor]
-    remove_mean: bool
+    window: Callable[[int], Tensor]  # number of samples W -> (W,) float64
+    filters: Callable[[int, int, int], Tensor]  # mels, points of the transform, rate in Hz -> (bins, mels) float64
+    remove_mean: bool  # of each window
 
 
 def _povey(samples: int) -> Tensor:

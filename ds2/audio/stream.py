@@ -52,16 +52,13 @@ def is_in_range(samples: NDArray[np.float32]) -> bool:
 class Resampler:
     """Resamples one stream; how the samples are cut into pieces does not change the result.
 
-    Attributes:
-        samples: taken so far, before resampling.
-
     Raises:
         AudioError: the rate is out of range, or no whole number.
     """
 
     def __init__(self, from_hz: int, to_hz: int) -> None:
         check_rate(from_hz)
-        self.samples = 0
+        self.samples = 0  # taken so far, before resampling
         self._stream = None if from_hz == to_hz else soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
 
     def accept(self, samples: NDArray[np.float32], *, in_range: bool = False) -> NDArray[np.float32]:

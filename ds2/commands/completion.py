@@ -23,19 +23,12 @@ _DIRECTLY = "test (count (commandline -opc)) -eq {count}"
 
 @dataclass(frozen=True)
 class Command:
-    """The words, options and settings that may follow a command on the command line.
+    """The words, options and settings that may follow a command on the command line."""
 
-    Attributes:
-        name: the words before, such as `data import`; empty for ds2 itself.
-        words: its sub-commands, or the choices of its arguments.
-        options: the values that each allows; () stands for any value, None for an option without one.
-        settings: the section of the configuration whose overrides are arguments; None: it takes no overrides.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    options: Mapping[str, tuple[str, ...] | None]
-    settings: str | None = None
+    name: str  # the words before, such as `data import`; empty for ds2 itself
+    words: tuple[str, ...]  # its sub-commands, or the choices of its arguments
+    options: Mapping[str, tuple[str, ...] | None]  # the values that each allows; (): any, None: it takes none
+    settings: str | None = None  # the section whose overrides are arguments; None: it takes no overrides
 
     def overrides(self) -> list[str]:
         """Return groups with their choices, and keys that end in `=`."""

@@ -256,14 +256,10 @@ def _iterate(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserErro
 
 
 class _PlannedBatches(Sampler[tuple[int, list[int]]]):
-    """The order of a loader's batches: (epoch, positions) of each. Each new iteration repeats the missing ones first.
-
-    Attributes:
-        missing: batches that workers know of and that have not arrived, in order.
-    """
+    """The order of a loader's batches: (epoch, positions) of each. A new iteration repeats the missing ones first."""
 
     def __init__(self) -> None:
-        self.missing = deque[tuple[int, list[int]]]()
+        self.missing = deque[tuple[int, list[int]]]()  # that workers know of and that have not arrived, in order
         self._rest: Iterator[tuple[int, list[int]]] = iter(())
 
     def start(self, plans: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> None:

@@ -194,19 +194,15 @@ class IncrementalAligner:
 
     Args:
         silent_log_prob: a frame is silent if all labels but the blank lie below it.
-
-    Attributes:
-        total_frames: of the stream so far.
-        due_at: the number of frames after which `finalise` is due.
     """
 
     def __init__(self, alphabet: Alphabet, frame_s: float, silent_log_prob: float) -> None:
         self.alphabet, self.frame_s, self.silent_log_prob = alphabet, frame_s, silent_log_prob
-        self.total_frames = 0
+        self.total_frames = 0  # of the stream so far
         self._period = max(1, round(PERIOD_S / frame_s))
         self.final_runs: list[Run] = []
         self.pending_frames = 0
-        self.due_at = self._next_due()
+        self.due_at = self._next_due()  # the number of frames after which `finalise` is due
         self._frames: list[Tensor] = []  # (T, V) each
         self._numbers: list[Tensor] = []  # (T,) their positions in the stream
         # Frames are cut out of their batches only when they are needed: a new object for every chunk of every stream

@@ -22,15 +22,11 @@ _SUM_TOLERANCE = 0.02  # of the probabilities of a frame: the error of log-probs
 
 
 class Decoding:
-    """Streams that are decoded chunk by chunk.
-
-    Attributes:
-        decoder: which does the work; its methods take several decodings in one batch.
-        streams: what it keeps of each stream.
-    """
+    """Streams that are decoded chunk by chunk."""
 
     def __init__(self, decoder: Decoder, streams: list[Any]) -> None:
-        self.decoder, self.streams = decoder, streams
+        self.decoder = decoder  # which does the work; its methods take several decodings in one batch
+        self.streams = streams  # what it keeps of each stream
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
         """Decode the next frames.
@@ -58,13 +54,9 @@ class Decoding:
 
 
 class Decoder(Protocol):
-    """Decodes batches of utterances, and streams.
+    """Decodes batches of utterances, and streams."""
 
-    Attributes:
-        hot_characters: the characters that hot words of a session may have; empty if the decoder takes no hot words.
-    """
-
-    hot_characters: frozenset[str] = frozenset()
+    hot_characters: frozenset[str] = frozenset()  # that hot words of a session may have; empty: it takes no hot words
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
         """Begin a decoding of `rows` streams; the result of their chunks is that of the whole.

@@ -50,26 +50,17 @@ class Communicator:
 
     All ranks make the same calls in the same order. Sums have a fixed order of additions, so equal inputs on the same
     number of ranks give equal bits.
-
-    Attributes:
-        name: single, mpi, gloo or nccl.
-        rank, world: the number of this process, and the number of processes.
-        host: name of this machine.
-        device: of the tensors of this rank.
-        path: the memory and library that sums of gradients use, in words.
-        status: the step and phase that this rank is in, for messages about failures and for the watchdog.
-        elastic: whether ranks may come and go.
     """
 
-    name = "single"
-    path = "stay on one rank"
-    elastic = False
-    rank, world = 0, 1
+    name = "single"  # or mpi, gloo, nccl
+    path = "stay on one rank"  # the memory and library that sums of gradients use, in words
+    elastic = False  # whether ranks may come and go
+    rank, world = 0, 1  # the number of this process, and the number of processes
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # of the tensors of this rank
         self.host = platform.node()
-        self.status = RankStatus()
+        self.status = RankStatus()  # the step and phase of this rank, for messages about failures and the watchdog
 
     def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
         """Return the small values of all ranks, in order of rank; see `ProcessGroup.allgather`."""

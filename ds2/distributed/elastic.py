@@ -76,25 +76,15 @@ class Member:
 
 @dataclass
 class View:
-    """The ranks of a run from some step on, in order.
+    """The ranks of a run from some step on, in order."""
 
-    Attributes:
-        number: counts views.
-        members: the ranks.
-        joined: the number of those, the last ones, that were not in the view before.
-        left: who of the view before is gone, and why.
-        enough: whether they are at least `comm.min_ranks`.
-        fresh: whether no rank holds the state of the run, so that it is read from the run folder.
-        facts: settings, versions and data, equal on all ranks.
-    """
-
-    number: int
+    number: int  # counts views
     members: list[Member]
-    joined: int = 0
-    left: list[str] = field(default_factory=list)
-    enough: bool = True
-    fresh: bool = True
-    facts: dict[str, str] = field(default_factory=dict)
+    joined: int = 0  # the number of those, the last ones, that were not in the view before
+    left: list[str] = field(default_factory=list)  # who of the view before is gone, and why
+    enough: bool = True  # whether they are at least `comm.min_ranks`
+    fresh: bool = True  # whether no rank holds the state of the run, so that it is read from the run folder
+    facts: dict[str, str] = field(default_factory=dict)  # settings, versions and data, equal on all ranks
 
     def rank(self, member: str) -> int | None:
         """Return the rank of a process by its id; None if it has none."""
@@ -103,21 +93,14 @@ class View:
 
 @dataclass
 class _Request:
-    """What a process that waits for the next view writes down.
-
-    Attributes:
-        after: the number of the view that it belonged to; -1 if none.
-        position: the number of its last commit, or `JOINER`.
-        lost: ids of processes that it has lost, with the reasons.
-        stop_signal: the signal that asked it to end; 0: none.
-    """
+    """What a process that waits for the next view writes down."""
 
     member: Member
-    after: int
-    position: int
+    after: int  # the number of the view that it belonged to; -1 if none
+    position: int  # the number of its last commit, or `JOINER`
     facts: dict[str, str]
-    lost: dict[str, str] = field(default_factory=dict)
-    stop_signal: int = 0
+    lost: dict[str, str] = field(default_factory=dict)  # ids of processes that it has lost, with the reasons
+    stop_signal: int = 0  # the signal that asked it to end; 0: none
 
 
 class Members:

@@ -40,9 +40,6 @@ class GradientReducer:
         low_precision: parameters whose copies have `dtype`, as autocast would round them; gradients keep the type of
             the parameter.
         dtype: see `low_precision`.
-
-    Attributes:
-        copied: whether sums that overlap are made by copies between GPUs, see `can_copy`; the same bits again.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class GradientReducer:
         low_precision = set(low_precision)
         self._buckets = [Bucket(group, low_precision, dtype, self._deferred) for group in groups]
         self._sums_by_copies = comm.copy_sums(self.buckets) if self.overlaps else None
-        self.copied = False
+        self.copied = False  # whether overlapping sums are copies between GPUs, see `can_copy`; the same bits again
         self._pending: list[Pending] = []  # the sums that have started, in the order of the buckets
         self._last_pass = self._finished = False
 
@@ -236,8 +233,6 @@ class Bucket:
         parameters: in the order of their parts of `flat`.
         rounded: the copies of parameters of `low_precision`, by parameter and of its shape.
         sinks: of the parameters of `low_precision`, and of vectors in the same bucket.
-        current: whether the rounded copies hold the present parameters.
-        passes: backward passes of this step that have added to it.
     """
 
     def __init__(
@@ -260,8 +255,8 @@ class Bucket:
         self.deferred = deferred
         self._written: set[tuple[Tensor, int]] = set()  # parts that sinks wrote in this backward pass, from which row
         self._unfinished = 0  # additions that are deferred
-        self.current = False
-        self.passes = 0
+        self.current = False  # whether the rounded copies hold the present parameters
+        self.passes = 0  # backward passes of this step that have added to it
 
     def copies(self) -> tuple[Tensor, ...]:
         """Return copies of `parameters`, those of `low_precision` rounded."""

@@ -20,15 +20,10 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"  # only torchrun sets it; other tools set the fo
 
 @dataclass(frozen=True)
 class Launched:
-    """How this process was launched.
+    """How this process was launched."""
 
-    Attributes:
-        by: mpi (mpirun, mpiexec or srun), torchrun, or '' without a launcher.
-        world, rank: the number of ranks, and the number of this one.
-    """
-
-    by: str = ""
-    world: int = 1
+    by: str = ""  # mpi (mpirun, mpiexec or srun), torchrun, or '' without a launcher
+    world: int = 1  # ranks
     rank: int = 0
 
 

@@ -26,18 +26,12 @@ class LostRankError(UserError):
 
 @dataclass
 class SumBuffers:
-    """The memory of one sum, of which each rank adds up one part.
+    """The memory of one sum, of which each rank adds up one part."""
 
-    Attributes:
-        host: (n,) elements in memory that the group can read and write.
-        parts: (N, own) this rank's part as each rank has it; its first row receives the sum.
-        counts, starts: length and offset of each rank's part of `host`.
-    """
-
-    host: Tensor
-    parts: Tensor
-    counts: list[int]
-    starts: list[int]
+    host: Tensor  # (n,) elements in memory that the group can read and write
+    parts: Tensor  # (N, own) this rank's part as each rank has it; its first row receives the sum
+    counts: list[int]  # length of each rank's part of `host`
+    starts: list[int]  # and its offset
 
 
 class ProcessGroup(ABC):
@@ -45,26 +39,18 @@ class ProcessGroup(ABC):
 
     All ranks make the same calls in the same order, where `scatter`, `gather` and all other calls are three separate
     sequences: a thread each may make them. Values travel as messages (`ds2.system.messages`), which run no code.
-
-    Attributes:
-        name: mpi or gloo.
-        library: its implementation, for the table of ranks.
-        rank, size: the number of this process, and the number of processes.
-        hosts: the machine names of all ranks.
-        local_rank: the number of lower ranks on the same machine.
-        reads_device_memory: whether transfers take tensors on a GPU.
     """
 
-    name: ClassVar[str]
-    library: str
+    name: ClassVar[str]  # mpi, gloo or tcp
+    library: str  # its implementation, for the table of ranks
     rank: int
-    size: int
-    reads_device_memory = False
+    size: int  # the number of processes
+    reads_device_memory = False  # whether transfers take tensors on a GPU
 
     def exchange_hosts(self) -> None:
         """Set `hosts` and `local_rank`; constructors end with it."""
-        self.hosts: list[str] = self.allgather(platform.node())
-        self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
+        self.hosts: list[str] = self.allgather(platform.node())  # the machine names of all ranks
+        self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])  # lower ranks on the same machine
 
     def first_nonempty(self, value: str) -> str:
         """Return the first value of any rank that is not empty."""

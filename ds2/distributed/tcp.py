@@ -104,10 +104,6 @@ class TcpGroup(ProcessGroup):
     Args:
         hosts: the machine names of all ranks.
         links: `STREAMS` times the connections to the other ranks, by rank.
-
-    Attributes:
-        lost: why ranks are gone, by rank; once it holds one, all transfers fail. Rank -1 stands for no single one.
-        on_loss: is called, in any thread, whenever a rank is lost.
     """
 
     name = "tcp"
@@ -116,8 +112,8 @@ class TcpGroup(ProcessGroup):
     def __init__(self, rank: int, hosts: Sequence[str], links: Sequence[Mapping[int, socket.socket]]) -> None:
         self.rank, self.size, self.hosts = rank, len(hosts), list(hosts)
         self.local_rank = self.hosts[:rank].count(self.hosts[rank])
-        self.lost: dict[int, str] = {}
-        self.on_loss: Callable[[], object] = lambda: None
+        self.lost: dict[int, str] = {}  # why ranks, -1 for no single one, are gone; if any is, all transfers fail
+        self.on_loss: Callable[[], object] = lambda: None  # called, in any thread, whenever a rank is lost
         self._streams = [_Stream(self, stream) for stream in links]
         self._blocking, self._scatter, self._gather, self._reports = self._streams
 

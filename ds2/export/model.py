@@ -75,15 +75,12 @@ class StateRow:
     Args:
         row: (B, K) float32, 0 at the start of a stream; None: zeros, to find K.
         like: a tensor of the same B.
-
-    Attributes:
-        size: K so far.
     """
 
     def __init__(self, ops: Operations, row: Value | None, like: Value) -> None:
         self._ops, self._row, self._like = ops, row, like
         self._next: list[Value] = []
-        self.size = 0
+        self.size = 0  # K so far
 
     def read(self, *shape: int) -> Value:
         """Return the next numbers of the row, which the last chunk wrote, as (B, *shape)."""
@@ -103,17 +100,11 @@ class StateRow:
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """The position of a layer in its source.
+    """The position of a layer in its source."""
 
-    Attributes:
-        before: (B, 1) int64, frames in the chunks before this one.
-        known: (B, 1) int64, frames of the source so far, this chunk's included.
-        delay: frames by which the output is later than the input.
-    """
-
-    before: Value
-    known: Value
-    delay: int = 0
+    before: Value  # (B, 1) int64, frames in the chunks before this one
+    known: Value  # (B, 1) int64, frames of the source so far, this chunk's included
+    delay: int = 0  # frames by which the output is later than the input
 
 
 @dataclass(frozen=True)
@@ -322,19 +313,13 @@ class Exported:
     their frames are valid (B,) int64, and the next states. A length below the chunk's ends the stream; chunks of length
     0 then give the frames that waited for their lookahead. Of whole utterances: signal and length to log-probs and
     frames.
-
-    Attributes:
-        features, network: weights, float64 on the CPU.
-        from_samples: the signal is samples (B, N) in [-1, 1], else log energies (B, F, T).
-        chunk: samples or frames of a chunk; 0: whole utterances of any length.
-        bins: F.
     """
 
-    features: FeatureWeights
-    network: NetworkWeights
-    from_samples: bool
-    chunk: int
-    bins: int
+    features: FeatureWeights  # float64 on the CPU
+    network: NetworkWeights  # float64 on the CPU
+    from_samples: bool  # the signal is samples (B, N) in [-1, 1], else log energies (B, F, T)
+    chunk: int  # samples or frames of a chunk; 0: whole utterances of any length
+    bins: int  # F
 
     @classmethod
     def of(cls, loaded: LoadedModel, *, from_samples: bool, chunk_s: float) -> Exported:

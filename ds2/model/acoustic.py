@@ -90,8 +90,6 @@ class AcousticModel(nn.Module):
         labels: V, with the blank as label 0.
         step_s: time from one feature frame to the next.
 
-    Attributes:
-        wavefront: how recurrent modules run in training, layers side by side; None: one after the other.
 
     Raises:
         ConfigError: a config that cannot work, or that looks further ahead than ``config.max_lookahead_ms``.
@@ -115,7 +113,7 @@ class AcousticModel(nn.Module):
         for number, dropout in enumerate(m for m in self.modules() if isinstance(m, UtteranceDropout)):
             dropout.layer = number
         self._scale_branches()
-        self.wavefront: Wavefront | None = None
+        self.wavefront: Wavefront | None = None  # layers side by side in training; None: one after the other
         self.norm = make_norm(width, config)
         self.classifier = nn.Linear(width, labels)
         of_heads = len(config.intermediate_phones) + 1 if config.intermediate_phones else labels

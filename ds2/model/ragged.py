@@ -51,21 +51,13 @@ class Count:
 
 @dataclass(frozen=True)
 class Ragged:
-    """How far each utterance of a padded batch reaches, made once a batch.
+    """How far each utterance of a padded batch reaches, made once a batch."""
 
-    Attributes:
-        lengths: (B,) int32, valid frames.
-        count: valid positions among the B T of the batch.
-        valid: (B, T) bool, True where t < length.
-        keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
-        first: of a piece of a batch: the frame of the utterances that is frame 0 here.
-    """
-
-    lengths: Tensor
-    count: Count
-    valid: Tensor
-    keys: Tensor | None = None
-    first: int = 0
+    lengths: Tensor  # (B,) int32, valid frames
+    count: Count  # valid positions among the B T of the batch
+    valid: Tensor  # (B, T) bool, True where t < length
+    keys: Tensor | None = None  # (B,) int64, from which each utterance's dropout follows; None: nothing depends on them
+    first: int = 0  # of a piece of a batch: the frame of the utterances that is frame 0 here
 
     @classmethod
     def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> Ragged:

@@ -23,16 +23,12 @@ class TimeWindow:
 
         length - stride <= cached < length          as many windows fit as there are strides of new frames
         cached = past + delay stride - delay_in     the first window of a stream is that of output frame -delay
-
-    Attributes:
-        length, past, stride: see above.
-        delay_in: frames by which the input is late.
     """
 
     length: int
     past: int
     stride: int
-    delay_in: int
+    delay_in: int  # frames by which the input is late
 
     @property
     def delay(self) -> int:

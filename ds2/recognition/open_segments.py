@@ -34,16 +34,12 @@ _ROW = np.dtype(
 
 
 class OpenSegments:
-    """A table of open segments. One thread updates it; others may take rows.
-
-    Attributes:
-        free: rows that nobody has; whoever took a row gives it back here.
-        rows: (N,) see `_ROW`; only methods write them.
-    """
+    """A table of open segments. One thread updates it; others may take rows."""
 
     def __init__(self) -> None:
-        self.free, self._used, self._lock = list[int](), 0, threading.Lock()
-        self.rows = np.zeros(_FIRST_SIZE, _ROW)
+        self.free = list[int]()  # rows that nobody has; whoever took a row gives it back here
+        self._used, self._lock = 0, threading.Lock()
+        self.rows = np.zeros(_FIRST_SIZE, _ROW)  # (N,); only methods write them
         self._levels = np.zeros((_FIRST_SIZE, _FIRST_SIZE))  # (N, A) mean squares of samples, the first levels first
 
     def take(self) -> int:

@@ -206,9 +206,6 @@ class LiveSession(Session):
 
     At an endpoint the decoder and its language model start again; the model keeps its state. Where a segment ends
     does not depend on how the samples were cut. Arguments and errors are as of `Session`, besides `endpoints`.
-
-    Attributes:
-        segments: final segments, oldest first; the user removes those that were read.
     """
 
     def __init__(
@@ -221,7 +218,7 @@ class LiveSession(Session):
     ) -> None:
         super().__init__(pipeline, sample_rate_hz=sample_rate_hz, hot_words=hot_words)
         self.endpoints = endpoints or Endpoints()
-        self.segments: deque[Segment] = deque()
+        self.segments: deque[Segment] = deque()  # final ones, oldest first; the user removes those that were read
         self._stream_start_s = 0.0  # where in the source the model's state was last reset
         self.row = pipeline.open_segments.take()
         weakref.finalize(self, pipeline.open_segments.free.append, self.row)

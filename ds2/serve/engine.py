@@ -45,21 +45,14 @@ _STDERR = 2  # its file descriptor: sys.stderr may be None
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What a client asks of a session.
-
-    Attributes:
-        sample_rate_hz, endpoints, hot_words: as for `LiveSession`.
-        phrases: as `Recogniser.only_phrases` takes them; only these are recognised.
-        interim_words: the open segment's results have words with times, which a beam search aligns each time.
-        false_alarms: an hour; with them `phrases` are keywords, as `Recogniser.only_keywords` takes them.
-    """
+    """What a client asks of a session; the first three are as for `LiveSession`."""
 
     sample_rate_hz: int
     endpoints: Endpoints
     hot_words: HotWords | None = None
-    phrases: Sequence[str] = ()
-    interim_words: bool = False
-    false_alarms: float | None = None
+    phrases: Sequence[str] = ()  # as `Recogniser.only_phrases` takes them; only these are recognised
+    interim_words: bool = False  # results of the open segment have words with times, which a beam search aligns
+    false_alarms: float | None = None  # an hour; then phrases are keywords, as `Recogniser.only_keywords` takes them
 
     @property
     def is_slow(self) -> bool:
@@ -83,21 +76,14 @@ Answers = Sequence[tuple["Chunk", StreamResult | Exception]]
 
 @dataclass(eq=False)
 class Chunk:
-    """Samples of a session and who waits for their result.
-
-    Attributes:
-        samples: (N,); None: all samples before are made final.
-        deliver: takes the answers to all chunks that have the same, in the engine's thread.
-        call: by which the one who waits knows it.
-        in_range: see `Resampler.accept`.
-    """
+    """Samples of a session and who waits for their result."""
 
     live: LiveSession
-    samples: NDArray[np.float32] | None
-    deliver: Callable[[Answers], None]
-    call: Any
+    samples: NDArray[np.float32] | None  # (N,); None: all samples before are made final
+    deliver: Callable[[Answers], None]  # takes the answers to all chunks that have the same, in the engine's thread
+    call: Any  # by which the one who waits knows it
     arrived_s: float = field(default_factory=time.monotonic)
-    in_range: bool = False
+    in_range: bool = False  # see `Resampler.accept`
 
 
 class Metrics:
@@ -434,16 +420,13 @@ class EngineSession:
 
 
 class LocalRecogniser(EngineClient):
-    """An engine in a thread of this process; arguments and errors as of `Engine`.
-
-    Attributes:
-        hangs: whether the engine hangs; all calls then raise BrokenError.
-    """
+    """An engine in a thread of this process; arguments and errors as of `Engine`."""
 
     def __init__(self, recogniser: Recogniser, limits: Limits) -> None:
         phrases = PhraseReader(recogniser.alphabet, recogniser.decoder.hot_characters)
         super().__init__(phrases, recogniser.features.sample_rate_hz)
-        self.engine, self.hangs = Engine(recogniser, limits), False
+        self.engine = Engine(recogniser, limits)
+        self.hangs = False  # then all calls raise BrokenError
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self.engine.run, args=[self._receive, self._hang], name="recogniser", daemon=True

@@ -26,15 +26,10 @@ class PronunciationError(UserError):
 
 @dataclass(frozen=True)
 class Pronunciations:
-    """The pronunciations of words, each a sequence of phones.
+    """The pronunciations of words, each a sequence of phones."""
 
-    Attributes:
-        words: the pronunciations of each word, the usual one first.
-        phones: all phones, sorted.
-    """
-
-    words: Mapping[str, tuple[Phones, ...]] = field(hash=False)
-    phones: tuple[str, ...]
+    words: Mapping[str, tuple[Phones, ...]] = field(hash=False)  # of each word, the usual one first
+    phones: tuple[str, ...]  # all, sorted
 
     @classmethod
     def of(cls, words: Mapping[str, Sequence[Phones]]) -> Pronunciations:

@@ -48,10 +48,6 @@ class _Copies(dict[tuple[str, bool, int], str]):
 class PronouncedWords:
     """The labels of a search over the pronunciations of a language model's words.
 
-    Args:
-        alphabet: of phones.
-        lm: of words.
-
     Attributes:
         alphabet: of the search: word-marked pieces of one character each.
         spelling: of it.
