@@ -207,7 +207,6 @@ def random_segment(recordings: Sequence[Waveform], rng: np.random.Generator, sam
 
     Args:
         recordings: at least one, each (N,) float32; one is read per draw.
-        samples: length.
     """
     recording = recordings[int(rng.integers(len(recordings)))]
     start = int(rng.integers(max(1, len(recording) - samples + 1)))

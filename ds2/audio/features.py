@@ -149,8 +149,6 @@ class Features(nn.Module):
     the first sample, where the waveform is mirrored. Kaldi also computes one or two last frames whose windows end after
     the last sample; these are left out.
 
-    Args:
-        sample_rate_hz: rate of all waveforms.
     Raises:
         ConfigError: window or step is not a whole number of samples, or a mel filter would cover no bin.
     """

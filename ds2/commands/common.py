@@ -83,7 +83,6 @@ def add_command(commands: Any, name: str, summary: str, **others: Any) -> Parser
 
     Args:
         commands: what `add_subparsers` returned.
-        others: as of `Parser`.
     """
     others.setdefault("description", summary)
     parser: Parser = commands.add_parser(name, help=summary, **others)

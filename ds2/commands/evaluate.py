@@ -206,7 +206,6 @@ def report_folder(model: Path, file: Path) -> Path:
 
     Args:
         model: the model file or run folder of the command line.
-        file: the model file.
     """
     in_a_run = model.is_dir() or (file.parent / "log.jsonl").is_file()
     return (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"

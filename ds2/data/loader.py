@@ -144,7 +144,6 @@ class SpeechLoader:
         utterances: plans index this list.
         device: of the training; for CUDA memory is pinned, and -1 workers means one per core.
         alphabet: encodes the transcripts in the constructor; None leaves labels empty.
-        augment: augmentation of waveforms; None for none.
         seed: of the augmentation.
     Raises:
         ConfigError: an augmentation setting is wrong.

@@ -62,7 +62,6 @@ class Decoder(Protocol):
         """Begin a decoding of `rows` streams; the result of their chunks is that of the whole.
 
         Args:
-            rows: the number of streams.
             hot_words: words and phrases to prefer in them, and the bonus of each, natural log.
 
         Raises:
@@ -247,7 +246,6 @@ def decode_long(
     the language model.
 
     Args:
-        decoder: of whole utterances.
         log_probs: (T, V) natural log-probs, T above 0.
         piece_s: length of the longest piece, seconds.
     """

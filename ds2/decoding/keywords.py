@@ -40,7 +40,6 @@ def keyword_bonus(alarms: Sequence[float], wanted: float) -> float:
     Args:
         alarms: false alarms an hour of one keyword at each of `BONUSES`, above 0. Between these their logarithm is
             linear; beyond the last bonus nothing was measured, so it is the highest.
-        wanted: above 0.
 
     Raises:
         DecodeError: the least that was measured is more than `wanted`.

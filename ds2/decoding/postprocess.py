@@ -57,7 +57,6 @@ def rank_again(rows: Rows, model: RecurrentLM, options: DecodeConfig, *, normali
 
     Args:
         rows: the hypotheses of each utterance.
-        model: the recurrent one.
         options: alpha, w (`rescore_weight`) and the number of hypotheses to return (`nbest`).
         normalised: the texts of the network are already normalised as the texts of the model were.
     """

@@ -545,7 +545,6 @@ class ElasticCommunicator(OrderedCommunicator):
     Args:
         config: how many ranks there may be, and how long they wait.
         device: its name, see `Members.take_device`.
-        run_dir: where the ranks meet.
     """
 
     elastic = True

@@ -326,7 +326,6 @@ class BucketSink:
 
     Args:
         part: (R, ...) where the bucket holds its gradient.
-        rows: of these.
     """
 
     def __init__(self, bucket: Bucket, part: Tensor, rows: slice = slice(None)) -> None:

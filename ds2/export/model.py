@@ -120,7 +120,6 @@ class Network:
     """A model in the operations of a target.
 
     Args:
-        exported: its weights.
         memory: recurrent states of streams; None: whole utterances.
         tails: ends of the layers' inputs; None: whole utterances.
     """

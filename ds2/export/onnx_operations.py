@@ -183,14 +183,7 @@ class OnnxOperations:
         types: Mapping[str, tuple[bool, Sequence[int | str]]],
         metadata: Mapping[str, str],
     ) -> onnx.ModelProto:
-        """The whole graph.
-
-        Args:
-            inputs: their names.
-            outputs: values by name.
-            types: of both by name: float32 or else int64, and sizes, names for those that vary.
-            metadata: of the file.
-        """
+        """The whole graph; `types` by name: float32 or else int64, and sizes, which are names where they vary."""
         for name, value in outputs.items():
             self._nodes[0].append(helper.make_node("Identity", [value.name], [name], name=name))
 

@@ -61,7 +61,6 @@ class TorchOperations:
 
     Args:
         holder: has the constants; a second pass over the same network reuses those of the first.
-        dtype: of the constants.
     """
 
     def __init__(self, holder: nn.Module, dtype: torch.dtype) -> None:

@@ -148,7 +148,6 @@ class BlockNetwork:
         """Run all recurrent modules on a block (T, B, D), piece by piece; return (T, B, H).
 
         Args:
-            x: output of the convolutions.
             state, slots, blocks, ends, edges: as of `run`, `ends` in output frames.
         """
         pieces = torch.split(x, self.piece)

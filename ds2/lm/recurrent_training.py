@@ -131,7 +131,6 @@ def train(
         model: trained in place on its device; in evaluation mode afterwards.
         text: in the model's alphabet.
         report: called with the progress at intervals.
-        report_every_s: seconds from one report to the next.
         stop: called before each step; the training ends if it returns True.
         state: file to continue from, if it exists, and to save to when the training is stopped and at intervals. The
             caller removes it after the model was saved.

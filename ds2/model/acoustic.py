@@ -85,11 +85,9 @@ class AcousticModel(nn.Module):
     one, several in one module follow each other, and with R < M some modules have none.
 
     Args:
-        config: the model; checked.
         bins: F of the features.
         labels: V, with the blank as label 0.
         step_s: time from one feature frame to the next.
-
 
     Raises:
         ConfigError: a config that cannot work, or that looks further ahead than ``config.max_lookahead_ms``.

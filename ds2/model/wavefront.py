@@ -357,7 +357,6 @@ class PieceSink:
     """Joins the products that the pieces of a layer add to the gradient of a matrix to one: a `GradientSink`.
 
     Args:
-        sink: of the matrix.
         pieces: as many products as one pass adds.
     """
 

@@ -120,7 +120,6 @@ def word_delays(
     """Yield for each word that is right when it was first shown, since when it stays, and its end, in seconds.
 
     Args:
-        reference: words.
         ends: words with times; those that are not the reference's are left out.
         history: the words shown at each time, in order; the last are the final ones.
     """

@@ -381,7 +381,6 @@ def decode_logits(
         sessions: B sessions.
         logits: (T', B, V).
         lengths: frames of each session.
-        failed: as for `decode_sessions`.
     """
     if not len(logits):
         return

@@ -55,7 +55,6 @@ class DevLogProbs:
         Args:
             batches: indices of utterances, logits (T', B, V) and lengths (B,) CPU int64.
             references: text of each utterance.
-            frame_s, alphabet, lm, device: the attributes.
         """
         log_probs: list[tuple[Tensor, Tensor]] = []
         texts: list[str] = []

@@ -551,7 +551,6 @@ class Workers(_Parent):
     Args:
         limits: of all workers together.
         address: where they listen, which is shared (`ds2.serve.http.share`).
-        count: workers.
 
     Raises:
         ConfigError: a bidirectional model, or workers that cannot start.

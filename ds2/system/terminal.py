@@ -134,7 +134,6 @@ class ProgressBar:
     Args:
         what: the work, in a few words; may be changed later.
         total: amount of work; None if it is not known.
-        unit: of the amounts.
         shown: False shows nothing, as on all ranks but 0.
     """
 
