@@ -1,20 +1,21 @@
-"""`ds2 data`: corpora to manifests; manifests checked, split, counted, filtered, packed; alphabets and pieces."""
+"""`ds2 data`: corpora to manifests; manifests checked, split, counted, filtered, packed; alphabets, pieces, speech."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, add_command, real, whole
+from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, add_command, add_device, real, whole
 from ds2.commands.compose import compose_config, is_override, overridden_keys, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
@@ -35,7 +36,8 @@ from ds2.data.manifest import (
     write_manifest,
 )
 from ds2.data.shards import MANIFEST, write_shards
-from ds2.data.splits import ensure_manifests, require_files, warn_of_other_corpus
+from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, write_spliced
+from ds2.data.splits import ensure_manifests, require_files, scored_utterances, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, write_json, write_text
 from ds2.system.plain import counted, shortened
@@ -48,6 +50,7 @@ from ds2.text.unknown_characters import alphabet_lines, text_language
 log = logging.getLogger(__name__)
 _SHOWN_OF_A_KIND, _SHOWN_WORDS = 5, 10
 _BASE_SYMBOLS = " '"
+_MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used
 _OVERRIDE = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=")
 
 
@@ -57,7 +60,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
         _add_check, _add_prepare, _add_import, _add_pieces, _add_export_kaldi, _add_split, _add_stats, _add_filter,
-        _add_shards, _add_alphabet, _add_normalise, _add_lexicon,
+        _add_shards, _add_alphabet, _add_normalise, _add_lexicon, _add_splice,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -526,3 +529,124 @@ def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
                 raise UserError(f"{path} is a model of {model.unit}s: give one of words")
             counts.update(dict.fromkeys(set(model.tokens) - counts.keys(), 0))
     return counts
+
+
+def _add_splice(commands: Any) -> None:
+    parser = add_command(commands, "splice", "speech for texts that nobody has read, of pieces of recordings")
+    parser.add_argument("folder", type=Path, help="folder for the speech and manifest.jsonl, to train with")
+    parser.add_argument("manifests", nargs="+", help="JSON-lines manifests of the recordings")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="of phones, or of characters: aligns the recordings and spells words"
+    )
+    parser.add_argument(
+        "--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts and manifests; lines are sentences"
+    )
+    parser.add_argument(
+        "--hours", type=real(0, 1e6, above=True), required=True, help="of speech to write; one takes 115 MB at 16 kHz"
+    )
+    parser.add_argument("--seed", type=whole(0, SEED), default=1, help="of what is drawn")
+    add_device(parser)
+    parser.set_defaults(run=_splice)
+
+
+def _splice(args: argparse.Namespace) -> None:
+    # imported late: the other data commands need no torch
+    from ds2.config.device import resolve_device
+    from ds2.config.schema import DecodeConfig
+    from ds2.data.loader import SpeechLoader
+    from ds2.model.checkpoint import find_model, load_model
+    from ds2.recognition.recogniser import Recogniser
+    from ds2.recognition.transcripts import align_utterances
+
+    file, device = find_model(args.model), resolve_device(args.device)
+    check_writable(args.folder / MANIFEST, inputs=[file, *args.manifests, *args.text])
+    if missing := [str(path) for path in args.text if not path.is_file()]:
+        raise UserError(f"--text: there is no file {', '.join(missing)}: name texts or manifests")
+    loaded = load_model(file, device)
+    alphabet = loaded.alphabet
+    if alphabet.has_pieces:
+        raise UserError(f"{file} writes pieces of words, whose sounds have no certain times: take a model of phones")
+    utterances = scored_utterances(args.manifests, alphabet)
+    loader = SpeechLoader(utterances, loaded.config.data, device)
+    aligned, _ = align_utterances(Recogniser.of(loaded, DecodeConfig(), device), loader)
+    recordings = []
+    for position, (utterance, transcript) in enumerate(zip(utterances, aligned, strict=True)):
+        labels = tuple(tuple(alphabet.spell(word.text)) for word in transcript.words)
+        times_s = tuple((label.start_s, label.end_s) for label in transcript.labels)
+        if times_s and transcript.surprise <= _MOST_SURPRISE and sum(map(len, labels)) == len(times_s):
+            recording = LabelledRecording(position, utterance.speaker, labels, times_s, utterance.duration_s)
+            recordings.append(recording)
+    if len(recordings) < len(utterances):
+        log.warning(
+            "%d of %d recordings are not used, as the model does not hear their transcripts in them: `ds2 align`",
+            len(utterances) - len(recordings), len(utterances),
+        )  # fmt: skip
+    splicer = Splicer(recordings, loader.audio)
+    texts = _SpokenTexts(args.text, alphabet, recordings, args.hours, args.seed)
+    written = write_spliced(splicer, iter(texts), args.folder, args.hours, args.seed)
+    print(f"{args.folder / MANIFEST}: {amount(written)}")
+    if texts.unusable:
+        total = counted(texts.lines, "line")
+        print(f"{texts.unusable} of {total} of the texts not used: they have words for which {file} has no labels")
+
+
+class _SpokenTexts:
+    """Texts for spliced speech, evenly spread over the lines of files, again and again.
+
+    Each is of the words of lines in a row, with as many labels as one of the recordings, which is drawn.
+
+    Attributes:
+        lines, unusable: the lines that were read for texts, and those of them with words that have no labels.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        alphabet: Alphabet,
+        recordings: Sequence[LabelledRecording],
+        hours_wanted: float,
+        seed: int,
+    ) -> None:
+        self.paths, self.alphabet, self.draw = paths, alphabet, random.Random(seed)
+        self.lengths = [len(recording.times_s) for recording in recordings]
+        self.count = 3600 * hours_wanted * len(recordings) / sum(recording.duration_s for recording in recordings)
+        self.lines = self.unusable = 0
+
+    def __iter__(self) -> Iterator[SplicedText]:
+        from ds2.lm.sentences import SentenceReader  # imported late, as above
+
+        every = sum(1 for _ in SentenceReader(self.paths, alphabet=None)) / self.count  # lines from text to text
+        while True:
+            usable, next_line = self.lines - self.unusable, every * self.draw.random()
+            words: list[tuple[str, tuple[int, ...]]] = []
+            labels = wanted = 0
+            for number, tokens in enumerate(SentenceReader(self.paths, alphabet=None), 1):
+                if not words:
+                    if number < next_line:
+                        continue
+                    labels, wanted = 0, self.draw.choice(self.lengths)
+                self.lines += 1
+                spelled = self._spelled(" ".join(tokens))
+                self.unusable += not spelled
+                if not spelled:
+                    words = []
+                for word in spelled:
+                    words.append(word)
+                    labels += len(word[1])
+                    if labels >= wanted:
+                        yield SplicedText(*zip(*words, strict=True))
+                        words, next_line = [], next_line + every
+                        break
+            if self.lines - self.unusable == usable:
+                named = ", ".join(map(str, self.paths))
+                raise SpliceError(
+                    f"no line of {named} has only words that the model has labels for: `ds2 data lexicon`"
+                )
+
+    def _spelled(self, line: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the words of a line with their labels; empty where one has none."""
+        text, unknown = self.alphabet.normalise(line)
+        pronunciations = self.alphabet.pronunciations
+        if unknown or (pronunciations is not None and any(word not in pronunciations.words for word in text.split())):
+            return []
+        return [(word, tuple(self.alphabet.spell(word))) for word in text.split()]

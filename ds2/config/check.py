@@ -73,8 +73,13 @@ def check(config: Config) -> None:
 
 
 def _check_audio(config: Config) -> None:
-    """Check batches, augmentation, features and durations."""
+    """Check manifests, batches, augmentation, features and durations."""
     batching, augment, features = config.batching, config.augment, config.features
+    manifests, repeats = config.data.train, config.data.repeats
+    _require(
+        len(repeats) in (0, len(manifests)),
+        f"data.repeats={repeats} needs a number for each manifest of data.train={manifests}, or none at all",
+    )
     _require(
         batching.auto or (batching.utterances > 0) != (batching.audio_s > 0),
         f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "

@@ -22,6 +22,9 @@ class DataConfig:
     """Sources of utterances, and how they are read."""
 
     train: list[str] = field(default_factory=list)  # manifests (JSON lines) of the training set
+    # How many times an epoch has the utterances of each manifest of data.train, in their order; empty: once. With
+    # augmentation they differ each time.
+    repeats: list[int] = numbers([], 1, 1000)
     dev: list[str] = field(default_factory=list)  # manifests of the development set, which selects the best model
     test: list[str] = field(default_factory=list)  # manifests that `ds2 evaluate` scores if none are named
     corpus: str = ""  # folder of the corpus as published, read by data.prepare

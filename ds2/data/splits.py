@@ -81,7 +81,9 @@ def warn_of_other_corpus(data: DataConfig, utterances: Sequence[Utterance]) -> N
 def training_utterances(
     data: DataConfig, augment: AugmentConfig, alphabet: Alphabet, output_frames: Callable[[int], int]
 ) -> list[Utterance]:
-    """Return the utterances of `data.train` that training can use; the others are logged and counted.
+    """Return the utterances of `data.train` that training can use, with their `data.repeats`.
+
+    The others are logged and counted.
 
     Raises:
         ManifestError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
@@ -117,7 +119,8 @@ def training_utterances(
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
     if not usable:
         raise ManifestError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
-    return usable
+    repeats = dict(zip(map(Path, data.train), data.repeats, strict=bool(data.repeats)))
+    return [u for u in usable for _ in range(repeats.get(Path(u.source.rpartition(":")[0]), 1))]
 
 
 def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> list[Utterance]:

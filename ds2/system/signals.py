@@ -145,12 +145,12 @@ def kill_workers() -> None:
 
 
 @contextmanager
-def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Start a pool of `count` spawned processes, which an exception in the block kills at once."""
+def worker_processes(count: int, method: str = "spawn") -> Iterator[ProcessPoolExecutor]:
+    """Start a pool of `count` processes, which an exception in the block kills at once; "fork" shares memory."""
     from concurrent.futures import ProcessPoolExecutor  # most commands start no workers
 
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=init_worker)
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context(method), initializer=init_worker)
     try:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)  # a worker inherits it until `init_worker`
         try:

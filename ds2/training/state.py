@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
 PARTS = ("model", "features", "optimizer", "average")
 # Settings that change the plan of an epoch.
-_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")
+_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train", "data.repeats")
 # Settings that a resumed run must share with its file: they decide the tensors, what features mean, and the order of
 # the optimizer's parameters.
 _FIXED = ("model.", "features.", "alphabet.", "data.sample_rate_hz", "train.freeze", "optim.layer_rates", "optim.name")

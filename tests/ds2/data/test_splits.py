@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,24 @@ def test_words_without_a_pronunciation_are_named_wherever_they_are_left_out(
     caplog.clear()
     scored_utterances(data.train, alphabet)
     assert "words without a pronunciation get no times, and no part in phone error rates: essy x 2, sy" in caplog.text
+
+
+def test_an_epoch_repeats_the_utterances_of_a_manifest(
+    tone_manifest: Path, tmp_path: Path, tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tones = read_manifest(tone_manifest)
+    write_manifest(tmp_path / "one.jsonl", tones[:1])
+    write_manifest(tmp_path / "others.jsonl", tones[1:])
+    manifests = [str(tmp_path / "one.jsonl"), str(tmp_path / "others.jsonl")]
+    alphabet = Alphabet.from_config(AlphabetConfig())
+    listed = training_utterances(DataConfig(train=manifests, repeats=[3, 1]), AugmentConfig(), alphabet, lambda n: n)
+    assert [u.name for u in listed] == [tones[0].name] * 2 + [u.name for u in tones]
+    train = ["train", *tiny_overrides, f"data.train=[{','.join(manifests)}]", "batching.utterances=1", "train.epochs=1"]
+    assert main([*train, "data.repeats=[3]"]) == 2
+    assert "data.repeats=[3] needs a number for each manifest of data.train" in capsys.readouterr().err
+    assert main([*train, "data.repeats=[3,1]"]) == 0
+    steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text("utf-8").splitlines()]
+    assert max(line["step"] for line in steps if "step" in line) == len(tones) + 2
 
 
 @pytest.mark.parametrize("command", [["train"], ["data", "check"]])
