@@ -16,12 +16,9 @@ from ds2.system.machine import git_commit
 
 
 def dispatch(package: str, commands: Sequence[str], description: str | None) -> int | None:
-    """Run the command that the first word of the command line names.
+    """Run the command that the first word of the command line names; `description` is what `--help` shows.
 
-    Args:
-        package: has a module for each command; its `main(arguments)` parses the rest and returns the exit status.
-        commands: the names of all, with - for _.
-        description: what `--help` shows.
+    The package has a module for each, with _ for -, whose `main(arguments)` parses the rest and returns the status.
     """
     command, *arguments = sys.argv[1:] or [""]
     if command in commands:

@@ -116,12 +116,7 @@ def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
 
 
 class Table:
-    """Prints a Markdown table row by row.
-
-    Args:
-        columns: a format string such as "{step_ms:.1f}" by heading, filled from a row. A cell whose value is missing or
-            None is "-".
-    """
+    """Prints a Markdown table row by row: a format string such as "{step_ms:.1f}" by heading; no value is "-"."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns

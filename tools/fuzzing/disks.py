@@ -176,12 +176,7 @@ class DiskPath(str):
 
 
 class Disk:
-    """A disk, and those functions of `os`, `os.path`, `shutil` and `safetensors` that use it.
-
-    Args:
-        draw: the random numbers of this run.
-        pause: called between two calls that need each other.
-    """
+    """A disk, and calls of `os`, `shutil` and `safetensors` on it; `pause` comes between those that need each other."""
 
     O_RDONLY, strerror, fsencode = os.O_RDONLY, staticmethod(os.strerror), staticmethod(os.fsencode)
     listdir, replace = staticmethod(DiskPath.names), staticmethod(DiskPath.replace)

@@ -250,11 +250,9 @@ def last_output(folder: Path, name: str = "output.txt") -> str:
 def run_and_kill(
     command: Sequence[str], folder: Path, kill_after_s: float = 0.0, one_of: random.Random | None = None
 ) -> int | None:
-    """Run a command in a folder: its status, or None where it was killed.
+    """Run a command in a folder, `tmp` in it for what is temporary: its status, or None where it was killed.
 
     Args:
-        command: what to run.
-        folder: where it writes; `tmp` in it is its temporary folder.
         kill_after_s: 0 does not kill.
         one_of: draws the one process among ds2's that is killed; None kills all.
     """

@@ -57,10 +57,8 @@ def simulate(
     """Run seeds, or look for the planted faults; returns the exit status.
 
     Args:
-        command: of tools/fuzz.py.
-        description: what `--help` shows.
+        command: of tools/fuzz.py; `description` is its help.
         run: runs a seed and returns a digest of what happened, or raises Fault.
-        planted_faults: that it must detect.
     """
     parser = plain_parser(description)
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")

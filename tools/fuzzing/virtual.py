@@ -74,12 +74,7 @@ class _Clock(selectors.SelectSelector):
 
 
 class PeerSocket:
-    """The blocking end of a socket pair, as `ds2.serve.processes.WorkerLink` uses it.
-
-    Args:
-        loop: of the other end, a `LoopSocket`.
-        readable: called when something has arrived.
-    """
+    """The blocking end of a socket pair, as `WorkerLink` of ds2 uses it; `readable` is called at each arrival."""
 
     def __init__(self, loop: VirtualLoop, readable: Callable[[], None]) -> None:
         self.loop, self.readable = loop, readable
