@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 import math
 import multiprocessing
+import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -207,7 +211,7 @@ class LexiconSearch:
         if self.pool is None:  # forked, as the decoder cannot be pickled
             context = multiprocessing.get_context("fork")
             self.pool = ProcessPoolExecutor(
-                self.workers, context, initializer=_set_worker_search, initargs=(self._one,)
+                self.workers, context, initializer=_start_worker, initargs=(self._one, os.getpid())
             )
         try:
             return list(self.pool.map(_search_in_worker, inputs))
@@ -250,9 +254,21 @@ class LexiconSearch:
         return np.concatenate([np.add.reduceat(log_probs, first), closing])
 
 
-def _set_worker_search(search: UtteranceSearch) -> None:
+def _start_worker(search: UtteranceSearch, parent: int) -> None:
+    """Prepare a worker, which leaves Ctrl-C to its parent, and ends after it: it holds the parent's open files."""
     global _worker_search  # noqa: PLW0603 (one decoder per process)
     _worker_search = search
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of a pool that is broken
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    """End this process after its parent. A signal of the kernel would come when the thread ends that forked it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _search_in_worker(log_probs: NDArray[np.float32]) -> list[Hypothesis]:

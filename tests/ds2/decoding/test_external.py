@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import select
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +113,29 @@ def test_a_killed_process_of_the_native_search_ends_one_search(lm: NGram) -> Non
     with pytest.raises(DecodeError, match=r"was killed, as where memory runs out: take fewer decode\.threads"):
         decoder.decode(log_probs, lengths)
     assert others and decoder.decode(log_probs, lengths) == rows
+
+
+def test_processes_of_the_native_search_leave_ctrl_c_to_their_parent_and_end_after_it(lm: NGram) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    log_probs, lengths = random_log_probs(5, 3, 4), torch.tensor([5, 4, 3])
+    before, (read, write) = multiprocessing.active_children(), os.pipe()
+
+    def decode_on() -> None:
+        decoder = make_decoder(replace(NATIVE, threads=2), CHARACTERS, 0.02, CPU, lm)
+        rows = decoder.decode(log_probs, lengths)
+        for process in set(multiprocessing.active_children()) - set(before):
+            os.kill(process.pid or 0, signal.SIGINT)
+        assert decoder.decode(log_probs, lengths) == rows
+        os.write(write, b"decoded")
+        time.sleep(60.0)
+
+    parent = multiprocessing.get_context("fork").Process(target=decode_on)
+    parent.start()
+    os.close(write)  # its processes have it open too
+    assert os.read(read, 7) == b"decoded"
+    parent.kill()
+    assert select.select([read], [], [], 30.0)[0] and os.read(read, 1) == b""
+    os.close(read)
 
 
 def test_every_node_looks_ahead_to_the_likeliest_word_below_it() -> None:
