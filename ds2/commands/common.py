@@ -24,7 +24,8 @@ from ds2.system.plain import did_you_mean, short_repr
 from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
-ALL_SETTINGS, DECODER_SETTINGS = "", "decode"  # sections whose overrides a Parser may take as arguments
+# Sections whose overrides a Parser may take as arguments.
+ALL_SETTINGS, ALPHABET_SETTINGS, DECODER_SETTINGS = "", "alphabet", "decode"
 
 
 class Parser(argparse.ArgumentParser):

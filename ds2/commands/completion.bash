@@ -16,7 +16,7 @@ _ds2() {
         return
     fi
     for word in $(compgen -W "$words" -- "$prefix$current"); do
-        [[ -z "$prefix$current" && "$word" == @(-*|*=|decode=*) ]] || COMPREPLY+=("${word#"$prefix"}")
+        [[ -z "$prefix$current" && "$word" == @(-*|*=|decode=*|alphabet=*) ]] || COMPREPLY+=("${word#"$prefix"}")
     done
     [[ "${COMPREPLY[*]}" == *= ]] && compopt -o nospace
 }

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.resources import files
 
 import ds2.commands
-from ds2.commands.common import ALL_SETTINGS, Parser
+from ds2.commands.common import ALL_SETTINGS, DECODER_SETTINGS, Parser
 from ds2.commands.compose import config_dir
 from ds2.commands.train import HYDRA_OPTIONS
 from ds2.config.convert import documented_keys
@@ -88,7 +88,7 @@ def _commands(name: str, parser: Parser) -> Iterator[Command]:
             words += choices
         for option in action.option_strings:
             options[option] = None if action.nargs == 0 else tuple(map(str, choices))
-    if parser.settings == ALL_SETTINGS:
+    if parser.settings not in (None, DECODER_SETTINGS):
         options["--config-dir"] = ()
     yield Command(name, (*below, *words), options, parser.settings)
     for sub_command, its_parser in below.items():

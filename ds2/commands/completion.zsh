@@ -10,7 +10,7 @@ _ds2() {
     fi
     _files
     [[ -n "$values" ]] && return
-    [[ -z "${words[CURRENT]}" ]] && candidates="${${=candidates}:#(-*|*=|decode=*)}"
+    [[ -z "${words[CURRENT]}" ]] && candidates="${${=candidates}:#(-*|*=|decode=*|alphabet=*)}"
     compadd -- ${${=candidates}:#*=}
     compadd -S "" -- ${(M)${=candidates}:#*=}
 }

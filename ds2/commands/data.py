@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, add_command, add_device, real, whole
+from ds2.commands.common import (
+    ALL_SETTINGS,
+    ALPHABET_SETTINGS,
+    Parser,
+    add_channel,
+    add_command,
+    add_device,
+    real,
+    whole,
+)
 from ds2.commands.compose import compose_config, is_override, overridden_keys, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
@@ -334,6 +343,7 @@ def _add_alphabet(commands: Any) -> None:
         commands,
         "alphabet",
         "the alphabet of manifests' transcripts, ready for conf/alphabet/",
+        settings=ALPHABET_SETTINGS,
         usage="%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]",
     )
     parser.add_argument("arguments", nargs="+", metavar="MANIFEST", help="manifests; alphabet.KEY=VALUE normalises")
@@ -397,6 +407,7 @@ def _add_normalise(commands: Any) -> None:
         commands,
         "normalise",
         "show a text as an alphabet normalises it: ds2 data normalise 'in 1995' alphabet=english_text",
+        settings=ALPHABET_SETTINGS,
         usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
     )
     parser.add_argument("arguments", nargs="+", metavar="TEXT", help="texts; - reads lines from standard input")
@@ -426,7 +437,10 @@ def _normalise(args: argparse.Namespace) -> int:
 
 def _add_lexicon(commands: Any) -> None:
     parser = add_command(
-        commands, "lexicon", "pronunciations of the words of texts and language models, for alphabet.lexicon"
+        commands,
+        "lexicon",
+        "pronunciations of the words of texts and language models, for alphabet.lexicon",
+        settings=ALPHABET_SETTINGS,
     )
     parser.add_argument("output", type=Path, help="file to write in the format of CMUdict")
     parser.add_argument(

@@ -24,6 +24,8 @@ CASES = [
     ("transcribe m --form", ["--format"]),
     ("transcribe m --format js", ["json"]),
     ("serve m model.", []),
+    ("data lexicon out alphabet.num", ["alphabet.numbers="]),
+    ("data normalise --config-d", ["--config-dir"]),
 ]
 BASH = (
     """source ./bash; compopt() { :; }; COMP_WORDS=(ds2 "$@"); COMP_CWORD=$#; _ds2; printf "%s\n" "${COMPREPLY[@]}" """
@@ -76,7 +78,8 @@ def test_bash(line: str, words: list[str], scripts: Path) -> None:
 def test_bash_offers_what_can_come_next(scripts: Path) -> None:
     assert complete("bash", scripts, "''", BASH) == sorted(COMMANDS)
     assert complete("bash", scripts, "completion ''", BASH) == ["bash", "fish", "zsh"]
-    assert complete("bash", scripts, "evaluate ''", BASH) == []  # files, by `-o default`
+    for command in ("evaluate", "data lexicon"):
+        assert complete("bash", scripts, f"{command} ''", BASH) == []  # files, by `-o default`
     assert complete("bash", scripts, "transcribe m --format = ''", BASH) == ["json", "srt", "text", "vtt"]
 
 
