@@ -35,7 +35,8 @@ class Parser(argparse.ArgumentParser):
     `ds2 evaluate MODEL --device cpu MANIFEST`.
 
     Args:
-        settings: the section of the configuration whose overrides are arguments too; None: no overrides.
+        settings: the section of the configuration whose overrides are arguments too, in `overrides` of the parsed
+            arguments unless they are ALL_SETTINGS, of which the parser has an argument; None: no overrides.
         arguments, others: as of argparse.
     """
 
@@ -54,6 +55,11 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does, which calls this again for each kind of argument; refuse unknown arguments."""
+        if self.settings and not self._mixing:
+            from ds2.commands.compose import split_overrides  # imported late: other commands need no Hydra
+
+            overrides, args = split_overrides(args or (), self.settings)
+            namespace = argparse.Namespace(overrides=overrides)
         if self._mixing or self._subparsers is not None or "--" in (args or ()):  # Python 3.11 would drop the --
             return super().parse_known_args(args, namespace)
         self._mixing = True

@@ -302,11 +302,6 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     return [f"++{override}" if is_free_form(override.split("=", 1)[0]) else override for override in overrides]
 
 
-def is_override(argument: str) -> bool:
-    """Whether an argument is KEY=VALUE, and not a file or folder of such a name, as a sweep makes them."""
-    return "=" in argument and not Path(argument).exists()
-
-
 def overridden_keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys and groups that overrides set."""
     return {parse_override(override).key_or_group.replace("/", ".") for override in overrides}
@@ -397,18 +392,19 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=to_tree(Config()))
 
 
-def split_decode_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others.
+def split_overrides(arguments: Sequence[str], section: str) -> tuple[list[str], list[str]]:
+    """Return the arguments `SECTION=NAME` and `SECTION.KEY=VALUE`, and the others.
 
     Raises:
-        ConfigError: a setting of another section, as `model.hidden=512`, which a trained model has already.
+        ConfigError: a setting of another section, such as `model.hidden=512` of a trained model, which has it already.
     """
-    overrides = [a for a in arguments if a.startswith(("decode=", "decode."))]
+    is_own = re.compile(rf"{section}(?:\.\S*)?(?:=|$)|hydra\.searchpath=").match  # as `with_search_path` adds
+    overrides = [a for a in arguments if is_own(a)]
     others, sections = [a for a in arguments if a not in overrides], vars(Config())
     for other in others:
-        section, _, rest = other.partition(".")
-        if section in sections and "=" in rest and not Path(other).exists():
-            raise ConfigError(f"{other}: a trained model has its settings; only those of decode can be given here")
+        name, _, rest = other.partition(".")
+        if name in sections and "=" in rest and not Path(other).exists():
+            raise ConfigError(f"{other}: the only settings that can be given here are those of {section}")
     return [_expand_home(a) for a in overrides], others
 
 

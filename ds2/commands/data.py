@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import random
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from ds2.commands.common import (
     real,
     whole,
 )
-from ds2.commands.compose import compose_config, is_override, overridden_keys, with_search_path
+from ds2.commands.compose import compose_config, overridden_keys, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data.check import check
@@ -60,7 +59,6 @@ log = logging.getLogger(__name__)
 _SHOWN_OF_A_KIND, _SHOWN_WORDS = 5, 10
 _BASE_SYMBOLS = " '"
 _MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used
-_OVERRIDE = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=")
 
 
 def make_parser() -> Parser:
@@ -346,7 +344,7 @@ def _add_alphabet(commands: Any) -> None:
         settings=ALPHABET_SETTINGS,
         usage="%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]",
     )
-    parser.add_argument("arguments", nargs="+", metavar="MANIFEST", help="manifests; alphabet.KEY=VALUE normalises")
+    parser.add_argument("manifests", type=Path, nargs="+", metavar="MANIFEST", help="their texts are normalised")
     parser.add_argument("--out", type=Path, help="my_conf/alphabet/NAME.yaml, for --config-dir my_conf alphabet=NAME")
     parser.add_argument(
         "--least", type=whole(1, COUNT), default=1, metavar="N", help="characters that occur less often are left out"
@@ -355,25 +353,21 @@ def _add_alphabet(commands: Any) -> None:
 
 
 def _alphabet(args: argparse.Namespace) -> None:
-    overrides = [a for a in args.arguments if is_override(a)]
-    manifests = [Path(a) for a in args.arguments if not is_override(a)]
-    if not manifests:
-        raise ConfigError("ds2 data alphabet needs a manifest: ds2 data alphabet train.jsonl alphabet.case=lower")
     if args.out:
-        check_writable(args.out, inputs=manifests)
-    config = compose_config([*overrides, "run_dir=unused"]).alphabet
-    set_keys = overridden_keys(overrides)
+        check_writable(args.out, inputs=args.manifests)
+    config = compose_config([*args.overrides, "run_dir=unused"]).alphabet
+    set_keys = overridden_keys(args.overrides)
     if not set_keys & {"alphabet", "alphabet.symbols"}:
         config = replace(config, symbols=_BASE_SYMBOLS)
     if not set_keys & {"alphabet", "alphabet.punctuation"}:
         config = replace(config, punctuation="drop")
     alphabet = Alphabet.from_config(replace(config, unknown="drop", pieces=[]))
     counts: Counter[str] = Counter()
-    texts = [utterance.text for utterance in read_manifests(manifests)]
+    texts = [utterance.text for utterance in read_manifests(args.manifests)]
     for text in texts:
         counts.update(alphabet.normalise(text)[0])
     if not any(c.strip() for c in counts):
-        raise ConfigError(f"{', '.join(map(str, manifests))}: no transcript has a character that counts")
+        raise ConfigError(f"{', '.join(map(str, args.manifests))}: no transcript has a character that counts")
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
     rare = Counter({c: n for c, n in counts.items() if n < args.least})
     symbols = counts.keys() - digits.keys() - rare.keys()
@@ -392,7 +386,7 @@ def _alphabet(args: argparse.Namespace) -> None:
     if rare:
         print(f"left out, occurring less than {args.least} times: {describe(rare)}")
     if args.out:
-        source = ", ".join(path.name for path in manifests)
+        source = ", ".join(path.name for path in args.manifests)
         write_text(args.out, f"# Characters of {source}, by `ds2 data alphabet`.\n{content}")
         folder, name = args.out.parent, args.out.stem
         if folder.name == "alphabet" and args.out.suffix == ".yaml":
@@ -410,19 +404,15 @@ def _add_normalise(commands: Any) -> None:
         settings=ALPHABET_SETTINGS,
         usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
     )
-    parser.add_argument("arguments", nargs="+", metavar="TEXT", help="texts; - reads lines from standard input")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="- reads lines from standard input")
     parser.set_defaults(run=_normalise)
 
 
 def _normalise(args: argparse.Namespace) -> int:
     """Print each text as it is normalised; the status is 1 if the alphabet cannot write one of them."""
-    overrides = [a for a in args.arguments if _OVERRIDE.match(a)]
-    texts = [a for a in args.arguments if not _OVERRIDE.match(a)]
-    if not texts:
-        raise ConfigError("ds2 data normalise needs a text: ds2 data normalise 'in 1995' alphabet.numbers=en")
-    alphabet = Alphabet.from_config(compose_config([*overrides, "run_dir=unused"]).alphabet)
+    alphabet = Alphabet.from_config(compose_config([*args.overrides, "run_dir=unused"]).alphabet)
     status = 0
-    for text in chain.from_iterable(sys.stdin if argument == "-" else [argument] for argument in texts):
+    for text in chain.from_iterable(sys.stdin if argument == "-" else [argument] for argument in args.texts):
         normalised, unknown = alphabet.normalise(text)
         print(normalised, flush=True)
         unread = alphabet.unread_numbers(text)
@@ -441,17 +431,16 @@ def _add_lexicon(commands: Any) -> None:
         "lexicon",
         "pronunciations of the words of texts and language models, for alphabet.lexicon",
         settings=ALPHABET_SETTINGS,
+        usage="%(prog)s OUTPUT --dictionary FILE [--words FILE ...] [alphabet=NAME] [alphabet.KEY=VALUE ...] [options]",
+        epilog="Words are normalised as in training, by alphabet=turkish, alphabet.numbers=en and the like; "
+        "alphabet.symbols has the marks that stay in them.",
     )
     parser.add_argument("output", type=Path, help="file to write in the format of CMUdict")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="alphabet.KEY=VALUE",
-        help="as in training: alphabet=turkish, alphabet.numbers=en; alphabet.symbols has the marks that stay in words",
-    )  # fmt: skip
     parser.add_argument(
         "--dictionary", type=Path, required=True, help="pronunciations in that format, or a model of phones, as english"
     )
     parser.add_argument(
-        "--words", nargs="+", default=[], metavar="FILE",
+        "--words", type=Path, nargs="+", default=[], metavar="FILE",
         help="texts and manifests whose words are needed, and word models (.lm, .lm.xz, .arpa); none: all its words",
     )  # fmt: skip
     parser.add_argument("--keep-stress", action="store_true", help="keep the 0, 1 or 2 at the end of phones")
@@ -467,19 +456,17 @@ def _lexicon(args: argparse.Namespace) -> None:
     from ds2.model.checkpoint import find_model
     from ds2.model.shipped import folder_of
 
-    texts = [Path(word) for word in args.words if not is_override(word)]
-    settings = [*args.overrides, *filter(is_override, args.words)]  # --words takes what follows it
     source: Path = args.dictionary
     if folder_of(source).is_dir():  # a run folder or a name of `ds2 models`
         source = find_model(source)
-    check_writable(args.output, inputs=[source, *texts])
-    missing = [str(path) for path in texts if not path.is_file()]
+    check_writable(args.output, inputs=[source, *args.words])
+    missing = [str(path) for path in args.words if not path.is_file()]
     if missing:
         raise UserError(f"--words: there is no file {', '.join(missing)}: name texts, manifests or word models")
     dictionary = read_pronunciations(source, keep_stress=args.keep_stress)
     phones = dictionary.phones
     # As training normalises with the lexicon. A full stop in it would stay in all transcripts, behind their last words.
-    config = compose_config([*settings, "run_dir=unused"]).alphabet
+    config = compose_config([*args.overrides, "run_dir=unused"]).alphabet
     symbols = "".join({" ", *set(config.symbols).intersection("".join(dictionary.words))})
     alphabet = Alphabet.from_config(replace(config, symbols=symbols, pieces=[], lexicon="", punctuation="drop"))
     normalised: dict[str, list[Phones]] = {}
@@ -491,7 +478,7 @@ def _lexicon(args: argparse.Namespace) -> None:
     folded: dict[str, Sequence[Phones]] = {}  # a text that keeps its capitals has Nine where this has nine or NINE
     for word, variants in dictionary.words.items():
         folded.setdefault(word.lower(), variants)
-    wanted = _words(texts, alphabet) if texts else Counter(dictionary.words)
+    wanted = _words(args.words, alphabet) if args.words else Counter(dictionary.words)
     unknown = [word for word in wanted if word.lower() not in folded]
     letters = list(dict.fromkeys(map(str.lower, unknown)))
     guesses = LettersToPhones(Pronunciations.of(folded)).pronounce(letters) if unknown and not args.no_guess else {}
@@ -499,8 +486,8 @@ def _lexicon(args: argparse.Namespace) -> None:
     listed = {word: dictionary.words.get(word) or folded.get(word.lower()) or (guessed[word],)
               for word in sorted(wanted) if word.lower() in folded or word in guessed}  # fmt: skip
     if not listed:
-        named = ", ".join(map(str, texts))
-        raise UserError(f"no word of {named} has a pronunciation: take another --dictionary, or no --no-guess")
+        texts = ", ".join(map(str, args.words))
+        raise UserError(f"no word of {texts} has a pronunciation: take another --dictionary, or no --no-guess")
     lexicon = Pronunciations.of(listed)
     write_text(args.output, "".join(line + "\n" for line in lexicon.lines()))
     words, phones_of_words = counted(len(listed), "word"), counted(len(lexicon.phones), "phone")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_model, manifests_of, real, whole
-from ds2.commands.compose import resolve_options, split_decode_overrides
+from ds2.commands.compose import resolve_options
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
 from ds2.data.manifest import Utterance, read_manifest
@@ -104,7 +104,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 evaluate MODEL [MANIFEST...] [decode=NAME] [decode.KEY=VALUE...]`: rank 0 reports on each manifest."""
-    overrides, arguments = split_decode_overrides(arguments)
     args = _parse(arguments)
     with connect(CommConfig(), args.device) as comm:
         if comm.rank != 0:
@@ -113,7 +112,7 @@ def run(arguments: Sequence[str]) -> int:
         loaded = load_model(file, comm.device)
         data = loaded.config.data
         manifests = manifests_of(file, args.manifests, data.test, "data.test")
-        options = resolve_options(overrides, file, loaded.config)
+        options = resolve_options(args.overrides, file, loaded.config)
         reports = args.out or report_folder(args.model, file)
         if comm.rank == 0:
             check_writable(reports / "report.json")

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds2.audio.features import Features
 from ds2.commands.common import ALL_SETTINGS, Parser
-from ds2.commands.compose import compose_config, is_override, with_search_path
+from ds2.commands.compose import compose_config, with_search_path
 from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.export.files import why_not_sherpa
 from ds2.model.acoustic import AcousticModel
@@ -40,7 +40,7 @@ def make_parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """`ds2 info MODEL` or `ds2 info [OVERRIDE...]`."""
     words = make_parser().parse_args(with_search_path(arguments)).what
-    named = [argument for argument in words if not is_override(argument)]
+    named = [word for word in words if "=" not in word or Path(word).exists()]  # a sweep has folders with = in the name
     if named:
         if len(words) > 1:
             raise ConfigError(

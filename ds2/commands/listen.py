@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_false_alarms, add_model, add_phrases
-from ds2.commands.compose import refuse_search_settings, resolve_options, split_decode_overrides
+from ds2.commands.compose import refuse_search_settings, resolve_options
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import Word, span_record, word_record
@@ -65,7 +65,6 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 listen [MODEL]`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
-    overrides, arguments = split_decode_overrides(arguments)
     parser = make_parser()
     args = parser.parse_args(arguments)
     if args.allowance is not None and not (args.phrases or args.keywords):
@@ -74,12 +73,12 @@ def run(arguments: Sequence[str]) -> int:
     if args.false_alarms is not None and not only_keywords:
         parser.error("--false-alarms needs --keywords, and goes with neither --phrases nor --allowance")
     if args.phrases:
-        refuse_search_settings(overrides)
+        refuse_search_settings(args.overrides)
     sounddevice = _import_sounddevice()
     device = resolve_device(args.device)
     file = find_model(args.model or default_model())
     loaded = load_model(file, device)
-    recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, args.precision)
+    recogniser = Recogniser.of(loaded, resolve_options(args.overrides, file, loaded.config), device, args.precision)
     if only_keywords and (args.false_alarms is not None or measured_search(recogniser.decoder)):
         alarms = FALSE_ALARMS if args.false_alarms is None else args.false_alarms
         recogniser = recogniser.only_keywords(args.keywords, alarms)

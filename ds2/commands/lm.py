@@ -25,7 +25,7 @@ from ds2.commands.common import (
     real,
     whole,
 )
-from ds2.commands.compose import resolve_options, split_decode_overrides
+from ds2.commands.compose import resolve_options
 from ds2.config.allowed import ALLOWED, COUNT, UNLIMITED
 from ds2.config.convert import setting_comments
 from ds2.config.device import resolve_device
@@ -98,11 +98,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Run `ds2 lm ARGUMENTS` and return its exit status; raises LanguageModelError for what the user can mend."""
-    overrides, others = split_decode_overrides(arguments)
-    parser = make_parser()
-    args = parser.parse_args(others, argparse.Namespace(overrides=overrides))
-    if overrides and args.run != _tune:
-        parser.error(f"{overrides[0]}: only `ds2 lm tune` takes settings of decoders")
+    args = make_parser().parse_args(arguments)
     status: int = args.run(args)
     return status
 

@@ -14,7 +14,7 @@ import torch
 from ds2_ops.install import install_command
 
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_model, real, whole
-from ds2.commands.compose import resolve_options, split_decode_overrides
+from ds2.commands.compose import resolve_options
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
@@ -144,7 +144,6 @@ def _protocols_and_limits() -> tuple[str, list[str] | None, str]:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP; 0. A recogniser that hangs ends it with 1."""
-    overrides, arguments = split_decode_overrides(arguments)
     args = make_parser().parse_args(arguments)
     try:
         from ds2.serve.engine import LocalRecogniser
@@ -164,7 +163,7 @@ def run(arguments: Sequence[str]) -> int:
     file = find_model(args.model or default_model())
     read = {file: identity(file)}
     config = load_model(file).config
-    delays, decode = describe_delays(config), resolve_options(overrides, file, config)
+    delays, decode = describe_delays(config), resolve_options(args.overrides, file, config)
     limits = Limits(
         sessions=args.sessions,
         batch=args.batch,

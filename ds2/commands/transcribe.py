@@ -21,7 +21,7 @@ from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm
 from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_device, add_phrases, whole
-from ds2.commands.compose import refuse_search_settings, resolve_options, split_decode_overrides
+from ds2.commands.compose import refuse_search_settings, resolve_options
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, span_record, word_record
@@ -123,10 +123,9 @@ def _split_model(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 transcribe [MODEL] FILE...`: transcribe all files; return 1 if any of them failed."""
-    overrides, arguments = split_decode_overrides(arguments)
     args = _parse(arguments)
     if args.phrases:
-        refuse_search_settings(overrides)
+        refuse_search_settings(args.overrides)
     device = resolve_device(args.device)
     files = list(audio_files(args.files))
     outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
@@ -136,7 +135,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--overwrite replaces files, but this command prints: name a folder with --out FOLDER")
     file = find_model(args.model or default_model())
     loaded = load_model(file, device)
-    options = resolve_options(overrides, file, loaded.config)
+    options = resolve_options(args.overrides, file, loaded.config)
     if args.format in _CAPTIONS and not options.times:
         raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
     recogniser = Recogniser.of(loaded, options, device, args.precision)

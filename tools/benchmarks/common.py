@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds2.commands.compose import resolve_options, split_decode_overrides
+from ds2.commands.compose import resolve_options, split_overrides
 from ds2.commands.transcribe import audio_files
 from ds2.config.device import resolve_device
 from ds2.model.checkpoint import find_model, load_model
@@ -87,7 +87,7 @@ def add_recogniser_options(parser: argparse.ArgumentParser) -> None:
 
 def files_and_recogniser(options: argparse.Namespace) -> tuple[list[str], Recogniser]:
     """The audio files of `add_recogniser_options`, and the recogniser that the others describe."""
-    decode, files = split_decode_overrides(options.files)
+    decode, files = split_overrides(options.files, "decode")
     return [name for name, _ in audio_files(files)], open_recogniser(options.model, decode, options)
 
 

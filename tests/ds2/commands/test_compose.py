@@ -11,7 +11,7 @@ from ds2.commands.compose import (
     first_of_sweep,
     read_config,
     resolve_options,
-    split_decode_overrides,
+    split_overrides,
     with_search_path,
 )
 from ds2.config.check import check
@@ -102,7 +102,8 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose_config(["run_dir=~/runs/a", "data.train=[~/t.jsonl, ~/u.jsonl,v/~/w]", "decode.lm=~/books.lm"])
     assert (config.run_dir, config.decode.lm) == ("/home/zoë x/runs/a", "/home/zoë x/books.lm")
     assert config.data.train == ["/home/zoë x/t.jsonl", "/home/zoë x/u.jsonl", "v/~/w"]
-    assert split_decode_overrides(["m", "decode.lm=~/books.lm"]) == (["decode.lm=/home/zoë x/books.lm"], ["m"])
+    split = split_overrides(["m", "decode.lm=~/books.lm"], "decode")
+    assert split == (["decode.lm=/home/zoë x/books.lm"], ["m"])
 
 
 def test_a_wrong_key_in_a_users_recipe_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.commands.compose import resolve_options, split_decode_overrides
+from ds2.commands.compose import resolve_options, split_overrides
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import save_settings, tuned_file
 
@@ -79,15 +79,15 @@ def test_a_damaged_tuned_file_is_named(content: bytes, tmp_path: Path) -> None:
 
 def test_arguments_part() -> None:
     arguments = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
-    assert split_decode_overrides(arguments) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
+    assert split_overrides(arguments, "decode") == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
 
 
 def test_settings_of_training_are_refused_for_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="a trained model has its settings"):
-        split_decode_overrides(["run", "model.hidden=3"])
+    with pytest.raises(ConfigError, match="the only settings that can be given here are those of decode"):
+        split_overrides(["run", "model.hidden=3"], "decode")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.v=2.jsonl").touch()
-    assert split_decode_overrides(["run", "data.v=2.jsonl"]) == ([], ["run", "data.v=2.jsonl"])
+    assert split_overrides(["run", "data.v=2.jsonl"], "decode") == ([], ["run", "data.v=2.jsonl"])
 
 
 def test_evaluate_and_transcribe_take_a_beam(

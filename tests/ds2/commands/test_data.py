@@ -162,8 +162,8 @@ def test_normalise_shows_what_becomes_of_a_text(
     assert main(["data", "normalise", "alphabet=english_text", "alphabet.numbers=en", "--", "-5 ñ", "24/7"]) == 1
     assert capsys.readouterr().out == "minus five ñ\n24 7\n"
     assert "no sure reading of '24/7'" in caplog.text and "'ñ' U+00F1" in caplog.text
-    assert main(["data", "normalise", "alphabet=german"]) == 2
-    assert "needs a text" in capsys.readouterr().err
+    assert main(["data", "normalise", "x=3", "alphabet. Next", "alphabet.case=lower"]) == 1
+    assert capsys.readouterr().out == "x=3\nalphabet. next\n"
 
 
 @pytest.mark.parametrize("name", ["conf/alphabet/mine.yaml", "conf/mine.yaml", "conf/alphabet/mine.txt"])
@@ -188,5 +188,6 @@ def test_alphabet_of_blank_transcripts_says_so(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_alphabet_without_a_manifest_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "alphabet", "alphabet.case=keep"]) == 2
-    assert "needs a manifest" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["data", "alphabet", "alphabet.case=keep"])
+    assert "required: MANIFEST" in capsys.readouterr().err
