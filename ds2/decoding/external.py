@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -208,11 +209,9 @@ class LexiconSearch:
         inputs = [row[:length] for row, length in rows]
         if self.workers == 1:
             return list(map(self._one, inputs))
-        if self.pool is None:  # forked, as the decoder cannot be pickled
-            context = multiprocessing.get_context("fork")
-            self.pool = ProcessPoolExecutor(
-                self.workers, context, initializer=_start_worker, initargs=(self._one, os.getpid())
-            )
+        if self.pool is None:  # forked, as the decoder cannot be pickled; a copy, as the pool should end with its owner
+            context, arguments = multiprocessing.get_context("fork"), (copy(self)._one, os.getpid())
+            self.pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=arguments)
         try:
             return list(self.pool.map(_search_in_worker, inputs))
         except BrokenProcessPool as error:

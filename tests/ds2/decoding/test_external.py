@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -113,6 +114,23 @@ def test_a_killed_process_of_the_native_search_ends_one_search(lm: NGram) -> Non
     with pytest.raises(DecodeError, match=r"was killed, as where memory runs out: take fewer decode\.threads"):
         decoder.decode(log_probs, lengths)
     assert others and decoder.decode(log_probs, lengths) == rows
+
+
+def test_processes_of_the_native_search_end_with_it(lm: NGram) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    before = set(multiprocessing.active_children())
+    decoder = make_decoder(replace(NATIVE, threads=2), CHARACTERS, 0.02, CPU, lm)
+    decoder.decode(random_log_probs(5, 3, 4), torch.tensor([5, 4, 3]))
+    processes = set(multiprocessing.active_children()) - before
+    gc.disable()  # `ds2 lm tune` has a decoder for each trial
+    try:
+        del decoder
+        deadline_s = time.monotonic() + 30.0
+        while any(process.exitcode is None for process in processes) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_processes_of_the_native_search_leave_ctrl_c_to_their_parent_and_end_after_it(lm: NGram) -> None:
