@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ds2.system import USER_ERROR
-from ds2.system.machine import VERSION
+from ds2.system.machine import VERSION, git_commit
 from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
 from ds2.system.terminal import VisibleFormatter, open_missing_streams, safe_output
@@ -44,6 +44,7 @@ usage: ds2 COMMAND [...]
   data normalise TEXT...             a text as an alphabet normalises it
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data lexicon FILE --dictionary D   pronunciations: the network writes phones, a search finds the words
+  data splice FOLDER MANIFEST...     speech for texts that nobody has read, of pieces of recordings, to train with
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
   lm train TEXT... --output FILE     a recurrent language model, which ranks hypotheses again (decode.rescore)
@@ -58,7 +59,7 @@ OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own re
 
 COMMANDS = ("init", "train", "info", "evaluate", "wer", "transcribe", "serve", "listen", "models", "export", "align",
             "data", "lm", "completion", "version", "doctor")  # fmt: skip
-"""Each is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
+"""Each but `version` is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
 _SPINS = "1000"  # of a waiting OpenMP thread before it sleeps; the default is 300,000: docs/results/accuracy.md
 
 
@@ -84,8 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0 if arguments else USER_ERROR
-    if arguments[0] == "--version":
-        print(f"ds2 {VERSION}")
+    if arguments[0] in ("--version", "version"):
+        if arguments[1:]:
+            print(f"usage: ds2 {arguments[0]}, without arguments", file=sys.stderr)
+            return USER_ERROR
+        print(f"ds2 {VERSION} (commit {git_commit()})")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

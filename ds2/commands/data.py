@@ -568,7 +568,7 @@ def _splice(args: argparse.Namespace) -> None:
     if alphabet.has_pieces:
         raise UserError(f"{file} writes pieces of words, whose sounds have no certain times: take a model of phones")
     utterances = scored_utterances(args.manifests, alphabet)
-    loader = SpeechLoader(utterances, loaded.config.data, device)
+    loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
     aligned, _ = align_utterances(Recogniser.of(loaded, DecodeConfig(), device), loader)
     recordings = []
     for position, (utterance, transcript) in enumerate(zip(utterances, aligned, strict=True)):
