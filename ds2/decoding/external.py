@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from copy import copy
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,8 @@ class LexiconSearch:
         if self.pool is None:  # forked, as the decoder cannot be pickled; a copy, as the pool should end with its owner
             context, arguments = multiprocessing.get_context("fork"), (copy(self)._one, os.getpid())
             self.pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=arguments)
+            # A process that multiprocessing started closes queues (by priority 10), then waits for its processes.
+            Finalize(self, self.pool.shutdown, exitpriority=11)
         try:
             return list(self.pool.map(_search_in_worker, inputs))
         except BrokenProcessPool as error:

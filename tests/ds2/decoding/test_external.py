@@ -133,6 +133,22 @@ def test_processes_of_the_native_search_end_with_it(lm: NGram) -> None:
     assert [process.exitcode for process in processes] == [0, 0]
 
 
+def test_a_process_ends_that_has_a_native_search(lm: NGram) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    decoders = []
+
+    def decode() -> None:
+        decoders.append(make_decoder(replace(NATIVE, threads=2), CHARACTERS, 0.02, CPU, lm))
+        decoders[0].decode(random_log_probs(5, 3, 4), torch.tensor([5, 4, 3]))
+
+    process = multiprocessing.get_context("fork").Process(target=decode)
+    process.start()
+    process.join(30.0)
+    status = process.exitcode
+    process.kill()
+    assert status == 0
+
+
 def test_processes_of_the_native_search_leave_ctrl_c_to_their_parent_and_end_after_it(lm: NGram) -> None:
     pytest.importorskip("flashlight.lib.text")
     log_probs, lengths = random_log_probs(5, 3, 4), torch.tensor([5, 4, 3])
