@@ -44,7 +44,7 @@ from ds2.data.manifest import (
     write_manifest,
 )
 from ds2.data.shards import MANIFEST, write_shards
-from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, write_spliced
+from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, check_folder, write_spliced
 from ds2.data.splits import ensure_manifests, require_files, scored_utterances, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, write_json, write_text
@@ -537,7 +537,7 @@ def _add_splice(commands: Any) -> None:
     parser.add_argument("folder", type=Path, help="folder for the speech and manifest.jsonl, to train with")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests of the recordings")
     parser.add_argument(
-        "--model", type=Path, required=True, help="of phones, or of characters: aligns the recordings and spells words"
+        "--model", type=Path, required=True, help="of phones: aligns the recordings, and has the phones of words"
     )
     parser.add_argument(
         "--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts and manifests; lines are sentences"
@@ -567,6 +567,12 @@ def _splice(args: argparse.Namespace) -> None:
     alphabet = loaded.alphabet
     if alphabet.has_pieces:
         raise UserError(f"{file} writes pieces of words, whose sounds have no certain times: take a model of phones")
+    if alphabet.pronunciations is None:
+        log.warning(
+            "%s writes characters: where letters have several sounds, as in English, their pieces say other words; "
+            "take a model of phones", file,
+        )  # fmt: skip
+    check_folder(args.folder, args.hours, loaded.config.data.sample_rate_hz)
     utterances = scored_utterances(args.manifests, alphabet)
     loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
     aligned, _ = align_utterances(Recogniser.of(loaded, DecodeConfig(), device), loader)

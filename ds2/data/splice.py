@@ -230,6 +230,24 @@ def _halves(bank: _Bank, pair: str, draw: random.Random) -> list[Piece] | None:
     return [bank.piece(first, first, end=end), bank.piece(second, second, begin=begin)]
 
 
+def check_folder(folder: Path, hours: float, rate_hz: int) -> None:
+    """Check before recordings are aligned that a folder can take so much speech.
+
+    Raises:
+        SpliceError: it has a manifest, whose files would get other speech, or its disk is too small.
+        OSError: it cannot be made.
+    """
+    if (folder / MANIFEST).exists():
+        raise SpliceError(f"{folder / MANIFEST} exists already: choose another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    needed, free = round(7200 * hours * rate_hz), shutil.disk_usage(folder).free - _SPARE_BYTES
+    if needed > free:
+        raise SpliceError(
+            f"{hours:g} hours take {needed / 1e9:.2f} GB in {folder}, and {max(0, free) / 1e9:.2f} GB are free: take "
+            "fewer --hours, or a folder on a larger disk"
+        )
+
+
 def write_spliced(
     splicer: Splicer, texts: Iterator[SplicedText], folder: Path, hours: float, seed: int
 ) -> list[Utterance]:
@@ -239,16 +257,9 @@ def write_spliced(
     the seed alone.
 
     Raises:
-        SpliceError: the disk is too small, no text can be spoken, or a process was killed.
-        OSError: the folder cannot be written.
+        SpliceError: no text can be spoken, or a process was killed.
+        OSError: a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    needed, free = round(7200 * hours * splicer.rate_hz), shutil.disk_usage(folder).free - _SPARE_BYTES
-    if needed > free:
-        raise SpliceError(
-            f"{hours:g} hours take {needed / 1e9:.2f} GB in {folder}, and {max(0, free) / 1e9:.2f} GB are free: take "
-            "fewer --hours, or a folder on a larger disk"
-        )
     jobs = enumerate(iter(lambda: list(islice(texts, _TEXTS_OF_A_JOB)), []))
     written, samples, wanted, failures = list[Utterance](), 0, round(3600 * hours * splicer.rate_hz), 0
     global _splicer  # noqa: PLW0603 (forked processes share its tables and the open audio)
@@ -270,7 +281,7 @@ def write_spliced(
                 if samples >= wanted:
                     break
                 path = folder / f"{len(written) // 1000:06d}" / f"{len(written):06d}.wav"
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(wav)
                 duration_s = count / splicer.rate_hz
                 written.append(Utterance(path.absolute(), duration_s, " ".join(text.words), speaker=speaker))

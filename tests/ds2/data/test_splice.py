@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from ds2.data import splice
 from ds2.data.audio_cache import AudioStore
 from ds2.data.manifest import Utterance, read_manifest
 from ds2.data.shards import MANIFEST
-from ds2.data.splice import LabelledRecording, SplicedText, Splicer, write_spliced
+from ds2.data.splice import LabelledRecording, SplicedText, Splicer, check_folder, write_spliced
 
 LETTER_S, TONE_S = 0.23, 0.15  # of write_tones
 FRAME = RATE_HZ // 50
@@ -103,14 +105,25 @@ def test_files_depend_on_texts_and_seed_not_on_processes(tmp_path: Path, monkeyp
     assert contents[0] == contents[1] != contents[2]
 
 
+def test_a_killed_process_ends_the_command_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    splicer = splicer_of(tmp_path, [("abc", "ann")])
+    monkeypatch.setattr(Splicer, "speak", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(splice.SpliceError, match="a process was killed"):
+        write_spliced(splicer, iter([SplicedText(("ab",), labels_of("ab"))]), tmp_path / "out", 1, 1)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
 def test_texts_may_end_and_a_small_disk_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     splicer = splicer_of(tmp_path, [("abc", "ann")])
-    assert len(write_spliced(splicer, iter([SplicedText(("ab",), labels_of("ab"))]), tmp_path / "few", 1, 1)) == 1
+    few = [SplicedText(("ab",), labels_of("ab"))]
+    assert len(write_spliced(splicer, iter(few), tmp_path / "few", 1, 1)) == 1
+    with pytest.raises(splice.SpliceError, match="exists already"):  # its files would say what its manifest does not
+        check_folder(tmp_path / "few", 1, RATE_HZ)
     with pytest.raises(splice.SpliceError, match="labels that no recording has"):
         write_spliced(splicer, iter([SplicedText(("d",), ((4,),))]), tmp_path / "none", 1, 1)
     monkeypatch.setattr(splice.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**9}))
     with pytest.raises(splice.SpliceError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"):
-        write_spliced(splicer, iter([]), tmp_path / "big", 100, 1)
+        check_folder(tmp_path / "big", 100, RATE_HZ)
 
 
 @pytest.fixture
