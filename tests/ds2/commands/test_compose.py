@@ -28,7 +28,9 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_composes(recipe: str) -> None:
+def test_every_recipe_composes(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lexicon.txt").write_text("a EY\n", encoding="utf-8")  # a recipe's train.intermediate_lexicon
     config = compose_config([f"recipe={recipe}"])
     assert config.data.train
     assert config.run_dir == f"runs/{recipe}"
