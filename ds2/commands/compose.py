@@ -398,12 +398,12 @@ def split_overrides(arguments: Sequence[str], section: str) -> tuple[list[str], 
     Raises:
         ConfigError: a setting of another section, such as `model.hidden=512` of a trained model, which has it already.
     """
-    is_own = re.compile(rf"{section}(?:\.\S*)?(?:=|$)|hydra\.searchpath=").match  # as `with_search_path` adds
+    is_own = re.compile(rf"{section}(?:\.[\w.]*)?=|hydra\.searchpath=").match  # as `with_search_path` adds
     overrides = [a for a in arguments if is_own(a)]
     others, sections = [a for a in arguments if a not in overrides], vars(Config())
     for other in others:
         name, _, rest = other.partition(".")
-        if name in sections and "=" in rest and not Path(other).exists():
+        if name in sections and re.match(r"[\w.]+=", rest) and not Path(other).exists():
             raise ConfigError(f"{other}: the only settings that can be given here are those of {section}")
     return [_expand_home(a) for a in overrides], others
 

@@ -78,8 +78,8 @@ def test_a_damaged_tuned_file_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 def test_arguments_part() -> None:
-    arguments = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
-    assert split_overrides(arguments, "decode") == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
+    arguments = ["run", "decode=beam", "decode", "decode.wav", "decode.lm=x"]
+    assert split_overrides(arguments, "decode") == (["decode=beam", "decode.lm=x"], ["run", "decode", "decode.wav"])
 
 
 def test_settings_of_training_are_refused_for_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
