@@ -16,7 +16,7 @@ from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
-from ds2.model.shipped import WEIGHTS, folder_of, looks_like_model, names
+from ds2.model.shipped import FOLDER, WEIGHTS, folder_of, looks_like_model, names
 from ds2.system import UserError
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import (
@@ -103,7 +103,8 @@ def find_model(path: Path) -> Path:
     for name in WEIGHTS:
         if (path / name).is_file():
             return path / name
-    raise CheckpointError(f"{path} has no {' or '.join(WEIGHTS)}: give a model file or a run folder")
+    shipped = f", or {FOLDER / path}, which comes with ds2" if str(path) in names() else ""  # and is hidden by this one
+    raise CheckpointError(f"{path} has no {' or '.join(WEIGHTS)}: give a model file or a run folder{shipped}")
 
 
 def _way_out() -> str:

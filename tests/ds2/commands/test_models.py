@@ -23,11 +23,19 @@ from ds2.data.manifest import read_manifest, write_manifest
 from ds2.model import shipped
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.settings import decode_settings
+from ds2.system.tensor_file import CheckpointError
 from tests.ds2.commands.test_listen import fake
 
 MAX_BYTES = 15_000_000
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("cache_of_english")
+
+
+def test_a_folder_that_hides_a_shipped_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("english").mkdir()  # `recipe=english` reads a corpus of this name
+    with pytest.raises(CheckpointError, match=r"a run folder, or .*models/english, which comes with ds2"):
+        find_model(Path("english"))
 
 
 @pytest.mark.parametrize("name", shipped.names())
