@@ -555,6 +555,7 @@ def _splice(args: argparse.Namespace) -> None:
     from ds2.config.device import resolve_device
     from ds2.config.schema import DecodeConfig
     from ds2.data.loader import SpeechLoader
+    from ds2.lm.sentences import SentenceReader
     from ds2.model.checkpoint import find_model, load_model
     from ds2.recognition.recogniser import Recogniser
     from ds2.recognition.transcripts import align_utterances
@@ -563,6 +564,9 @@ def _splice(args: argparse.Namespace) -> None:
     check_writable(args.folder / MANIFEST, inputs=[file, *args.manifests, *args.text])
     if missing := [str(path) for path in args.text if not path.is_file()]:
         raise UserError(f"--text: there is no file {', '.join(missing)}: name texts or manifests")
+    lines = sum(1 for _ in SentenceReader(args.text, alphabet=None))  # the same errors, before minutes of alignment
+    if not lines:
+        raise UserError(f"--text: {', '.join(map(str, args.text))} has no words")
     loaded = load_model(file, device)
     alphabet = loaded.alphabet
     if alphabet.has_pieces:
@@ -589,18 +593,19 @@ def _splice(args: argparse.Namespace) -> None:
             len(utterances) - len(recordings), len(utterances),
         )  # fmt: skip
     splicer = Splicer(recordings, loader.audio)
-    texts = _SpokenTexts(args.text, alphabet, recordings, args.hours, args.seed)
+    texts = _SpokenTexts(args.text, lines, alphabet, recordings, args.hours, args.seed)
     written = write_spliced(splicer, iter(texts), args.folder, args.hours, args.seed)
     print(f"{args.folder / MANIFEST}: {amount(written)}")
     if texts.unusable:
         total = counted(texts.lines, "line")
-        print(f"{texts.unusable} of {total} of the texts not used: they have words for which {file} has no labels")
+        print(f"not used: {texts.unusable} of {total} of the texts, with words for which {file} has no labels")
 
 
 class _SpokenTexts:
     """Texts for spliced speech, evenly spread over the lines of files, again and again.
 
-    Each is of the words of lines in a row, with as many labels as one of the recordings, which is drawn.
+    Each is of the words of lines in a row, with as many labels as one of the recordings, which is drawn; fewer where a
+    line that cannot be spoken or the last line ends it.
 
     Attributes:
         lines, unusable: the lines that were read for texts, and those of them with words that have no labels.
@@ -609,6 +614,7 @@ class _SpokenTexts:
     def __init__(
         self,
         paths: Sequence[Path],
+        lines: int,
         alphabet: Alphabet,
         recordings: Sequence[LabelledRecording],
         hours_wanted: float,
@@ -616,34 +622,35 @@ class _SpokenTexts:
     ) -> None:
         self.paths, self.alphabet, self.draw = paths, alphabet, random.Random(seed)
         self.lengths = [len(recording.times_s) for recording in recordings]
-        self.count = 3600 * hours_wanted * len(recordings) / sum(recording.duration_s for recording in recordings)
+        wanted = 3600 * hours_wanted * len(recordings) / sum(recording.duration_s for recording in recordings)
+        self.every = lines / wanted  # lines from the begin of a text to that of the next
         self.lines = self.unusable = 0
 
     def __iter__(self) -> Iterator[SplicedText]:
         from ds2.lm.sentences import SentenceReader  # imported late, as above
 
-        every = sum(1 for _ in SentenceReader(self.paths, alphabet=None)) / self.count  # lines from text to text
         while True:
-            usable, next_line = self.lines - self.unusable, every * self.draw.random()
+            usable, next_line = self.lines - self.unusable, self.every * self.draw.random()
             words: list[tuple[str, tuple[int, ...]]] = []
-            labels = wanted = 0
+            missing = 0  # labels
             for number, tokens in enumerate(SentenceReader(self.paths, alphabet=None), 1):
                 if not words:
                     if number < next_line:
                         continue
-                    labels, wanted = 0, self.draw.choice(self.lengths)
+                    missing = self.draw.choice(self.lengths)
                 self.lines += 1
                 spelled = self._spelled(" ".join(tokens))
                 self.unusable += not spelled
-                if not spelled:
-                    words = []
                 for word in spelled:
                     words.append(word)
-                    labels += len(word[1])
-                    if labels >= wanted:
-                        yield SplicedText(*zip(*words, strict=True))
-                        words, next_line = [], next_line + every
+                    missing -= len(word[1])
+                    if missing <= 0:
                         break
+                if words and (missing <= 0 or not spelled):
+                    yield SplicedText(*zip(*words, strict=True))
+                    words, next_line = [], next_line + self.every
+            if words:
+                yield SplicedText(*zip(*words, strict=True))
             if self.lines - self.unusable == usable:
                 named = ", ".join(map(str, self.paths))
                 raise SpliceError(

@@ -143,9 +143,18 @@ def test_the_command_writes_speech_of_texts_that_training_reads(
     printed = capsys.readouterr().out
     written = read_manifest(tmp_path / "out" / MANIFEST)
     assert f"{tmp_path}/out/manifest.jsonl: {len(written)} utterances, 0.01 h" in printed
-    assert "of the texts not used: they have words for which" in printed
+    assert re.search(r"not used: \d+ of \d+ lines of the texts, with words for which .* has no labels", printed)
     assert 18 <= sum(u.duration_s for u in written) < 20
     assert {word for u in written for word in u.text.split()} == {"ab", "cab", "bacca", "abc"}
+
+
+def test_a_text_shorter_than_a_recording_is_spoken_again_and_again(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_MOST_SURPRISE", 1e9)  # the model was not trained
+    (tmp_path / "text.txt").write_text("42\na\n", encoding="utf-8")
+    assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.001"]) == 0
+    assert {u.text for u in read_manifest(tmp_path / "out" / MANIFEST)} == {"a"}
 
 
 @pytest.mark.parametrize(
