@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ds2.system import USER_ERROR
-from ds2.system.machine import VERSION, git_commit
+from ds2.system.machine import VERSION
 from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
 from ds2.system.terminal import VisibleFormatter, open_missing_streams, safe_output
@@ -59,7 +59,7 @@ OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own re
 
 COMMANDS = ("init", "train", "info", "evaluate", "wer", "transcribe", "serve", "listen", "models", "export", "align",
             "data", "lm", "completion", "version", "doctor")  # fmt: skip
-"""Each but `version` is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
+"""Each is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
 _SPINS = "1000"  # of a waiting OpenMP thread before it sleeps; the default is 300,000: docs/results/accuracy.md
 
 
@@ -85,11 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0 if arguments else USER_ERROR
-    if arguments[0] in ("--version", "version"):
-        if arguments[1:]:
-            print(f"usage: ds2 {arguments[0]}, without arguments", file=sys.stderr)
-            return USER_ERROR
-        print(f"ds2 {VERSION} (commit {git_commit()})")
+    if arguments[0] == "--version":
+        print(f"ds2 {VERSION}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

@@ -71,9 +71,8 @@ def command_tree() -> Iterator[Command]:
         **{name: ("job", "hydra", "all") if takes_value else None for name, takes_value in HYDRA_OPTIONS.items()},
         **{"--package": (), "-p": (), "--config-dir": (), "--help": None},
     }
-    yield Command("", (*names, "train", "version"), {"--help": None, "--version": None})
+    yield Command("", (*names, "train"), {"--help": None, "--version": None})
     yield Command("train", (), options, ALL_SETTINGS)
-    yield Command("version", (), {})
     yield from below
 
 

@@ -1,0 +1,20 @@
+"""`ds2 version`: the version and commit of this copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds2.commands.common import Parser
+from ds2.system.machine import VERSION, git_commit
+
+
+def make_parser() -> Parser:
+    """Return the parser of `ds2 version`."""
+    return Parser(prog="ds2 version", description="the version and commit of this copy")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the version and commit; 0."""
+    make_parser().parse_args(arguments)
+    print(f"ds2 {VERSION} (commit {git_commit()})")
+    return 0
