@@ -51,7 +51,7 @@ def ensure_manifests(data: DataConfig) -> None:
     if not_written:
         raise ConfigError(
             f"data.prepare={data.prepare} wrote {', '.join(str(p) for p in written.values())}, "
-            f"but the config names {', '.join(not_written)}"
+            f"but the config names {', '.join(not_written)}: `ds2 data import` and `ds2 data splice` write manifests"
         )
 
 
