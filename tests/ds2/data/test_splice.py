@@ -148,6 +148,24 @@ def test_the_command_writes_speech_of_texts_that_training_reads(
     assert {word for u in written for word in u.text.split()} == {"ab", "cab", "bacca", "abc"}
 
 
+def test_a_model_of_phones_speaks_the_words_of_its_lexicon(
+    make_model: Callable[..., Path],
+    tone_manifest: Path,
+    tone_lexicon: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(data, "_MOST_SURPRISE", 1e9)  # the model was not trained
+    model = make_model(f"alphabet.lexicon={tone_lexicon}")
+    words = [utterance.text for utterance in read_manifest(tone_manifest)]
+    (tmp_path / "text.txt").write_text("\n".join([*words, "cabbac", " ".join(words)]) + "\n", encoding="utf-8")
+    command = ["data", "splice", str(tmp_path / "out"), str(tone_manifest), "--model", str(model), "--device", "cpu"]
+    assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.005"]) == 0
+    assert {word for u in read_manifest(tmp_path / "out" / MANIFEST) for word in u.text.split()} <= set(words)
+    assert "recordings are not used" not in caplog.text and "writes characters" not in caplog.text
+
+
 def test_a_text_shorter_than_a_recording_is_spoken_again_and_again(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
