@@ -78,6 +78,27 @@ def test_long_runs_of_the_recordings_stay_whole(tmp_path: Path, monkeypatch: pyt
     assert piece.position == 0 and len(others) == 1  # seven symbols in the first, of eight with both ends
 
 
+def test_ends_of_words_are_those_of_the_text_where_a_recording_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splice, "_SHORTER", 0.0)
+    splicer = splicer_of(tmp_path, [("cabc", "ann"), ("ca bc", "ann")])
+    draw = random.Random(0)
+    for text, position in (("cabc", 0), ("ca bc", 1)):
+        assert {piece.position for _ in range(9) for piece in splicer.pieces(labels_of(text), "ann", draw)} == {
+            position
+        }
+
+
+@pytest.mark.parametrize("late", range(0, 41, 8))  # samples of 40, a period
+def test_a_join_keeps_the_phase_and_the_loudness(tmp_path: Path, late: int) -> None:
+    splicer = splicer_of(tmp_path, [("a", "ann"), ("a", "bob")])
+    middle = round(TONE_S / 2 * RATE_HZ)
+    waveform = splicer.join([splice.Piece(0, 0, middle), splice.Piece(1, middle + late, 2 * middle)])
+    power = np.convolve(waveform[: 2 * middle - 200] ** 2, np.full(40, 1 / 40), "valid")  # over a period
+    assert power.min() > 0.95 * 0.3**2 / 2
+
+
 def test_what_a_speaker_lacks_comes_from_others_and_halves_of_labels_from_anywhere(tmp_path: Path) -> None:
     splicer = splicer_of(tmp_path, [("ab", "ann"), ("bcb", "bob")])
     draw = random.Random(0)
@@ -85,6 +106,7 @@ def test_what_a_speaker_lacks_comes_from_others_and_halves_of_labels_from_anywhe
     for text, audible in (("cac", "cac"), ("ac ca ba", "acaba")):  # nobody says a and c, or c twice, in a row
         waveform = splicer.join(splicer.pieces(labels_of(text), "ann", draw))
         assert audible_tones(waveform) == audible
+        assert len(waveform) / RATE_HZ > TONE_S * len(text.replace(" ", "")) - 0.04  # both halves of each tone
     assert splicer.pieces(((4,),), "ann", draw) == []
 
 
@@ -173,6 +195,15 @@ def test_a_text_shorter_than_a_recording_is_spoken_again_and_again(
     (tmp_path / "text.txt").write_text("42\na\n", encoding="utf-8")
     assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.001"]) == 0
     assert {u.text for u in read_manifest(tmp_path / "out" / MANIFEST)} == {"a"}
+
+
+def test_texts_are_spread_over_the_lines_and_end_at_lines_without_labels(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_MOST_SURPRISE", 1e9)  # the model was not trained
+    (tmp_path / "text.txt").write_text("a\n42\n" * 50 + "b\n42\n" * 50, encoding="utf-8")
+    assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.001"]) == 0
+    assert {u.text for u in read_manifest(tmp_path / "out" / MANIFEST)} == {"a", "b"}
 
 
 @pytest.mark.parametrize(
