@@ -201,7 +201,7 @@ def test_texts_are_spread_over_the_lines_and_end_at_lines_without_labels(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "_MOST_SURPRISE", 1e9)  # the model was not trained
-    (tmp_path / "text.txt").write_text("a\n42\n" * 50 + "b\n42\n" * 50, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("a\n42\n" * 500 + "b\n42\n" * 500, encoding="utf-8")
     assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.001"]) == 0
     assert {u.text for u in read_manifest(tmp_path / "out" / MANIFEST)} == {"a", "b"}
 
