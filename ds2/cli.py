@@ -44,7 +44,7 @@ usage: ds2 COMMAND [...]
   data normalise TEXT...             a text as an alphabet normalises it
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data lexicon FILE --dictionary D   pronunciations: the network writes phones, a search finds the words
-  data splice FOLDER MANIFEST...     speech for texts that nobody has read, of pieces of recordings, to train with
+  data splice FOLDER MANIFEST...     speech that says a text, made of pieces of recordings, to train with
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
   lm train TEXT... --output FILE     a recurrent language model, which ranks hypotheses again (decode.rescore)

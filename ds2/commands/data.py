@@ -50,7 +50,7 @@ from ds2.system import UserError
 from ds2.system.files import check_writable, write_json, write_text
 from ds2.system.plain import counted, shortened
 from ds2.system.signals import default_signals
-from ds2.text.alphabet import Alphabet, describe, unread_message
+from ds2.text.alphabet import Alphabet, AlphabetError, describe, unread_message
 from ds2.text.pieces import learn_pieces
 from ds2.text.pronunciations import Phones, Pronunciations, read_pronunciations
 from ds2.text.unknown_characters import alphabet_lines, text_language
@@ -460,9 +460,7 @@ def _lexicon(args: argparse.Namespace) -> None:
     if folder_of(source).is_dir():  # a run folder or a name of `ds2 models`
         source = find_model(source)
     check_writable(args.output, inputs=[source, *args.words])
-    missing = [str(path) for path in args.words if not path.is_file()]
-    if missing:
-        raise UserError(f"--words: there is no file {', '.join(missing)}: name texts, manifests or word models")
+    _require_texts("--words", args.words, "texts, manifests or word models")
     dictionary = read_pronunciations(source, keep_stress=args.keep_stress)
     phones = dictionary.phones
     # As training normalises with the lexicon. A full stop in it would stay in all transcripts, behind their last words.
@@ -514,6 +512,11 @@ def _lexicon(args: argparse.Namespace) -> None:
         print(f"without a pronunciation: {counted(len(without), 'word')}, such as {shown}{why}")
 
 
+def _require_texts(option: str, paths: Sequence[Path], what: str) -> None:
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        raise UserError(f"{option}: there is no file {', '.join(missing)}: name {what}")
+
+
 def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
     """The words of texts, manifests and language models, with their frequency in texts; no letter is left out."""
     from ds2.lm.files import load_ngram  # imported late, as above
@@ -533,7 +536,7 @@ def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
 
 
 def _add_splice(commands: Any) -> None:
-    parser = add_command(commands, "splice", "speech for texts that nobody has read, of pieces of recordings")
+    parser = add_command(commands, "splice", "speech that says a text, made of pieces of recordings")
     parser.add_argument("folder", type=Path, help="folder for the speech and manifest.jsonl, to train with")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests of the recordings")
     parser.add_argument(
@@ -562,8 +565,7 @@ def _splice(args: argparse.Namespace) -> None:
 
     file, device = find_model(args.model), resolve_device(args.device)
     check_writable(args.folder / MANIFEST, inputs=[file, *args.manifests, *args.text])
-    if missing := [str(path) for path in args.text if not path.is_file()]:
-        raise UserError(f"--text: there is no file {', '.join(missing)}: name texts or manifests")
+    _require_texts("--text", args.text, "texts or manifests")
     lines = sum(1 for _ in SentenceReader(args.text, alphabet=None))  # the same errors, before minutes of alignment
     if not lines:
         raise UserError(f"--text: {', '.join(map(str, args.text))} has no words")
@@ -589,7 +591,7 @@ def _splice(args: argparse.Namespace) -> None:
             recordings.append(recording)
     if len(recordings) < len(utterances):
         log.warning(
-            "%d of %d recordings are not used, as the model does not hear their transcripts in them: `ds2 align`",
+            "%d of %d recordings are not used, as the model hears other words in them (`ds2 align --out`: surprise)",
             len(utterances) - len(recordings), len(utterances),
         )  # fmt: skip
     splicer = Splicer(recordings, loader.audio)
@@ -607,6 +609,9 @@ class _SpokenTexts:
     Each is of the words of lines in a row, with as many labels as one of the recordings, which is drawn; fewer where a
     line that cannot be spoken or the last line ends it.
 
+    Args:
+        total: number of lines of the files.
+
     Attributes:
         lines, unusable: the lines that were read for texts, and those of them with words that have no labels.
     """
@@ -614,16 +619,16 @@ class _SpokenTexts:
     def __init__(
         self,
         paths: Sequence[Path],
-        lines: int,
+        total: int,
         alphabet: Alphabet,
         recordings: Sequence[LabelledRecording],
         hours_wanted: float,
         seed: int,
     ) -> None:
-        self.paths, self.alphabet, self.draw = paths, alphabet, random.Random(seed)
+        self.paths, self.alphabet, self.draw = paths, replace(alphabet, unknown="stop"), random.Random(seed)
         self.lengths = [len(recording.times_s) for recording in recordings]
         wanted = 3600 * hours_wanted * len(recordings) / sum(recording.duration_s for recording in recordings)
-        self.every = lines / wanted  # lines from the begin of a text to that of the next
+        self.every = total / wanted  # lines from the begin of a text to that of the next
         self.lines = self.unusable = 0
 
     def __iter__(self) -> Iterator[SplicedText]:
@@ -659,8 +664,8 @@ class _SpokenTexts:
 
     def _spelled(self, line: str) -> list[tuple[str, tuple[int, ...]]]:
         """Return the words of a line with their labels; empty where one has none."""
-        text, unknown = self.alphabet.normalise(line)
-        pronunciations = self.alphabet.pronunciations
-        if unknown or (pronunciations is not None and any(word not in pronunciations.words for word in text.split())):
+        try:
+            words = self.alphabet.written(line).split()
+        except AlphabetError:
             return []
-        return [(word, tuple(self.alphabet.spell(word))) for word in text.split()]
+        return [(word, tuple(self.alphabet.spell(word))) for word in words]

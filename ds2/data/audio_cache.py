@@ -46,7 +46,7 @@ _CHECKSUM = struct.Struct("<II")  # CRC-32 of the header, zero
 _SAMPLES_AT = _HEADER.size + _CHECKSUM.size
 _INDEX_COLUMNS = 3 + KEY_BYTES // 8
 SUFFIX = ".audio"
-_SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
+SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
 _NOT_CACHED = -1
 _FILE_SAMPLES = 1 << 29  # in one file, 1 GiB: a build that is killed loses no more
 _MAX_ERRORS_SHOWN = 10
@@ -380,7 +380,7 @@ def _free_space(
         with suppress(OSError):  # another process may have removed it
             sizes[path], ages[path] = path.stat().st_size, path.stat().st_mtime
     limit = 1e9 * data.cache_gb if data.cache_gb else float("inf")
-    available = min(limit - sum(sizes.values()), shutil.disk_usage(folder).free - _SPARE_BYTES)
+    available = min(limit - sum(sizes.values()), shutil.disk_usage(folder).free - SPARE_BYTES)
     for path in sorted(sizes.keys() - used, key=lambda path: ages[path]):
         if sum(needed.values()) <= available:
             break
@@ -398,7 +398,7 @@ def _free_space(
         log.warning(
             f"audio cache {folder}: no space for {len(costly) - len(fitting)} of {len(costly)} utterances: they need "
             f"{sum(needed.values()) / 1e9:.2f} GB, {max(0.0, available) / 1e9:.2f} GB are available "
-            f"(data.cache_gb={data.cache_gb:g}; {_SPARE_BYTES / 1e9:.2f} GB of the disk stay free): each epoch decodes "
+            f"(data.cache_gb={data.cache_gb:g}; {SPARE_BYTES / 1e9:.2f} GB of the disk stay free): each epoch decodes "
             "them again. Raise data.cache_gb, free the disk, set data.work_dir to a larger one, or silence this with "
             "data.cache=none"
         )

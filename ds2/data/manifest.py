@@ -48,7 +48,7 @@ class Utterance:
     offset_s: float = 0.0  # where the utterance starts in the file
     speaker: str = ""
     lang: str = ""
-    source: str = ""  # "manifest:line", for messages
+    source: str = ""  # "manifest:line", for messages and data.repeats
 
     @property
     def name(self) -> str:

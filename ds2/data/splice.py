@@ -1,4 +1,4 @@
-"""Speech for texts that nobody has read: pieces of one speaker's recordings, joined in the middle of their labels.
+"""Spliced speech: pieces of a speaker's recordings, joined in the middle of their labels, say a text.
 
 A network that trains on such speech learns words and spellings of the texts. So a few hours of recordings and much text
 give fewer errors than the recordings alone (docs/results/accuracy.md).
@@ -24,7 +24,7 @@ import soundfile
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ds2.data.audio_cache import AudioStore
+from ds2.data.audio_cache import SPARE_BYTES, AudioStore
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.data.shards import MANIFEST
 from ds2.system import UserError
@@ -38,7 +38,6 @@ _LONGEST = 7  # labels of a piece
 _SHORTER = 0.35  # of the pieces are shorter than they could be: texts repeat, and their speech should not
 _FADE_S, _SEARCH_S = 0.008, 0.004  # of a join, and how far it may move
 _TEXTS_OF_A_JOB = 32  # by the voice of one speaker, whose recordings are read once
-_SPARE_BYTES = 256 << 20  # of the disk stay free
 _MOST_FAILURES = 1000  # texts without speech, before any has some
 Speech = tuple["SplicedText", str, bytes, int]  # text, speaker, WAV file, samples
 
@@ -201,21 +200,22 @@ class Splicer:
     def _waveform(self, position: int) -> NDArray[np.float32]:
         return self.audio[position]
 
-    def speak(self, number: int, texts: Sequence[SplicedText], seed: int) -> list[Speech]:
+    def speak(self, number: int, texts: Sequence[SplicedText], seed: int) -> list[Speech | None]:
         """Return the speech of texts by one speaker, drawn by `number` and `seed`.
 
-        Texts with a label that no recording has are left out.
+        None for a text with a label that no recording has.
         """
         draw = random.Random(f"{seed} {number}")
         speaker = draw.choice(self.recordings).speaker  # as often as the speaker has recordings
-        spoken = []
-        for text in texts:
-            if pieces := self.pieces(text.labels, speaker, draw):
-                waveform = self.join(pieces)
-                file = io.BytesIO()
-                soundfile.write(file, waveform, self.rate_hz, format="WAV", subtype="PCM_16")
-                spoken.append((text, speaker, file.getvalue(), len(waveform)))
-        return spoken
+        return [self._speech(text, speaker, draw) for text in texts]
+
+    def _speech(self, text: SplicedText, speaker: str, draw: random.Random) -> Speech | None:
+        pieces = self.pieces(text.labels, speaker, draw)
+        if not pieces:
+            return None
+        waveform, file = self.join(pieces), io.BytesIO()
+        soundfile.write(file, waveform, self.rate_hz, format="WAV", subtype="PCM_16")
+        return text, speaker, file.getvalue(), len(waveform)
 
 
 def _halves(bank: _Bank, pair: str, draw: random.Random) -> list[Piece] | None:
@@ -240,7 +240,7 @@ def check_folder(folder: Path, hours: float, rate_hz: int) -> None:
     if (folder / MANIFEST).exists():
         raise SpliceError(f"{folder / MANIFEST} exists already: choose another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    needed, free = round(7200 * hours * rate_hz), shutil.disk_usage(folder).free - _SPARE_BYTES
+    needed, free = round(7200 * hours * rate_hz), shutil.disk_usage(folder).free - SPARE_BYTES
     if needed > free:
         raise SpliceError(
             f"{hours:g} hours take {needed / 1e9:.2f} GB in {folder}, and {max(0, free) / 1e9:.2f} GB are free: take "
@@ -268,16 +268,15 @@ def write_spliced(
         worker_processes(usable_cores(), "fork") as pool,
         tqdm(total=round(hours, 2), desc="splicing", unit="h", disable=None) as progress,
     ):
-        running = deque((job, pool.submit(_spoken, *job, seed)) for job in islice(jobs, 2 * usable_cores()))
+        running = deque(pool.submit(_spoken, *job, seed) for job in islice(jobs, 2 * usable_cores()))
         while running and samples < wanted and (written or failures < _MOST_FAILURES):
-            (_, asked), speech = running.popleft()
             try:
-                spoken = speech.result()
+                spoken = running.popleft().result()
             except BrokenProcessPool as error:
                 raise SpliceError("a process was killed, as where memory runs out: take fewer recordings") from error
-            running.extend((job, pool.submit(_spoken, *job, seed)) for job in islice(jobs, 1))
-            failures += len(asked) - len(spoken)
-            for text, speaker, wav, count in spoken:
+            running.extend(pool.submit(_spoken, *job, seed) for job in islice(jobs, 1))
+            failures += spoken.count(None)
+            for text, speaker, wav, count in filter(None, spoken):
                 if samples >= wanted:
                     break
                 path = folder / f"{len(written) // 1000:06d}" / f"{len(written):06d}.wav"
@@ -287,8 +286,8 @@ def write_spliced(
                 written.append(Utterance(path.absolute(), duration_s, " ".join(text.words), speaker=speaker))
                 samples += count
                 progress.update(duration_s / 3600)
-        for _, speech in running:
-            speech.cancel()
+        for job in running:
+            job.cancel()
     if failures:
         log.warning("%d texts left out: they have labels that no recording has", failures)
     if not written:
@@ -300,5 +299,5 @@ def write_spliced(
 _splicer: Splicer
 
 
-def _spoken(number: int, texts: Sequence[SplicedText], seed: int) -> list[Speech]:
+def _spoken(number: int, texts: Sequence[SplicedText], seed: int) -> list[Speech | None]:
     return _splicer.speak(number, texts, seed)

@@ -1,4 +1,4 @@
-"""Speech of texts that nobody has read: it says the labels of the text, whatever the recordings lack."""
+"""Spliced speech says the labels of the text, whatever the recordings lack."""
 
 from __future__ import annotations
 
