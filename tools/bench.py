@@ -3,13 +3,8 @@
     python tools/bench.py rnn              one recurrent layer against torch.nn and float64
     python tools/bench.py training         training steps of whole models
     python tools/bench.py scaling          training steps on several ranks
-    python tools/bench.py collectives      sums over ranks
-    python tools/bench.py predict          throughput on many ranks, from scaling.json and collectives.json
-    python tools/bench.py saves            delays of steps by saves, and from SIGTERM to a complete state
     python tools/bench.py streaming        a chunk of live audio, without a server
-    python tools/bench.py serving          latency of a server, or of the recogniser alone
-    python tools/bench.py endpoints        from the last word to final text, and what pauses inside utterances cut
-    python tools/bench.py same-words       words of streams and of whole files
+    python tools/bench.py serving          latency of a server
 
 `python tools/bench.py COMMAND --help` shows the options of each.
 """
@@ -20,9 +15,5 @@ import sys
 
 from dispatch import dispatch
 
-COMMANDS = (
-    "rnn", "training", "scaling", "collectives", "predict", "saves", "streaming", "serving", "endpoints", "same-words",
-)  # fmt: skip
-
 if __name__ == "__main__":
-    sys.exit(dispatch("benchmarks", COMMANDS, __doc__))
+    sys.exit(dispatch("benchmarks", ("rnn", "training", "scaling", "streaming", "serving"), __doc__))

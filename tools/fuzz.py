@@ -13,8 +13,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from dispatch import dispatch
+
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests"))  # whose `support` fuzzers share
 
 if __name__ == "__main__":
     sys.exit(dispatch("fuzzing", ("inputs", "kernels", "kills", "simulation", "meetings", "ranks"), __doc__))

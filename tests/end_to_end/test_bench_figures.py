@@ -1,15 +1,11 @@
-"""What the benchmarks compute from their measurements: efficiencies, the fit of a link, and predicted steps."""
+"""What the benchmarks compute from their measurements."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
-import signal
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +13,9 @@ import numpy as np
 import pytest
 import torch
 from dispatch import read_result
-from support.launch import TIMEOUT_S
 from support.paths import ROOT
-from torch.utils.flop_counter import FlopCounterMode
 
-from ds2.config.schema import DecodeConfig
-from ds2.decoding.hypothesis import Hypothesis
 from ds2.distributed.communicator import Communicator
-from ds2.model.checkpoint import load_model
-from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import NEVER, Endpoints
-from ds2.system.tensor_file import read_metadata
-from ds2.training.state import state_file
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
@@ -46,51 +33,14 @@ def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
     assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 1.0, 0.9, 1.0, 0.5])
 
 
-def test_operations_of_a_step_are_those_that_torch_counts(tmp_path: Path) -> None:
+def test_rows_of_the_scaling_benchmark_count_the_audio_of_their_steps(tmp_path: Path) -> None:
     from benchmarks import scaling
 
-    size = {"duration": 0.5, "model": "rnn_8", "warmup": 1, "steps": 2}
-    small = ["device=cpu", "model.hidden=24", "model.depth=3", "model.row_convs=0"]
-    options = Namespace(**size, overrides=small)
-    with FlopCounterMode(display=False) as counter:
-        row = scaling.measure(Communicator(torch.device("cpu")), options, tmp_path, 2, True, "local", "gemm")
-    first = 2 * 41 * 11 * 32 * 81 * 50  # the first convolution: 81 rows of 50 frames; its input needs no gradient
-    counted = counter.get_total_flops() / (size["warmup"] + size["steps"]) + first
-    assert row["tflop_per_s"] * 1e12 * row["step_ms"] / 1e3 == pytest.approx(counted, rel=0.02)
+    small = ["device=cpu", "model.hidden=8", "model.depth=2"]
+    options = Namespace(duration=0.5, model="rnn_8", warmup=1, steps=2, overrides=small)
+    row = scaling.measure(Communicator(torch.device("cpu")), options, tmp_path, 2, True, "local", "gemm")
     assert row["audio_s_per_s"] == pytest.approx(2 * 0.5 / (1e-3 * row["step_ms"]))
     assert (row["ranks"], row["batch"], row["backend"]) == (1, 2, "gemm")
-
-
-def test_the_fit_of_a_link_recovers_latency_and_bandwidth() -> None:
-    pytest.importorskip("mpi4py")
-    from benchmarks.collectives import fit
-
-    latency_s, bandwidth, ranks = 20e-6, 5e9, 4
-    rows = []
-    for kib in (4, 64, 1024):
-        load = 2 * (ranks - 1) / ranks * kib * 1024
-        seconds = latency_s + load / bandwidth
-        rows.append({"us": 1e6 * seconds, "bus_gb_per_s": load / seconds / 1e9})
-    assert fit(rows) == pytest.approx((latency_s, bandwidth), rel=1e-6)
-
-
-def test_a_predicted_step_is_computed_and_summed_in_turn_or_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import predict
-    from benchmarks.predict import LinkSpeed, MeasuredHost, step_s
-
-    monkeypatch.setattr(predict, "NORMS", 3)
-    monkeypatch.setattr(predict, "BUCKET_BYTES", 1e6)
-    link = LinkSpeed(latency_s=1e-3, bandwidth=1e9)
-    machine = MeasuredHost([1.0, 2.0], [0.1, 0.2], [0.2, 0.4], [0.01, 0.01], 4e6, link, link, ranks_per_host=2)
-    alone = step_s(machine, 1, 2, overlap=True, shared=False)
-    assert alone == pytest.approx((0.2 + 0.4 + 0.01, 0.0))
-    one_sum = 1e-3 + 1e6 / 1e9  # of a bucket over two ranks
-    in_turn = step_s(machine, 2, 2, overlap=False, shared=False)
-    assert in_turn == pytest.approx((alone[0] + 4 * one_sum, 4 * one_sum))
-    overlapped = step_s(machine, 2, 2, overlap=True, shared=False)
-    assert overlapped == pytest.approx((alone[0] + one_sum, one_sum))  # only the last bucket is waited for
-    shared = step_s(machine, 2, 2, overlap=True, shared=True)
-    assert shared[0] == pytest.approx(overlapped[0] + 2 * 3 * 1e-3)  # a sum a norm, forward and backward
 
 
 def test_every_stream_has_a_block_in_every_round_of_the_streaming_benchmark() -> None:
@@ -115,45 +65,6 @@ def test_every_stream_has_a_block_in_every_round_of_the_streaming_benchmark() ->
     median, p98, accept = block_ms(runner, 3, block_frames, rounds=4)  # type: ignore[arg-type]
     assert runner.steps == [(3, 3)] * (8 + 4)
     assert 0 < median <= p98 and accept > 0
-
-
-def test_the_serving_benchmark_feeds_every_source_in_turn_and_times_every_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import numpy as np
-    from benchmarks import serving
-
-    class Session:
-        def __init__(self) -> None:
-            self.samples, self.segments = list[Any](), list[Any]()
-
-        def accept_waveform(self, samples: Any) -> None:
-            self.samples.append(samples)
-
-        def is_ready(self) -> bool:
-            return False
-
-    class Recogniser:
-        def __init__(self) -> None:
-            self.sessions = list[Session]()
-
-        def live(self, sample_rate_hz: int) -> Session:
-            self.sessions.append(Session())
-            return self.sessions[-1]
-
-    monkeypatch.setattr(serving, "results", lambda batch: None)
-    recogniser = Recogniser()
-    sounds = [np.arange(1000, dtype="<i2"), np.arange(1000, 1700, dtype="<i2")]
-    audio = [sound.tobytes() for sound in sounds]
-    monkeypatch.setattr(serving, "CHUNK_S", 0.01)
-    latencies, sizes = serving.in_process(recogniser, audio, 3, 0.1)  # type: ignore[arg-type]
-    chunks = [session.samples for session in recogniser.sessions]
-    assert len(latencies) == sum(sizes) == sum(map(len, chunks)) >= 3
-    for number, own in enumerate(chunks):
-        assert all(len(chunk) == 160 for chunk in own)
-        fed = np.round(np.concatenate(own) * 32768).astype(int)
-        sound = sounds[number % 2].astype(int)
-        assert np.array_equal(fed, np.resize(np.roll(sound, int(sound[0]) - fed[0]), len(fed)))
 
 
 def test_clients_of_the_serving_benchmark_send_their_files_in_turn_and_time_every_answer(
@@ -209,76 +120,6 @@ def test_the_serving_benchmark_finds_the_worst_minute() -> None:
     late = [0.1] * 300 + [0.5] * 7 + [0.1] * 293  # in the second of two minutes of 300 chunks, 2.3 % of it
     assert worst_minute([Replies(0, 0, late, ["a"])]) == pytest.approx(0.5)
     assert worst_minute([Replies(0, 0, late[:300], ["a"]), Replies(0, 0, [0.1], ["a"])]) == pytest.approx(0.1)
-
-
-def test_the_delay_counts_from_the_last_sound_of_a_recording(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from benchmarks.endpoints import Segments, changed_words, in_process, speech_end_s, with_background
-
-    draw = np.random.default_rng(0)
-    quiet, loud = draw.normal(0, 0.001, 16_000), draw.normal(0, 0.1, 16_000)
-    samples = np.concatenate([quiet, loud, quiet[:8000]]).astype(np.float32)
-    assert speech_end_s(samples) == pytest.approx(2.0)
-    noisy = with_background(samples, 2.0)
-    assert len(noisy) >= len(samples) + 32_000 and np.abs(noisy[len(samples) :]).max() < 0.01
-    assert changed_words(Segments(["a b", "c"], 3.25, ["d"]), ["a", "b", "c", "e"]) == 1
-    recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(), torch.device("cpu"))
-    monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model hears no silence
-    [early, never] = in_process(recogniser, noisy, [Endpoints(longest_s=0.5), NEVER])
-    assert early.texts and not never.texts and never.rest
-
-
-def test_the_fitted_contention_and_meeting_are_those_of_the_rows() -> None:
-    from benchmarks.predict import LinkSpeed, MeasuredHost, errors, fitted, step_s
-
-    link = LinkSpeed(latency_s=1e-4, bandwidth=1e10)
-    machine = MeasuredHost([4.0, 8.0], [0.01, 0.02], [0.02, 0.04], [0.001, 0.001], 1e8, link, link, ranks_per_host=8)
-    truth = replace(machine, contention=0.5, meeting_s=1e-3)
-    rows = [
-        {
-            "ranks": ranks, "batch": ranks * batch, "overlap": overlap, "batch_norm": norm,
-            "step_ms": 1e3 * step_s(truth, ranks, batch, overlap=overlap, shared=norm == "shared")[0],
-        }
-        for ranks, batch, overlap, norm in [(2, 4, True, "local"), (2, 8, False, "shared"), (4, 8, True, "shared")]
-    ]  # fmt: skip
-    assert max(map(abs, errors(truth, rows))) < 1e-9
-    assert max(map(abs, errors(machine, rows))) > 0.01
-    fit = fitted(machine, rows)
-    assert (fit.contention, fit.meeting_s) == (pytest.approx(0.5), pytest.approx(1e-3))
-
-
-def test_words_that_a_later_partial_result_lacks_are_counted() -> None:
-    from benchmarks.same_words import FileStreams
-
-    streams = FileStreams(None, ["a.wav"], random.Random(0))  # type: ignore[arg-type]
-    streams.partial_words[0] = []
-    for text, retracted in (("one tw", 0), ("one two thr", 0), ("one too three four", 1), ("one", 3)):
-        streams._count_retracted(0, Hypothesis(text, 0.0, [], []))
-        assert streams.retracted == retracted, text
-
-
-@pytest.mark.parametrize("other", [False, True])
-def test_words_of_streams_that_differ_from_those_of_files_end_with_1(
-    make_model: Callable[..., Path],
-    recording: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    other: bool,
-) -> None:
-    from benchmarks import same_words
-
-    run = same_words.FileStreams.run
-
-    def changed(streams: Any) -> None:
-        run(streams)
-        if other:
-            streams.results[0] = replace(streams.results[0], text=f"{streams.results[0].text} more words".strip())
-
-    monkeypatch.setattr(same_words.FileStreams, "run", changed)
-    status = same_words.main([str(make_model()), str(recording), "--device", "cpu", "--commit", "abc1234"])
-    shown = capsys.readouterr().out
-    assert status == int(other) and f"{2 * other} words differ" in shown and "1 files" in shown
 
 
 @pytest.mark.slow
@@ -339,102 +180,3 @@ def test_every_result_names_its_commit() -> None:
     assert len(results) > 80
     for path in results:
         assert re.match(r"[0-9a-f]{7}", read_result(path)["git_commit"]), path
-
-
-@pytest.mark.parametrize("commit", [{}, {"git_commit": "unknown"}])
-@pytest.mark.parametrize("file", ["scaling", "link"])
-def test_results_of_an_unknown_commit_predict_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, commit: dict[str, str]
-) -> None:
-    from benchmarks import predict
-
-    files = {name: ROOT / "recipes" / "figures" / f"{name}_h200.json" for name in ("scaling", "link")}
-    content = json.loads(files[file].read_text())
-    del content["git_commit"]
-    files[file] = tmp_path / "copy.json"
-    files[file].write_text(json.dumps(content | commit))
-    with pytest.raises(SystemExit) as refused:
-        predict.main([*map(str, files.values()), "--way", "NCCL, by hand"])
-    assert refused.value.code == 2 and "copy.json does not name the commit" in capsys.readouterr().err
-
-
-def test_results_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import predict
-
-    with pytest.raises(SystemExit):
-        predict.main([str(tmp_path / "scaling.json"), str(tmp_path / "link.json")])
-    shown = capsys.readouterr().err
-    assert "scaling.json'; `bench.py scaling`" in shown and "No such file" in shown
-
-
-def test_the_delay_of_a_save_is_that_of_the_slowest_step_beside_it() -> None:
-    from benchmarks.saves import delays
-
-    first, second = delays([0.03, 0.02, 0.04], [(0.3, [0.33, 0.045]), (0.001, [0.0315])])
-    assert (first["save"], first["copy_ms"], first["steps"]) == (1, 300, 2)
-    assert (first["whole_ms"], first["slowest_ms"], first["delay"]) == pytest.approx((375, 330, 10))
-    assert second["delay"] == pytest.approx(0.05) and second["steps_ms"] == pytest.approx([31.5])
-
-
-def test_steps_are_beside_a_save_until_its_file_is_complete(tmp_path: Path) -> None:
-    from benchmarks.saves import save_during_steps
-
-    from ds2.system.files import atomic_file
-
-    class Run:
-        """Its saves are complete when four steps were taken."""
-
-        def __init__(self) -> None:
-            self.run_dir, self.files, self.steps, self.checks = tmp_path, self, 0, 0
-
-        def save_in_epoch(self) -> None:
-            self.steps = 0
-
-        def check(self) -> None:
-            self.checks += 1
-
-        def take_step(self) -> None:
-            self.steps += 1
-            if self.steps == 4:
-                with atomic_file(state_file(tmp_path)) as partial:
-                    partial.write_text("state")
-
-    run = Run()
-    for _ in range(3):  # also where an older state is there
-        copy_s, steps_s = save_during_steps(run, run.take_step)  # type: ignore[arg-type]
-        assert len(steps_s) == 4 and 0 <= copy_s < steps_s[0]
-    assert run.checks == 12
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_saves_ends_with_a_complete_state(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from benchmarks import saves
-
-    from ds2.training import loop
-
-    ends = []
-
-    def train(config: Any, run_dir: Path) -> int:
-        ends.append(loop.train(config, run_dir))
-        ends.append(read_metadata(state_file(run_dir))["progress"]["step"])
-        return int(ends[0])
-
-    monkeypatch.setattr(saves, "train", train)
-    sizes = [
-        "--model",
-        "rnn_8",
-        "--batch",
-        "2",
-        "--duration",
-        "0.5",
-        "--device",
-        "cpu",
-        "model.hidden=8",
-        "model.depth=2",
-    ]
-    assert not saves.main([*sizes, "--warmup", "1", "--steps", "3", "--saves", "2", "--commit", "abc1234"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["git_commit"] == "abc1234" and len(result["quiet_ms"]) == 6 and len(result["saves"]) == 2
-    assert ends[0] == 128 + signal.SIGTERM and ends[1] > 20 and 0 < result["stop_s"] < TIMEOUT_S

@@ -7,17 +7,12 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ds2.commands.compose import resolve_options, split_overrides
-from ds2.commands.transcribe import audio_files
-from ds2.config.device import resolve_device
-from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.recogniser import Recogniser
 from ds2.system.files import write_text
 
 RATE_HZ = 16000
@@ -75,27 +70,6 @@ def measure_host(call: Callable[[], object], device: torch.device) -> Timing:
 def _timing(times_s: list[float]) -> Timing:
     deciles = statistics.quantiles(times_s, n=10, method="inclusive")
     return Timing(statistics.median(times_s), deciles[0], deciles[-1])
-
-
-def add_recogniser_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a benchmark that recognises files with a model."""
-    parser.add_argument("model", type=Path)
-    parser.add_argument("files", nargs="+", help="audio files or folders of them, then decode.KEY=VALUE")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="auto")
-
-
-def files_and_recogniser(options: argparse.Namespace) -> tuple[list[str], Recogniser]:
-    """The audio files of `add_recogniser_options`, and the recogniser that the others describe."""
-    decode, files = split_overrides(options.files, "decode")
-    return [name for name, _ in audio_files(files)], open_recogniser(options.model, decode, options)
-
-
-def open_recogniser(model: Path, decode: Sequence[str], options: argparse.Namespace) -> Recogniser:
-    """Open a model with `--device` and `--precision`; settings of its decoder are decode.KEY=VALUE."""
-    device, file = resolve_device(options.device), find_model(model)
-    loaded = load_model(file, device)
-    return Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, options.precision)
 
 
 def facts(options: argparse.Namespace, device: torch.device, title: str) -> dict[str, str]:

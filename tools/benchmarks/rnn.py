@@ -3,9 +3,8 @@
     python tools/bench.py rnn                              the standard table: bfloat16, T 512, on a GPU
     python tools/bench.py rnn --cell lstm                  the same for LSTM and GRU (gru_after, gru_before)
     python tools/bench.py rnn --device cpu                 the CPU path against nn.RNN
-    python tools/bench.py rnn --figure batch --out DIR     TFLOP/s against batch (Persistent RNNs, 2016, Figure 3);
-                                                           with --hidden 1152 512 the same of these widths
-    python tools/bench.py rnn --figure frames --out DIR    TFLOP/s against time steps (its Figure 4)
+    python tools/bench.py rnn --hidden 1152 --batch 1 2 4 8 16 24 32 48 64             Persistent RNNs (2016), Figure 3
+    python tools/bench.py rnn --hidden 1152 --batch 4 --frames 1 3 10 30 100 300 1000  its Figure 4
 
 Forward + backward includes the weight gradient. nn.RNN always computes the input projection; our times are without it,
 and the columns "+projection" are with it and its gradients, as the ratio to nn.RNN needs. TFLOP/s count the work that
@@ -34,10 +33,6 @@ from ds2.system.cuda_graph import GraphRecorder
 STANDARD = [(1152, 4), (1152, 16), (1152, 32), (1152, 64), (512, 4), (512, 32), (1760, 4), (2560, 4), (2560, 64)]
 STANDARD_GATED = [(256, 4), (512, 4), (512, 8), (512, 16), (512, 32), (512, 64), (1024, 16), (1024, 64)]
 STANDARD_CPU = list(itertools.product((256, 512, 1152), (4, 8, 32)))
-FIGURES = {
-    "batch": [(1152, batch, 512) for batch in (1, 2, 4, 8, 16, 24, 32, 48, 64)],
-    "frames": [(1152, 4, frames) for frames in (1, 3, 10, 30, 100, 300, 1000)],
-}
 Result = dict[str, Any]
 PEERS = {"lstm": "nn.LSTM", "gru_after": "nn.GRU", "gru_before": "nn.GRU"}  # of the last, only its time compares
 
@@ -187,40 +182,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--hidden", type=int, nargs="+", help="H values, with --batch (every pair) or --figure")
+    parser.add_argument("--hidden", type=int, nargs="+", help="H values, each with all of --batch")
     parser.add_argument("--batch", type=int, nargs="+", help="B values; with --hidden")
-    parser.add_argument("--frames", type=int, help="T; 512 on a GPU, 200 on a CPU")
+    parser.add_argument("--frames", type=int, nargs="+", help="T values; 512 on a GPU, 200 on a CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--cell", "--nonlinearity", choices=tuple(CELLS), default="relu")
     contenders = "backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
     parser.add_argument("--contenders", nargs="+", help=contenders)
-    parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")
-    parser.add_argument("--out", type=Path, help="folder for the data (JSON)")
+    parser.add_argument("--out", type=Path, help="file for the data (JSON)")
     options = parse(parser, arguments)
-    if options.batch and options.figure:
-        parser.error("--figure has batches of its own: pass --hidden alone, or neither")
-    if (options.hidden is None) != (options.batch is None) and not options.figure:
+    if (options.hidden is None) != (options.batch is None):
         parser.error("--hidden and --batch go together: pass both or neither")
     device, gpu, gated = torch.device(options.device), options.device == "cuda", options.cell in GATED
-    frames = options.frames or (512 if gpu else 200)
+    frames = options.frames or [512 if gpu else 200]
     dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
     peer = PEERS.get(options.cell, "nn.RNN")
     others = ["persistent", peer, f"{peer} float16"] if gated else ["persistent", "gemm graph", peer]
     contenders = options.contenders or (others if gpu else ["cpu", peer])
-    if options.figure:
-        of_figure = FIGURES[options.figure]
-        widths = options.hidden or [of_figure[0][0]]
-        sizes = [(hidden, batch, steps) for hidden in widths for _, batch, steps in of_figure]
-    else:
-        standard = STANDARD_GATED if gated else STANDARD if gpu else STANDARD_CPU
-        pairs = itertools.product(options.hidden, options.batch) if options.hidden else standard
-        sizes = [(hidden, batch, frames) for hidden, batch in pairs]
+    standard = STANDARD_GATED if gated else STANDARD if gpu else STANDARD_CPU
+    pairs = itertools.product(options.hidden, options.batch) if options.hidden else standard
+    sizes = [(hidden, batch, steps) for (hidden, batch), steps in itertools.product(pairs, frames)]
     # PyTorch packs the weights of a bfloat16 nn.RNN in every call, and warns; that is part of its time.
     warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
     rows: list[Result] = []
     data = {"benchmark": "rnn", **facts(options, device, f"{options.cell} {dtype}")}
-    data |= {"dtype": str(dtype), "figure": options.figure, "rows": rows}
-    path = options.out / f"rnn_{options.figure or 'table'}.json" if options.out else None
+    data |= {"dtype": str(dtype), "rows": rows}
     table = make_table()
     for one in sizes:
         of_size = bench(LayerProblem(one, dtype, device, options.cell), contenders)
@@ -228,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in of_size:
             table.print_row({"note": row.get("wrong") or row.get("skipped") or "", **row})
         rows += of_size
-        if path:
-            write_json(path, data)  # a run that is interrupted has what it measured
+        if options.out:
+            write_json(options.out, data)  # a run that is interrupted has what it measured
     write_json(None, data)
     return int(any("wrong" in row for row in rows))

@@ -1,22 +1,19 @@
 """Latency with N real-time sources at once, until the 98th percentile passes a limit.
 
     ds2 serve MODEL --sessions 256 &
-    python tools/bench.py serving AUDIO... --streams 1 8 16 32 64                     # clients of that server
+    python tools/bench.py serving AUDIO... --streams 1 8 16 32 64
     python tools/bench.py serving AUDIO... --streams 2000 --processes 8 --seconds 3600
-    python tools/bench.py serving AUDIO... --model MODEL --streams 64 256 1024        # the recogniser alone, in process
 
 Clients use Vosk's WebSocket protocol, take the files in turn, and begin at random within a chunk. Latency counts from
-the end of a chunk in the source's time, so a server that cannot keep up shows. In process, the next batch is whatever
-has arrived when the recogniser becomes free, as in `ds2.serve.engine`.
+the end of a chunk in the source's time, so a server that cannot keep up shows.
 
-Clients of a server begin at one of 16 places of their file. Those of the same file and place have the same audio, so
-they must get the same text: the last lines count those that differ from the most frequent text, and show five.
+Clients begin at one of 16 places of their file. Those of the same file and place have the same audio, so they must get
+the same text: the last lines count those that differ from the most frequent text, and show five.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import random
 import time
@@ -24,22 +21,18 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.common import RATE_HZ, Table, facts, open_recogniser
+from benchmarks.common import RATE_HZ, Table, facts
 from dispatch import new_parser, parse
 from websockets.asyncio.client import connect
 
 from ds2.audio.read import read_audio
 from ds2.config.device import resolve_device
-from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import LiveSession, decode_sessions, results
-from ds2.system.machine import short_collections
 
 CHUNK_S = 0.2  # of audio that a client sends at once
-_LATE_S = 5.0  # a measurement ends when the recogniser is this far behind
+_LATE_S = 5.0  # a client ends when the server is this far behind
 _PLACES = 16  # of a file, where streams begin
 
 
@@ -117,60 +110,11 @@ def worst_minute(clients: Sequence[Replies]) -> float:
     return max(float(np.percentile(latencies, 98)) for latencies in minutes.values())
 
 
-def in_process(
-    recogniser: Recogniser, audio: Sequence[bytes], streams: int, seconds: float
-) -> tuple[list[float], list[int]]:
-    """Latencies of all chunks, seconds, and sizes of batches."""
-    draw, size = random.Random(0), round(CHUNK_S * RATE_HZ)
-    # Each sound twice, as a chunk may begin near its end.
-    sounds = [np.frombuffer(data * 2, "<i2").astype(np.float32) / 32768 for data in audio]
-    sessions = [recogniser.live(sample_rate_hz=RATE_HZ) for _ in range(streams)]
-    positions = [draw.randrange(len(sounds[n % len(sounds)]) // 2) for n in range(streams)]
-    start_s = time.perf_counter() + 0.1
-    due = [(start_s + draw.random() * CHUNK_S, n) for n in range(streams)]
-    heapq.heapify(due)
-    latencies, sizes = list[float](), list[int]()
-    while due and due[0][0] < start_s + seconds:
-        now_s = time.perf_counter()
-        if due[0][0] > now_s:
-            time.sleep(due[0][0] - now_s)
-            continue
-        if now_s - due[0][0] > _LATE_S:
-            latencies.append(now_s - due[0][0])
-            break
-        arrived: list[tuple[float, int]] = []
-        while due and due[0][0] <= now_s:
-            arrived.append(heapq.heappop(due))
-        for arrived_s, n in arrived:
-            sound, at = sounds[n % len(sounds)], positions[n]
-            sessions[n].accept_waveform(sound[at : at + size])
-            positions[n] = (at + size) % (len(sound) // 2)
-            heapq.heappush(due, (arrived_s + CHUNK_S, n))
-        batch = [sessions[n] for _, n in arrived]
-        _decode(batch)
-        sizes.append(len(batch))
-        answered_s = time.perf_counter()
-        latencies += [answered_s - arrived_s for arrived_s, _ in arrived]
-    return latencies, sizes
-
-
-def _decode(batch: Sequence[LiveSession]) -> None:
-    while any(live.is_ready() for live in batch):
-        decode_sessions(batch)
-    results(batch)
-    for live in batch:
-        live.segments.clear()
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure each number of streams."""
     parser = new_parser(__doc__)
     parser.add_argument("audio", nargs="+")
     parser.add_argument("--url", default="ws://127.0.0.1:2700/")
-    parser.add_argument("--model", type=Path, help="recognise in this process, without a server")
-    parser.add_argument("--decode", nargs="*", default=[], help="of --model: decode.KEY=VALUE ...")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="auto", help="of --model")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--spread-s", type=float, default=0.0, help="within which clients begin, a chunk at least")
@@ -179,33 +123,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(parser, arguments)
     waveforms = (np.clip(read_audio(path, RATE_HZ) * 32767, -32768, 32767) for path in options.audio)
     audio = [waveform.astype("<i2").tobytes() for waveform in waveforms]
-    recogniser = None
-    facts(options, resolve_device(options.device), f"chunks of {CHUNK_S:g} s, {options.model or options.url}")
-    if options.model:
-        recogniser = open_recogniser(options.model, options.decode, options)
-        recogniser.session().runner.prepare(max(options.streams))
-        in_process(recogniser, audio, max(options.streams), 2.0)  # builds what it needs
+    facts(options, resolve_device("auto"), f"chunks of {CHUNK_S:g} s, {options.url}")
     percentiles = {"p50": 50, "p95": 95, "p98": 98, "p99": 99, "slowest": 100}
     columns = {f"{name} ms": f"{{{name}:.0f}}" for name in percentiles}
-    table = Table(
-        {"streams": "{streams}", **columns, "p98 of the worst minute ms": "{minute:.0f}", "mean batch": "{batch:.1f}"}
-    )
+    table = Table({"streams": "{streams}", **columns, "p98 of the worst minute ms": "{minute:.0f}"})
     differ: list[str] = []
     for streams in options.streams:
-        row: dict[str, Any] = {"streams": streams}
-        if recogniser is not None:
-            with short_collections():
-                latencies, sizes = in_process(recogniser, audio, streams, options.seconds)
-            row["batch"] = float(np.mean(sizes))
-        else:
-            clients = over_sockets(options.url, audio, streams, options.seconds, options.spread_s, options.processes)
-            differ += other_texts(clients)
-            latencies = [seconds for replies in clients for seconds in replies.latencies]
-            row["minute"] = 1000 * worst_minute(clients)
+        clients = over_sockets(options.url, audio, streams, options.seconds, options.spread_s, options.processes)
+        differ += other_texts(clients)
+        latencies = [seconds for replies in clients for seconds in replies.latencies]
+        row: dict[str, Any] = {"streams": streams, "minute": 1000 * worst_minute(clients)}
         row |= {name: 1000 * float(np.percentile(latencies, percent)) for name, percent in percentiles.items()}
         table.print_row(row)
         if row["p98"] > options.limit_ms:
             break
-    if recogniser is None:
-        print(f"texts that differ from those of other streams of the same audio: {len(differ)}", *differ[:5], sep="\n")
+    print(f"texts that differ from those of other streams of the same audio: {len(differ)}", *differ[:5], sep="\n")
     return 0

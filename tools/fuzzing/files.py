@@ -18,6 +18,7 @@ import numpy as np
 import soundfile
 import torch
 from fuzzing.damage import BYTES, JSON_LINES, LISTS, NUMBERS, TAR, TENSORS, TEXT, WORDS, Damage
+from support.corpora_cases import librispeech, write_text
 from torch import Tensor
 
 from ds2.audio.features import Features
@@ -112,44 +113,31 @@ def make_manifest(folder: Path) -> None:
     write_manifest(folder / "m.jsonl", speech(folder))
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
 def _make_kaldi(folder: Path) -> None:
     spoken = speech(folder)
-    write_lines(folder / "wav.scp", (f"r{n} {u.audio_filepath}" for n, u in enumerate(spoken)))
-    write_lines(folder / "segments", (f"u{n} r{n} 0.0 0.15" for n in range(len(spoken))))
-    write_lines(folder / "text", (f"u{n} {u.text}" for n, u in enumerate(spoken)))
-    write_lines(folder / "utt2spk", (f"u{n} {u.speaker}" for n, u in enumerate(spoken)))
+    write_text(folder / "wav.scp", *(f"r{n} {u.audio_filepath}" for n, u in enumerate(spoken)))
+    write_text(folder / "segments", *(f"u{n} r{n} 0.0 0.15" for n in range(len(spoken))))
+    write_text(folder / "text", *(f"u{n} {u.text}" for n, u in enumerate(spoken)))
+    write_text(folder / "utt2spk", *(f"u{n} {u.speaker}" for n, u in enumerate(spoken)))
 
 
 def _make_an4(folder: Path) -> None:
     spoken = speech(folder)
-    write_lines(folder / "etc" / "an4_train.fileids", (f"{u.speaker}/u{n}" for n, u in enumerate(spoken)))
-    write_lines(folder / "etc" / "an4_train.transcription", (f"<s> {u.text} </s> (u{n})" for n, u in enumerate(spoken)))
-
-
-def _make_librispeech(folder: Path) -> None:
-    chapter = folder / "dev-clean" / "10" / "7"
-    chapter.mkdir(parents=True)
-    for number in range(2):
-        soundfile.write(chapter / f"10-7-000{number}.flac", noise(0.2, number), RATE_HZ)
-    write_lines(chapter / "10-7.trans.txt", ("10-7-0000 ONE", "10-7-0001 TWO"))
+    write_text(folder / "etc" / "an4_train.fileids", *(f"{u.speaker}/u{n}" for n, u in enumerate(spoken)))
+    write_text(folder / "etc" / "an4_train.transcription", *(f"<s> {u.text} </s> (u{n})" for n, u in enumerate(spoken)))
 
 
 def _make_csv(folder: Path) -> None:
     spoken = speech(folder)
     rows = (f'{u.audio_filepath.relative_to(folder)},"{u.text}",{u.speaker}' for u in spoken)
-    write_lines(folder / "table.csv", ["wav_filename,transcript,speaker", *rows])
+    write_text(folder / "table.csv", "wav_filename,transcript,speaker", *rows)
 
 
 def _make_deepspeech(folder: Path) -> None:
     samples = []
     for utterance in speech(folder):
         wav = utterance.audio_filepath.relative_to(folder)
-        write_lines(folder / wav.with_suffix(".txt"), [utterance.text])
+        write_text(folder / wav.with_suffix(".txt"), utterance.text)
         samples.append({"wav_path": str(wav), "transcript_path": str(wav.with_suffix(".txt"))})
     (folder / "m.json").write_text(json.dumps({"root_path": str(folder), "samples": samples}))
 
@@ -344,8 +332,8 @@ TARGETS = {
         Target("texts to score", make_manifest, _texts, JSON_LINES, "m.jsonl"),
         Target("import kaldi", _make_kaldi, _imported("kaldi"), TEXT, "[!w]*"),
         Target("import an4", _make_an4, _imported("an4", part="train"), TEXT, "etc/*"),
-        Target("import librispeech", _make_librispeech, _imported("librispeech", part="dev-clean"), TEXT,
-               "dev-clean/10/7/*.txt"),
+        Target("import librispeech", lambda f: librispeech(f, "dev-clean"),
+               _imported("librispeech", part="dev-clean"), TEXT, "dev-clean/10/7/*.txt"),
         Target("import csv", _make_csv, _imported("csv", "table.csv"), TEXT, "table.csv"),
         Target("import deepspeech_pytorch", _make_deepspeech, _imported("deepspeech_pytorch", "m.json"), TEXT,
                "m.json"),
@@ -354,7 +342,7 @@ TARGETS = {
         Target("audio cache", _make_cache, _read_cache, BYTES, "audio_cache/*", checked=True),
         Target("LM binary", lambda f: save_ngram(_language_model(), f / "lm"), _read_lm("lm"), TENSORS),
         Target("LM ARPA", lambda f: write_arpa(_language_model(), f / "lm.arpa"), _read_lm("lm.arpa"), TEXT),
-        Target("pieces", lambda f: write_lines(f / "p.txt", ["on", "tw", "▁", "e", "n", "o"]),
+        Target("pieces", lambda f: write_text(f / "p.txt", "on", "tw", "▁", "e", "n", "o"),
                lambda f: read_pieces(f / "p.txt"), TEXT),
         Target("tuned settings", _make_tuned, _read_tuned, TEXT),
         Target("overrides", lambda f: (f / "override").write_text("model.depth=2"), _read_override, (_override,)),

@@ -14,12 +14,10 @@ Shape letters: T frames, B batch, H hidden.
 
 import multiprocessing
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
 from dispatch import plain_parser
@@ -28,13 +26,10 @@ from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import GATED, Options
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.problem import Choice, DoesNotFit, Problem
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
 from support import gated_cases, persistent_cases
 from support.gpus import use_gpu_in_turn
 from support.op_cases import nan_filled_memory, poison_padding
+from torch import Tensor
 
 CELLS = ("relu", "clipped_relu", "tanh", *GATED)
 LARGEST = {"relu": 2816, "clipped_relu": 2816, "tanh": 2816, "lstm": 1280, "gru_after": 1312, "gru_before": 1312}

@@ -28,12 +28,12 @@ import numpy as np
 import soundfile
 from dispatch import mpirun, new_parser, parse
 from safetensors import safe_open
+from support.tiny import RATE_HZ, tiny_overrides_in
 
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.files import read_log
 from ds2.system.tensor_file import load
 
-RATE_HZ = 16000
 TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
 DS2 = (sys.executable, "-m", "ds2.cli")
 KILLS_A_CHAIN = 8
@@ -112,7 +112,7 @@ def works(base: Path) -> list[Work]:
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(3000)]
     text.write_text("".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(8000)), encoding="utf-8")
-    train = (*DS2, "train", *training_settings(manifest), "data.work_dir=FOLDER/work", "run_dir=FOLDER/run")
+    train = (*DS2, "train", *training_settings(Path("FOLDER"), manifest))
     two_ranks = (mpirun(), "-n", "2", "--oversubscribe", *train, "comm=mpi", "comm.timeout_s=20")
     tuning = (*train, "checkpoint.init_from=MODEL", "alphabet.symbols='abcd '", "train.freeze=[convs]")
     lm_train = f"lm train {text} --output FOLDER/text.lm --hidden 32 --layers 1 --epochs 2 --join 2 --device cpu"
@@ -141,15 +141,10 @@ def model_file(base: Path) -> Path:
     return base / "train" / "unbroken" / "run" / "best.safetensors"
 
 
-def training_settings(manifest: Path) -> tuple[str, ...]:
-    """A training of a tiny model that takes a few seconds."""
-    return (
-        f"data.train=[{manifest}]", f"data.dev=[{manifest}]", "data.workers=0", "alphabet.symbols='abc '", "device=cpu",
-        "model=rnn_small", "model.convs=[{kernel:[11,5],stride:[4,2],channels:4}]", "model.hidden=48", "model.depth=2",
-        "model.skip=1", "model.row_convs=1", "model.row_conv_context=2", "model.dropout=0.1", "optim=adamw",
-        "optim.warmup_steps=0", "batching.utterances=4", "train.epochs=4", "train.log_every_steps=1",
-        "train.average_decay=0.9", "augment.speed=[0.9,1.1]", "checkpoint.every_steps=2",
-    )  # fmt: skip
+def training_settings(folder: Path, manifest: Path) -> list[str]:
+    """A training of a tiny model that takes a few seconds, with all that a state may hold."""
+    more = ("model.dropout=0.1", "train.average_decay=0.9", "augment.speed=[0.9,1.1]", "checkpoint.every_steps=2")
+    return [*tiny_overrides_in(folder, manifest), *more]
 
 
 def corpus(folder: Path) -> Path:

@@ -10,9 +10,6 @@ how many ranks took each step. The expected losses are those of trainings with a
 of which resumes where the one before was stopped. Every loss and every tensor of the last state must have the same
 bits, every step must be there once, and no file may remain half written. The exit status is 1 if a run differs. Ranks
 are forked: libraries load once.
-
-A pause without a step counts from the last loss of a series: the others wait for a rank that is stopped while they
-regroup after an earlier loss.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -71,34 +67,17 @@ DRAWN = ["kill"] * 5 + ["stop", "leave"] + ["join"] * 6
 
 
 @dataclass
-class Strike:
-    """A process that was killed, stopped or asked to leave: when, and when it went on; seconds since the epoch."""
-
-    kind: str
-    process: int
-    at_s: float
-    of_rank: bool = True
-    until_s: float = math.inf
-
-
-Stopped = tuple[float, BaseProcess, Strike]  # until when, who, and by what
-
-
-@dataclass
 class RunCounts:
     """What was done to the runs, and how they ended."""
 
     events: Counter[str] = field(default_factory=Counter)
-    of_ranks: int = 0
     equal: int = 0
     over_nccl: int = 0  # views of ranks that summed between GPUs
-    recovered_s: list[float] = field(default_factory=list)  # from a kill to the line of the ranks that went on
-    paused_s: list[tuple[str, float]] = field(default_factory=list)  # see `pauses_s`
     faults: list[str] = field(default_factory=list)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the trainings and print the table."""
+    """Run the trainings and print how many ended as the unbroken ones."""
     parser = new_parser(__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow it")
@@ -112,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started, count, runs = time.monotonic(), RunCounts(), 0
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
         base = Path(name)
-        settings = (*training_settings(corpus(base / "corpus")), f"data.work_dir={base / 'work'}", *STEPS)
+        settings = (*training_settings(base, corpus(base / "corpus")), *STEPS)
         settings += (*(ON_GPU if options.device == "cuda" else ()), *options.settings)
         gc.freeze()  # a rank that looked through all modules would copy their memory, for a second or more
-        if options.device == "cuda":  # its kernels are compiled once, before times are taken
+        if options.device == "cuda":  # its kernels are compiled once, not by each rank
             (base / "compiled").mkdir()
             expected(base / "compiled", settings, {step: step for step in range(1, options.ranks + 1)})
         while runs < options.runs and time.monotonic() - started < options.seconds:
@@ -131,18 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             so_far = f"up to seed {seed}: {count.equal} of {runs} equal, {dict(count.events)}"
             print(so_far, file=sys.stderr, flush=True)
             shutil.rmtree(folder)
-    print("| runs | kill -9 | SIGSTOP | SIGTERM | of these, to ranks | joins | equal | faults ", end="")
-    print("| s until others went on: median | longest |\n" + "|---:" * 10 + "|")
-    times = count.recovered_s or [0.0]
-    done = [runs, *(count.events[kind] for kind in ("kill", "stop", "leave")), count.of_ranks, count.events["join"]]
-    done += [count.equal, len(count.faults), f"{statistics.median(times):.2f}", f"{max(times):.2f}"]
-    print(f"| {' | '.join(map(str, done))} |\n")
-    for how in sorted({how for how, _ in count.paused_s}):
-        pauses = [pause_s for by, pause_s in count.paused_s if by == how]
-        print(
-            f"{len(pauses)} series of losses of ranks that were {how}; from the last loss to the next step: median "
-            f"{statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s"
-        )
     if options.device == "cuda":
         print(f"{count.over_nccl} times ranks met whose gradients then travelled {NcclSums.path}")
     print(f"seeds {options.seed} to {options.seed + runs - 1}, {time.monotonic() - started:.0f} s")
@@ -174,22 +141,25 @@ def disturbed(
 ) -> None:
     """Train to the end while processes are killed, stopped, asked to leave and started."""
     run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")
-    output, began, strikes = folder / "output.txt", time.monotonic(), list[Strike]()
+    output, began = folder / "output.txt", time.monotonic()
     slow = folder / "slow"  # while this file is there
     slow.touch()
     start_one = partial(start, run, output, slow=slow if options.device == "cuda" else None)
     running = [start_one() for _ in range(draw.randint(1, options.ranks))]
-    stopped: list[Stopped] = []
+    stopped: list[tuple[float, BaseProcess]] = []  # until when, and who
     events, once = draw.randint(EVENTS[0], max(options.events, EVENTS[0])), list(ONCE)
     done = False
     while not done or running or stopped:
         time.sleep(draw.uniform(*PAUSE_S))
-        running += _wake(stopped)
+        for due in [entry for entry in stopped if entry[0] < time.monotonic()]:
+            stopped.remove(due)
+            os.kill(due[1].pid, signal.SIGCONT)
+            running.append(due[1])
         statuses = {process.exitcode for process in running}
         done |= 0 in statuses
         running = [process for process in running if process.exitcode is None]
         if why := _failure(statuses, time.monotonic() - began):
-            for process in (*running, *(process for _, process, _ in stopped)):
+            for process in (*running, *(process for _, process in stopped)):
                 process.kill()
                 process.join()
             raise Fault(f"{why}: {last_output(folder)}")
@@ -210,11 +180,9 @@ def disturbed(
             running.append(start_one())
         elif number is not None:
             process = ranks[0] if event != kind else draw.choice(ranks if draw.random() < 0.9 else running)
-            count.of_ranks += process in ranks
             os.kill(process.pid, number)
-            strikes.append(Strike(kind, process.pid, time.time(), process in ranks))
             if number == signal.SIGSTOP:
-                stopped.append((time.monotonic() + draw.uniform(0.1, 2 * SILENT_S), process, strikes[-1]))
+                stopped.append((time.monotonic() + draw.uniform(0.1, 2 * SILENT_S), process))
                 running.remove(process)
         else:
             continue
@@ -222,32 +190,7 @@ def disturbed(
         count.events[kind] += 1
         if not events:
             slow.unlink()
-    count.paused_s += pauses_s(folder / "broken", strikes)
     count.over_nccl += output.read_text(errors="replace").count(f"travel {NcclSums.path}\n")
-    killed = {strike.process: strike.at_s for strike in strikes if strike.kind == "kill"}
-    count.recovered_s += recovered_s(folder / "broken", killed)
-
-
-def _wake(stopped: list[Stopped]) -> list[BaseProcess]:
-    """Let those processes go on whose time has come; returns them."""
-    due = [entry for entry in stopped if entry[0] < time.monotonic()]
-    for entry in due:
-        _, process, strike = entry
-        os.kill(process.pid, signal.SIGCONT)
-        strike.until_s = time.time()
-        stopped.remove(entry)
-    return [process for _, process, _ in due]
-
-
-def recovered_s(folder: Path, killed: dict[int, float]) -> list[float]:
-    """How long after each kill of a rank the others went on, by processes and the times of their ends."""
-    regroupings = [line for line in lines_of(folder) if line["event"] == "ranks"]
-    return [
-        line["time"] - at
-        for process, at in killed.items()
-        for line in regroupings
-        if f"(process {process}) " in str(line["left"])
-    ]
 
 
 def next_event(draw: random.Random, once: list[str], *, alone: bool, full: bool) -> str:
@@ -257,37 +200,6 @@ def next_event(draw: random.Random, once: list[str], *, alone: bool, full: bool)
     if event in due:
         once.remove(event)
     return event
-
-
-def pauses_s(folder: Path, strikes: Sequence[Strike]) -> list[tuple[str, float]]:
-    """How the ranks of each series of losses were lost, and how long after the last loss no step ended."""
-    pauses: list[tuple[str, float]] = []
-    last, last_s, left = 0, math.inf, ""
-    for line in lines_of(folder):
-        if line["event"] == "ranks":
-            last = line["step"]  # steps after it are repeated
-            left += "; ".join(line["left"])
-        elif line["event"] in ("start", "resume"):
-            last, left = line["step"], ""  # no rank was left
-        elif line["event"] == "train" and line["step"] > last:  # not one that who takes over writes again
-            if left and last_s < math.inf:
-                how = "stopped" if "silent" in left else "killed, or left"
-                pauses.append((how, line["time"] - last_loss_s(strikes, last_s, line["time"], left)))
-            last, last_s, left = line["step"], line["time"], ""
-    return pauses
-
-
-def last_loss_s(strikes: Sequence[Strike], began_s: float, ended_s: float, left: str) -> float:
-    """When the last rank was lost between two steps, of which `left` says who was left.
-
-    A rank that was stopped and went on before the others noticed counts as lost until it went on: they waited for it.
-    """
-    times = [began_s]
-    for strike in (strike for strike in strikes if strike.of_rank):
-        silent = f"(process {strike.process}) has been silent" in left
-        noticed = strike.kind != "stop" or silent or strike.until_s > ended_s
-        times.append(strike.at_s if noticed else strike.until_s)
-    return max(time_s for time_s in times if time_s <= ended_s)
 
 
 def _ranks(folder: Path) -> list[int]:

@@ -20,6 +20,7 @@ from fuzzing.damage import BYTES, JSON_LINES, TEXT
 from fuzzing.files import CPU, RATE_HZ, Target, digest, make_manifest, make_model, noise
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
+from support.corpora_cases import write_text
 
 from ds2.audio.read import audio_blocks
 from ds2.audio.shard import Shard
@@ -142,7 +143,7 @@ def _upload(folder: Path) -> Any:
 
 def _make_messages(protocol: Protocol, folder: Path) -> None:
     make_model(folder)
-    files.write_lines(folder / "messages.jsonl", map(json.dumps, protocol.messages))
+    write_text(folder / "messages.jsonl", *map(json.dumps, protocol.messages))
 
 
 def _read_messages(protocol: Protocol, folder: Path) -> Any:
