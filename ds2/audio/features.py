@@ -1,7 +1,7 @@
 """Waveform to normalised log spectrogram on the model's device; every frame is the same offline and in a stream.
 
-Mel filter banks are float64: those of log_mel, and the styles of Kaldi and NeMo as kaldi-native-fbank, which computes
-the features of sherpa-onnx, has them. Samples are in [-1, 1]; there is no dither and no energy.
+Mel filters are computed in float64: those of log_mel, and those of Kaldi and NeMo as in kaldi-native-fbank, which
+computes the features for sherpa-onnx. Samples are in [-1, 1]; there is no dither, and no energy beside the filters.
 
 Shapes: B batch, N samples, T frames, F bins, W samples of a window.
 """
@@ -145,9 +145,9 @@ class Features(nn.Module):
     of the utterance are used, so a frame depends on its own samples alone, not on batch, padding or chunks.
     The spectrogram has window / 2 + 1 bins (161 at 16 kHz, 20 ms), as in Deep Speech 2 (section 4 of the persistent RNN
     paper: 20 ms windows, 10 ms steps); the window is a periodic Hann window and power is divided by its energy.
-    `lead` is 0 except for kaldi_fbank and nemo_fbank (see `ds2.audio.features`): their first windows begin before
-    the first sample, where the waveform is mirrored. Kaldi also computes one or two last frames whose windows end after
-    the last sample; these are left out.
+    `lead` is 0 except for kaldi_fbank and nemo_fbank: their first windows begin before the first sample, where the
+    waveform is mirrored. Kaldi also computes one or two last frames whose windows end after the last sample; these are
+    left out.
 
     Raises:
         ConfigError: window or step is not a whole number of samples, or a mel filter would cover no bin.
@@ -198,10 +198,8 @@ class Features(nn.Module):
     def frames(self, samples: Tensor) -> Tensor: ...
     def frames(self, samples: int | Tensor) -> int | Tensor:
         """Return the number of whole frames in `samples` samples, an int or an int64 tensor of any shape."""
-        if isinstance(samples, Tensor):
-            past_first = samples + self.lead_samples - self.window_samples
-            return (torch.div(past_first, self.step_samples, rounding_mode="floor") + 1).clamp(min=0)
-        return max(0, (samples + self.lead_samples - self.window_samples) // self.step_samples + 1)
+        frames = (samples + self.lead_samples - self.window_samples) // self.step_samples + 1
+        return frames.clamp(min=0) if isinstance(frames, Tensor) else max(0, frames)
 
     def samples(self, frames: int) -> int:
         """Return the least number of samples with `frames` frames; `frames` is at least 1."""

@@ -158,17 +158,18 @@ def _decode_with_pyav(package: Any, descriptor: int) -> _Blocks:
 def _decode_container(package: Any, container: Any) -> _Blocks:
     if not container.streams.audio:
         raise FFmpegError("it holds no sound")
-    stream, count = container.streams.audio[0], len(container.streams.audio)
-    if count > 1:
+    stream, tracks = container.streams.audio[0], len(container.streams.audio)
+    if tracks > 1:
         warn_once(
             log,
-            f"of the {count} audio tracks of a file the first is read; `ffmpeg -i FILE -map 0:a:1 OUT.flac` extracts "
+            f"of the {tracks} audio tracks of a file the first is read; `ffmpeg -i FILE -map 0:a:1 OUT.flac` extracts "
             "the second (logged once)",
         )
     if stream.codec_context is None:
         raise FFmpegError("its sound has a codec that this FFmpeg cannot decode; convert it, e.g. to FLAC")
     name = f"{container.format.name.split(',')[0].upper()}/{stream.codec_context.name}"
-    stated_s, start_s, frames, lead_frames, rate_hz = _stated_s(container), (container.start_time or 0) / 1e6, 0, 0, 0
+    stated_s, start_s = _stated_s(container), (container.start_time or 0) / 1e6
+    frames = lead_frames = rate_hz = 0  # lead: the silence before the first sound, which headers do not count
     resampler = None
     for frame in chain(container.decode(stream), (None,)):  # None flushes the resampler
         if resampler is None:

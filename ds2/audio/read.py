@@ -129,7 +129,7 @@ def read_audio(
         channel: which channel, from 1; 0 averages all.
     Raises:
         AudioError: the file is missing, empty, truncated or not audio, has no such channel, ends more than 0.1 s before
-            the segment does, holds NaN, infinity or floats far over full scale, or more than three hours are requested
+            the segment does, is shorter than a sample of the result, holds NaN, infinity or floats far over full scale, or more than three hours are requested
             (see `audio_blocks`).
     """
     blocks, total_s = [], 0.0
@@ -138,6 +138,8 @@ def read_audio(
         total_s += len(block) / sample_rate_hz
         if total_s > MAX_READ_S:
             raise AudioError(f"{path}: longer than {MAX_READ_S:g} s; read segments of it (offset, duration)")
+    if not blocks:
+        raise AudioError(f"{path}: is shorter than a sample at {sample_rate_hz} Hz: leave it out")
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 

@@ -55,6 +55,7 @@ def member_of(path: Path) -> tuple[Path, str] | None:
 
 
 def index_file(shard: Path) -> Path:
+    """Return the path of a shard's index, which need not exist."""
     return shard.with_name(shard.name + ".index")
 
 
@@ -90,6 +91,7 @@ class Shard:
         return [ShardMember(names[row].decode(), *values) for row, values in enumerate(self._rows.tolist())]
 
     def missing(self, names: Sequence[str]) -> list[str]:
+        """Return those of the names, at least one, that no member has."""
         encoded = np.array([name.encode() for name in names])
         nearest = np.minimum(np.searchsorted(self._names, encoded), len(self._names) - 1)
         return [name for name, equal in zip(names, self._names[nearest] == encoded, strict=True) if not equal]

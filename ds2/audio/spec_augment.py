@@ -16,7 +16,7 @@ from torch import Tensor
 from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
-MILLION = 1_000_000  # warp factors are stored as integers, in millionths
+MILLION = 1_000_000  # factors of frequencies are integers, in millionths, so that one int64 tensor holds all draws
 _WARP_BOUND = 0.6  # of half the rate: frequencies below are multiplied; formants lie there
 
 
@@ -60,7 +60,7 @@ def spectrogram_masks(
     widest_time = np.minimum(round(augment.time_width_s / features.step_s), np.floor(augment.time_fraction * frames))
     frequency, time = np.split(draws, [augment.frequency_masks], axis=1)
     return SpectrogramMasks(
-        _positions(frequency, np.full_like(frames, bins), np.full_like(frames, min(augment.frequency_width, bins))),
+        _positions(frequency, bins, min(augment.frequency_width, bins)),
         _positions(time, frames, widest_time),
     )
 
@@ -138,8 +138,10 @@ def warp_time(features: Tensor, lengths: Tensor, warps: Tensor | None) -> Tensor
     return torch.where((at < lengths[:, None])[:, None, :], torch.lerp(low, high, share), 0.0)
 
 
-def warp_factors(augment: AugmentConfig, seed: int, epoch: int, indices: Sequence[int], view: int = 0) -> Tensor | None:
-    """Draw the warp factor of each utterance of a batch, (B, 1) int64 in millionths; None without `augment.vtlp`.
+def frequency_factors(
+    augment: AugmentConfig, seed: int, epoch: int, indices: Sequence[int], view: int = 0
+) -> Tensor | None:
+    """Draw the factor of each utterance's frequencies, (B, 1) int64 in millionths; None without `augment.vtlp`.
 
     Vocal tract length perturbation (Jaitly and Hinton 2013) makes an utterance sound like a speaker whose vocal tract
     has another length.
@@ -177,7 +179,7 @@ def warped_hz(hz: Tensor, factors: Tensor, rate_hz: int) -> Tensor:
     return torch.where(hz <= bound, hz * factor, above)
 
 
-def warp(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: int) -> Tensor:
+def warp_frequency(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: int) -> Tensor:
     """Return features whose bins are read at warped frequencies, by linear interpolation; factor 1 changes nothing.
 
     Args:
@@ -198,8 +200,10 @@ def warp(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: 
     return torch.lerp(lower, upper, share)
 
 
-def _positions(draws: NDArray[np.float64], extent: NDArray[np.int64], widest: NDArray[np.float64]) -> Tensor:
-    """Turn draws (B, M, 2) in [0, 1) into (first, width) within (B, 1) extents."""
+def _positions(
+    draws: NDArray[np.float64], extent: NDArray[np.int64] | int, widest: NDArray[np.float64] | int
+) -> Tensor:
+    """Turn draws (B, M, 2) in [0, 1) into (first, width); the extent and the largest width are numbers or (B, 1)."""
     width = np.floor(draws[..., 0] * (widest + 1))
     first = np.floor(draws[..., 1] * (extent - width + 1))
     return torch.from_numpy(np.stack([first, width], axis=-1).astype(np.int64))

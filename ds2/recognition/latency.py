@@ -102,7 +102,7 @@ def _stream(
         session.input_finished()
     features, stride = recogniser.features, recogniser.model.time_stride
     frames = stride * round(BLOCK_S / recogniser.frame_s)
-    arrived = features.span(frames) - features.lead_samples  # samples at the end of the first block
+    arrived = features.samples(frames)  # at the end of the first block
     histories: list[list[tuple[float, list[str]]]] = [[] for _ in sessions]
     while ready := [index for index, session in enumerate(sessions) if session.is_ready()]:
         decode_sessions([sessions[index] for index in ready])

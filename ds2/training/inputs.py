@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks, time_warps, warp_factors
+from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks, time_warps, frequency_factors
 from ds2.config.schema import Config
 from ds2.data.loader import Batch, SpeechLoader, rank_part
 from ds2.data.manifest import Utterance
@@ -229,7 +229,7 @@ class InputMaker:
         """Draw for one view of each utterance key, frequency warp and masks: (B, K) int64."""
         config, seed = self.config, self.config.train.seed
         columns = [torch.tensor(_dropout_keys(config, epoch, indices, view), dtype=torch.int64)[:, None]]
-        factors = warp_factors(config.augment, seed, epoch, indices, view)
+        factors = frequency_factors(config.augment, seed, epoch, indices, view)
         if factors is not None:
             columns.append(factors)
         bins = self.features.bins

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import apply_masks, warp, warp_time
+from ds2.audio.spec_augment import apply_masks, warp_frequency, warp_time
 from ds2.config.schema import Config, ConfigError, TrainConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
@@ -76,7 +76,7 @@ class Passes:
         features = warp_time(features, inputs.frames, inputs.time_warps)
         if inputs.views > 1:
             features = features.repeat(inputs.views, 1, 1)
-        features = warp(features, self._centres_hz, inputs.frequency_factors, self.features.sample_rate_hz)
+        features = warp_frequency(features, self._centres_hz, inputs.frequency_factors, self.features.sample_rate_hz)
         features = apply_masks(features, inputs.masks)
         frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):

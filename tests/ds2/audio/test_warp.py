@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import MILLION, warp, warp_factors, warped_hz
+from ds2.audio.spec_augment import MILLION, warp_frequency, frequency_factors, warped_hz
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 RATE_HZ = 16000
@@ -36,9 +36,9 @@ def test_a_tone_moves_to_where_the_factor_says(kind: str) -> None:
     tones = torch.stack([torch.sin(2 * math.pi * hz * time_s) for hz in (2000.0, 2000.0 * 1.15, 2000.0 * 0.9)])
     plain, _ = features(tones[:1], torch.tensor([RATE_HZ]))
     moved, _ = features(tones, torch.full((3,), RATE_HZ))
-    found = warp(moved, features.centres_hz, given(1.0, 1.15, 0.9), RATE_HZ)
+    found = warp_frequency(moved, features.centres_hz, given(1.0, 1.15, 0.9), RATE_HZ)
     assert torch.equal(found[:1], plain)
-    assert torch.equal(warp(moved, features.centres_hz, given(1.0, 1.0, 1.0), RATE_HZ), moved)
+    assert torch.equal(warp_frequency(moved, features.centres_hz, given(1.0, 1.0, 1.0), RATE_HZ), moved)
     peak = plain.mean(2).argmax(1)
     assert bool(((found.mean(2).argmax(1) - peak).abs() <= 1).all())
     assert bool(((moved.mean(2).argmax(1) - peak).abs()[1:] > 1).all())
@@ -47,19 +47,23 @@ def test_a_tone_moves_to_where_the_factor_says(kind: str) -> None:
 def test_rising_features_are_read_at_the_frequency_itself() -> None:
     features = Features(FeaturesConfig(), RATE_HZ)
     rising = features.centres_hz[None, :, None].expand(2, -1, 3)
-    found = warp(rising, features.centres_hz, given(1.1, 0.85), RATE_HZ)
+    found = warp_frequency(rising, features.centres_hz, given(1.1, 0.85), RATE_HZ)
     wanted = warped_hz(features.centres_hz.double(), torch.tensor([1.1, 0.85], dtype=torch.float64), RATE_HZ)
     torch.testing.assert_close(found[:, :, 1].double(), wanted, rtol=1e-6, atol=8000 * 2.0**-20)
 
 
 def test_factors_are_drawn_for_each_utterance_epoch_and_view() -> None:
     config = AugmentConfig(vtlp=[0.9, 1.1])
-    assert warp_factors(AugmentConfig(), 1, 1, [0]) is None
-    drawn = warp_factors(config, 1, 2, range(1000))
+    assert frequency_factors(AugmentConfig(), 1, 1, [0]) is None
+    drawn = frequency_factors(config, 1, 2, range(1000))
     assert drawn is not None and drawn.shape == (1000, 1)
     assert 900_000 <= int(drawn.min()) < 901_000 and 1_099_000 < int(drawn.max()) <= 1_100_000
     assert abs(float(drawn.double().mean()) - MILLION) < 5 * 0.2 * MILLION / math.sqrt(12 * 1000)
-    one = warp_factors(config, 1, 2, [7])
+    one = frequency_factors(config, 1, 2, [7])
     assert one is not None and torch.equal(one, drawn[7:8])
-    others = [warp_factors(config, 2, 2, [7]), warp_factors(config, 1, 3, [7]), warp_factors(config, 1, 2, [7], view=1)]
+    others = [
+        frequency_factors(config, 2, 2, [7]),
+        frequency_factors(config, 1, 3, [7]),
+        frequency_factors(config, 1, 2, [7], view=1),
+    ]
     assert all(other is not None and not torch.equal(other, one) for other in others)

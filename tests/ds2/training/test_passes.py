@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ds2.audio.spec_augment import apply_masks, warp, warp_time
+from ds2.audio.spec_augment import apply_masks, warp_frequency, warp_time
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.data.loader import Batch
@@ -62,7 +62,7 @@ def test_both_views_have_one_warp_of_time_and_all_else_stays_as_it_was(tiny_conf
     features = trainer.features.padded(inputs.waveforms, inputs.frames)
     moved = warp_time(features, inputs.frames, inputs.time_warps)
     assert not torch.equal(moved, features)
-    views = warp(
+    views = warp_frequency(
         moved.repeat(2, 1, 1), trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz
     )
     logits, frames = trainer.model(apply_masks(views, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
@@ -84,7 +84,7 @@ def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -
         plain.dropout_keys, inputs.dropout_keys[:3]
     )
     features = trainer.features.padded(inputs.waveforms, inputs.frames).repeat(2, 1, 1)
-    warped = warp(features, trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz)
+    warped = warp_frequency(features, trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz)
     assert not torch.equal(warped, features)
     logits, frames = trainer.model(apply_masks(warped, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
     given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
