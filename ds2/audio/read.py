@@ -129,8 +129,8 @@ def read_audio(
         channel: which channel, from 1; 0 averages all.
     Raises:
         AudioError: the file is missing, empty, truncated or not audio, has no such channel, ends more than 0.1 s before
-            the segment does, is shorter than a sample of the result, holds NaN, infinity or floats far over full scale, or more than three hours are requested
-            (see `audio_blocks`).
+            the segment does, is shorter than a sample of the result, holds NaN, infinity or floats far over full scale,
+            or more than three hours are requested (see `audio_blocks`).
     """
     blocks, total_s = [], 0.0
     for block in audio_blocks(path, sample_rate_hz, offset_s, duration_s, channel=channel):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ds2.config.convert import config_to_dict, flat
 from ds2.config.schema import Config
 from ds2.distributed.process_group import ProcessGroup, SumBuffers, add_in_order
-from ds2.distributed.watchdog import RankStatus, Watchdog
+from ds2.distributed.watchdog import Hang, RankStatus, Watchdog
 from ds2.system import UserError
 from ds2.system.machine import VERSION
 
@@ -158,11 +158,7 @@ class Communicator:
             DisagreementError: on all ranks; names the first rank that differs, its host, the facts, and the remedy.
         """
         host, expected = self.broadcast((self.host, dict(facts)))
-        differing = ", ".join(
-            f"{name}: {facts.get(name)} instead of {value}"
-            for name, value in expected.items()
-            if facts.get(name) != value
-        )
+        differing = differing_facts(facts, expected)
         difference = f"rank {self.rank} on {self.host} differs from rank 0 on {host}: {differing}" if differing else ""
         first = next((text for text in self.allgather(difference) if text), "")
         if first:
@@ -208,8 +204,8 @@ class GroupCommunicator(Communicator):
         self.watchdog = Watchdog(group.channel(), group.hosts, self.status, timeout_s, self._end_hang, elastic=elastic)
         self.watchdog.start()
 
-    def _end_hang(self, reason: str) -> None:
-        """End the job: the watchdog has found the reason."""
+    def _end_hang(self, hang: Hang) -> None:
+        """End the job: the watchdog has found that a rank hangs."""
         self.abort(1)
 
     def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
@@ -417,6 +413,12 @@ _HOST_SETTINGS = {
     "run_dir", "device", "data.train", "data.dev", "data.test", "data.corpus", "data.work_dir", "data.workers",
     "data.cache", "data.cache_gb", "augment.noise",
 }  # fmt: skip
+
+
+def differing_facts(facts: Mapping[str, object], expected: Mapping[str, object]) -> str:
+    """Say which of the expected facts differ, and how; '' if none does."""
+    pairs = ((name, facts.get(name), value) for name, value in expected.items())
+    return ", ".join(f"{name}: {own} instead of {value}" for name, own, value in pairs if own != value)
 
 
 @cache

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,12 +33,12 @@ from torch import Tensor
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
-from ds2.distributed.communicator import DisagreementError, OrderedCommunicator, Pending
+from ds2.distributed.communicator import DisagreementError, OrderedCommunicator, Pending, differing_facts
 from ds2.distributed.launcher import Launched
 from ds2.distributed.nccl import NcclError, NcclSums, why_no_nccl
 from ds2.distributed.process_group import LostRankError
-from ds2.distributed.tcp import STREAMS, TcpGroup, alone
-from ds2.distributed.watchdog import SILENT_S
+from ds2.distributed.tcp import CLOSED, STREAMS, TcpGroup, alone
+from ds2.distributed.watchdog import SILENT_S, Hang
 from ds2.system import UserError
 from ds2.system.files import name_errors
 from ds2.system.machine import reachable_address
@@ -306,12 +306,10 @@ class Members:
         """Check whether the ranks of a view may take this process in."""
         if not any(self.alive(m.id) for m in newest.members):
             return
-        differing = [f"{key}: {facts.get(key)} instead of {value}" for key, value in newest.facts.items()
-                     if facts.get(key) != value]  # fmt: skip
-        if differing:
+        if differing := differing_facts(facts, newest.facts):
             raise DisagreementError(
-                f"this process differs from the ranks of the run: {', '.join(differing)}; start it with the same "
-                "overrides, data and versions"
+                f"this process differs from the ranks of the run: {differing}; start it with the same overrides, data "
+                "and versions"
             )
         if len(newest.members) >= self._config.max_ranks and waited_s > self._config.wait_s:
             raise UserError(
@@ -357,16 +355,15 @@ class Members:
                 for stream in range(STREAMS):
                     links[stream][rank] = self._reach(member, view, _HELLO.pack(view.number, stream, hello))
             self._accept(view, own, links)
-        except OSError as error:
-            _close(links)
-            if error.errno in _NO_MORE_FILES:
-                raise  # it would be so again
-            raise LostRankError(f"a rank of the new group cannot be reached ({error})") from error
-        except BaseException:
-            _close(links)
+        except BaseException as error:
+            for stream_links in links:
+                for link in stream_links.values():
+                    link.close()
+            if isinstance(error, OSError) and error.errno not in _NO_MORE_FILES:  # without files it would be so again
+                raise LostRankError(f"a rank of the new group cannot be reached ({error})") from error
             raise
-        for links_of_stream in links:
-            for link in links_of_stream.values():
+        for stream_links in links:
+            for link in stream_links.values():
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small sums are many
         self._unreached_s = None
         return TcpGroup(own, [m.host for m in view.members], links)
@@ -556,7 +553,7 @@ class ElasticCommunicator(OrderedCommunicator):
         self._nccl: NcclSums | None = None  # of the view
         self._why_no_nccl = ""  # why this process tries no NCCL any more
         try:
-            super().__init__(alone(platform.node()), self.members.take_device(device), config.timeout_s)
+            super().__init__(alone(), self.members.take_device(device), config.timeout_s)
             self._on_the_host = self.name, self.path
         except BaseException:
             self.members.close()
@@ -567,14 +564,9 @@ class ElasticCommunicator(OrderedCommunicator):
         """The ranks; None before the first `regroup`."""
         return self.members.view
 
-    def _end_hang(self, reason: str) -> None:
-        """Take the ranks that the watchdog names out of the group: its transfers fail."""
-        group = self._tcp
-        named = [rank for rank, host in enumerate(group.hosts) if reason.startswith(f"rank {rank} on {host} ")]
-        for rank in named:
-            group.lose(rank, reason.removeprefix(f"rank {rank} on {group.hosts[rank]} "))
-        if not named:
-            group.lose(-1, reason)
+    def _end_hang(self, hang: Hang) -> None:
+        """Take the rank that hangs out of the group: its transfers fail."""
+        self._tcp.lose(hang.rank, hang.reason)
 
     @property
     def _tcp(self) -> TcpGroup:
@@ -629,7 +621,7 @@ class ElasticCommunicator(OrderedCommunicator):
             lost = {
                 self.view.members[rank].id: reason
                 for rank, reason in self._tcp.lost.items()
-                if 0 <= rank != self.rank and "closed its connection" not in reason
+                if 0 <= rank != self.rank and not reason.startswith(CLOSED)
             }
         self._leave_group()
         if self.device.type == "cuda":  # what a broken step launched must not write over what comes next
@@ -640,7 +632,7 @@ class ElasticCommunicator(OrderedCommunicator):
                 view = self.members.next_view(position, self._facts, lost, stop_signal)
                 group = self.members.connect(view)
         except BaseException:
-            self._use(alone(platform.node()))
+            self._use(alone())
             raise
         self._use(group)
         self.barrier()
@@ -757,9 +749,3 @@ def _read_exactly(link: socket.socket, count: int) -> bytes:
             raise ConnectionResetError("end of file")
         data += piece
     return data
-
-
-def _close(links: Iterable[Mapping[int, socket.socket]]) -> None:
-    for stream in links:
-        for link in stream.values():
-            link.close()

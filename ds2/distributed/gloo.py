@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,7 +39,7 @@ class GlooGroup(ProcessGroup):
             self._store = _join()
             self._blocking, self._scatter, self._gather = (dist.new_group(timeout=_NO_TIMEOUT) for _ in range(3))
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.exchange_hosts()
+            self.hosts = self.allgather(platform.node())
 
     def broadcast_(self, octets: Tensor) -> None:
         with _lost_rank_errors():

@@ -122,7 +122,7 @@ class GradientReducer:
     def advance(self) -> None:
         """Count a pass that is replayed from a recording; a last pass with overlap was recorded with `finish_step`."""
         for bucket in self._buckets:
-            bucket.advance()
+            bucket.passes += 1
         self._finished = self._last_pass and self.overlaps
 
     def finish_step(self) -> list[tuple[Moment, Moment]]:
@@ -274,10 +274,6 @@ class Bucket:
         self.passes = self._unfinished = 0
         self._written.clear()
 
-    def advance(self) -> None:
-        """Count a backward pass."""
-        self.passes += 1
-
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients that autograd has for the copies, None where sinks took them or there are none."""
         first: list[tuple[Tensor, Tensor]] = []
@@ -302,7 +298,7 @@ class Bucket:
 
         self.add_later(add)
         self._written.clear()
-        self.advance()
+        self.passes += 1
 
     def is_first_write(self, part: Tensor, first_row: int) -> bool:
         """Note that a sink writes rows of a part; returns whether these hold nothing of this step yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from contextlib import suppress
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ class MpiGroup(ProcessGroup):
         self._blocking, self._scatter, self._gather = (self._open() for _ in range(3))
         self.rank, self.size = self._blocking.rank, self._blocking.size
         self.reads_device_memory = _reads_device_memory()
-        self.exchange_hosts()
+        self.hosts = self.allgather(platform.node())
 
     def _open(self) -> MPI.Intracomm:
         self._opened.append(MPI.COMM_WORLD.Dup())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -45,12 +44,13 @@ class ProcessGroup(ABC):
     library: str  # its implementation, for the table of ranks
     rank: int
     size: int  # the number of processes
+    hosts: list[str]  # the machine names of all ranks
     reads_device_memory = False  # whether transfers take tensors on a GPU
 
-    def exchange_hosts(self) -> None:
-        """Set `hosts` and `local_rank`; constructors end with it."""
-        self.hosts: list[str] = self.allgather(platform.node())  # the machine names of all ranks
-        self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])  # lower ranks on the same machine
+    @property
+    def local_rank(self) -> int:
+        """The number of lower ranks on the same machine."""
+        return self.hosts[: self.rank].count(self.hosts[self.rank])
 
     def first_nonempty(self, value: str) -> str:
         """Return the first value of any rank that is not empty."""

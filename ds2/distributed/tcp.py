@@ -7,6 +7,7 @@ the group is closed or a rank is lost.
 
 from __future__ import annotations
 
+import platform
 import select
 import socket
 import struct
@@ -23,6 +24,8 @@ from ds2.distributed.watchdog import RankStatus, read_report, write_report
 from ds2.system import UserError
 
 STREAMS = 4  # connections of two ranks: blocking calls, scatter, gather, reports of the watchdog
+CLOSED = "closed its connection"
+"""What `TcpGroup.lost` says first of a rank whose process may go on: only the connection is known to have ended."""
 _WAIT_MS = 100  # after which a blocking call looks whether a rank was lost
 _REPORT_LENGTH = struct.Struct("<I")
 _LONGEST_REPORT = 1 << 16  # bytes
@@ -84,7 +87,7 @@ class _Stream:
                 with suppress(BlockingIOError):
                     _advance(self._receiving[rank], link.recv_into)
             except OSError as error:
-                self._group.lose(rank, f"closed its connection ({error.strerror or error})")
+                self._group.lose(rank, f"{CLOSED} ({error.strerror or error})")
                 raise LostRankError(self._group.reason) from error
 
 
@@ -111,7 +114,6 @@ class TcpGroup(ProcessGroup):
 
     def __init__(self, rank: int, hosts: Sequence[str], links: Sequence[Mapping[int, socket.socket]]) -> None:
         self.rank, self.size, self.hosts = rank, len(hosts), list(hosts)
-        self.local_rank = self.hosts[:rank].count(self.hosts[rank])
         self.lost: dict[int, str] = {}  # why ranks, -1 for no single one, are gone; if any is, all transfers fail
         self.on_loss: Callable[[], object] = lambda: None  # called, in any thread, whenever a rank is lost
         self._streams = [_Stream(self, stream) for stream in links]
@@ -224,8 +226,9 @@ class TcpChannel:
         if not data:
             del self._links[rank]
             if rank not in self._finished:
-                self._group.lose(rank, "closed its connection")
+                self._group.lose(rank, CLOSED)
 
 
-def alone(host: str) -> TcpGroup:
-    return TcpGroup(0, [host], [{} for _ in range(STREAMS)])
+def alone() -> TcpGroup:
+    """Return the group of this process alone."""
+    return TcpGroup(0, [platform.node()], [{} for _ in range(STREAMS)])

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ds2.system.messages import decode, encode
 from ds2.system.plain import FieldError, from_plain
@@ -84,10 +84,21 @@ class ReportedStatus:
         self.status, self.reported_s = status, now_s
 
 
+class Hang(NamedTuple):
+    """A rank that hangs, or -1 where all of them wait, the name of its host, and what it does, for messages."""
+
+    rank: int
+    host: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} {self.reason}" if self.rank >= 0 else self.reason
+
+
 def find_hang(
     ranks: Mapping[int, ReportedStatus], world: int, now_s: float, timeout_s: float, silent_s: float = math.inf
-) -> str:
-    """Return a message that names the rank that hangs, or ''.
+) -> Hang | None:
+    """Return the first rank that hangs, if one does.
 
     Args:
         ranks: what one rank knows: itself and the ranks that report to it. All ranks report to rank 0.
@@ -97,19 +108,17 @@ def find_hang(
         silent_s: a shorter limit of the time without reports.
     """
     for rank, known in ranks.items():
-        who = f"rank {rank} on {known.host}"
         since_report_s, since_change_s = now_s - known.reported_s, now_s - known.changed_s
         if since_report_s > min(timeout_s, silent_s):
-            return f"{who} has been silent for {since_report_s:.0f} s, its last report: {known.status}"
+            reason = f"has been silent for {since_report_s:.0f} s, its last report: {known.status}"
+            return Hang(rank, known.host, reason)
         if not known.status.collective and since_change_s > timeout_s * known.status.limit_factor:
-            return f"{who} hangs: no progress for {since_change_s:.0f} s at {known.status}"
+            return Hang(rank, known.host, f"hangs: no progress for {since_change_s:.0f} s at {known.status}")
     since_change_s = now_s - max(known.changed_s for known in ranks.values())
     if len(ranks) == world and all(known.status.collective for known in ranks.values()) and since_change_s > timeout_s:
-        return (
-            f"all ranks wait for each other for {since_change_s:.0f} s, the network or a collective is stuck: "
-            f"{_describe(ranks)}"
-        )
-    return ""
+        stuck = f"all ranks wait for each other for {since_change_s:.0f} s, the network or a collective is stuck"
+        return Hang(-1, "", f"{stuck}: {_describe(ranks)}")
+    return None
 
 
 def _describe(ranks: Mapping[int, ReportedStatus]) -> str:
@@ -149,7 +158,7 @@ def read_report(data: bytes | bytearray) -> tuple[int, RankStatus | None]:
 
 
 class Watchdog(threading.Thread):
-    """Sends the status of this rank to rank 0 and rank 0's to all, and ends when `find_hang` finds a reason.
+    """Sends the status of this rank to rank 0 and rank 0's to all, and ends when `find_hang` finds a rank.
 
     Where ranks come and go, a silent rank is named after `SILENT_S`: a mistake costs it a new start from the state of
     the others, where otherwise it would end the job. So reports are four times as frequent there: a rank is named at
@@ -162,7 +171,7 @@ class Watchdog(threading.Thread):
         hosts: of all ranks, in order.
         own: the status of this rank, which others change.
         timeout_s: see `find_hang`; a hang ends the job a few seconds after it.
-        on_hang: is called with the reason: ends the job or, where ranks come and go, this rank's part in its group.
+        on_hang: is called with what was found: ends the job or, where ranks come and go, this rank's part in its group.
         elastic: whether ranks come and go.
     """
 
@@ -172,7 +181,7 @@ class Watchdog(threading.Thread):
         hosts: list[str],
         own: RankStatus,
         timeout_s: float,
-        on_hang: Callable[[str], object],
+        on_hang: Callable[[Hang], object],
         *,
         elastic: bool = False,
     ) -> None:
@@ -203,9 +212,9 @@ class Watchdog(threading.Thread):
                 self.channel.send(replace(self.own), rank)
             self._receive()
             running = {rank: known for rank, known in self.ranks.items() if rank not in self._finished}
-            reason = find_hang(running, self.world, self._now_s, self.timeout_s, self._silent_s)
-            if reason:
-                self._end(reason)
+            hang = find_hang(running, self.world, self._now_s, self.timeout_s, self._silent_s)
+            if hang is not None:
+                self._end(hang)
                 return
         if self._dropped:
             return
@@ -243,12 +252,12 @@ class Watchdog(threading.Thread):
             elif rank in self.ranks:
                 self.ranks[rank].update(status, now_s)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, hang: Hang) -> None:
         end = "the others go on" if self._elastic else "ending the job"
-        print(f"ds2: {reason} (comm.timeout_s={self.timeout_s:g}); {end}", file=sys.stderr, flush=True)
-        if self.channel.rank in self.ranks and f"rank {self.channel.rank} " in reason:
+        print(f"ds2: {hang} (comm.timeout_s={self.timeout_s:g}); {end}", file=sys.stderr, flush=True)
+        if hang.rank in (self.channel.rank, -1):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        self._on_hang(reason)
+        self._on_hang(hang)
 
     def drop(self) -> None:
         """Stop at once, without a last message: the group has broken."""

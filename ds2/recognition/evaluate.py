@@ -112,13 +112,13 @@ def evaluate(
         )
     if recogniser.writes_phones:
         log.warning(PHONES_ONLY)
+    comm = comm or Communicator(recogniser.device)
     for path in manifests:
         began = time.monotonic()
         utterances = scored_utterances([str(path)], recogniser.alphabet)
         loader = recognition_loader(utterances, data, recogniser.device, workers)
-        shown = comm is None or comm.rank == 0
-        share = len(utterances) / (1 if comm is None else comm.world)  # of this rank, about
-        with ProgressBar(f"evaluating {path}", share, "utterances", shown=shown) as progress:
+        share = len(utterances) / comm.world  # of this rank, about
+        with ProgressBar(f"evaluating {path}", share, "utterances", shown=comm.rank == 0) as progress:
             watch = counting(progress)
             hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm, watch=watch)
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)

@@ -5,7 +5,6 @@ Times are seconds of audio.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from ds2.recognition.session import BLOCK_S, decode_sessions, final_results, res
 from ds2.recognition.transcripts import align_batch, transcript_batches
 from ds2.scoring.wer import CORRECT, DELETION, INSERTION, align
 from ds2.system.files import read_byte_lines
-from ds2.system.plain import counted
+from ds2.system.plain import counted, parse_object
 
 _STREAMS = 32  # in one batch
 End = tuple[str, float]
@@ -190,10 +189,10 @@ def read_ends(path: Path) -> WordEnds:
     known: dict[tuple[str, float], list[End]] = {}
     for number, line in read_byte_lines(path):
         try:
-            record = json.loads(line)
+            record = parse_object(line)
             words = [(str(word["text"]), float(word["end_s"])) for word in record["words"]]
             known[str(record["audio_filepath"]), round(float(record["offset"]), 3)] = words
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:  # OverflowError: a number of 400 digits
             raise ConfigError(
                 f"{path}, line {number}: no line of `ds2 align --out` ({type(error).__name__}: {error}): make the file "
                 "with `ds2 align MODEL MANIFEST --out FILE`"

@@ -384,7 +384,7 @@ def decode_logits(
     """
     if not len(logits):
         return
-    log_probs, frames = logits.float().log_softmax(2), torch.tensor(lengths)
+    log_probs, frames = logits.float().log_softmax(2), np.array(lengths)
     broken: set[int] = set()
 
     def fail(row: int, error: Exception) -> None:
@@ -393,7 +393,8 @@ def decode_logits(
 
     def step(rows: Sequence[int]) -> None:
         selected = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
-        sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], selected, frames[rows])
+        decodings = [sessions[row].decoding for row in rows]
+        sessions[rows[0]].decoder.step(decodings, selected, torch.from_numpy(frames[rows]))
 
     rows_by_key: dict[tuple[int, int], list[int]] = {}
     for row, session in enumerate(sessions):
@@ -401,16 +402,16 @@ def decode_logits(
     for rows in rows_by_key.values():
         run_contained(rows, step, fail)
     quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
-    counts = np.array(lengths)
-    counts = np.stack([counts, *quiet_at_ends(quiet, counts)])
+    quiet_before, quiet_after = quiet_at_ends(quiet, frames)
     ended: list[LiveSession] = []
 
     def update(part: Sequence[tuple[int, LiveSession]]) -> None:
-        rows, lives = zip(*part, strict=True)
+        rows, lives = [row for row, _ in part], [live for _, live in part]
         rules = np.array([(r.silence_s, r.after_speech_s, r.longest_s) for r in (live.endpoints for live in lives)])
         where, pipeline = np.array([live.row for live in lives]), lives[0].pipeline
-        frames, before, after = counts[:, rows]
-        ends = pipeline.open_segments.update(where, frames, before, after, rules.astype(float), pipeline.frame_s)
+        ends = pipeline.open_segments.update(
+            where, frames[rows], quiet_before[rows], quiet_after[rows], rules.astype(float), pipeline.frame_s
+        )
         ended.extend(live for live, end in zip(lives, ends.tolist(), strict=True) if end)
 
     open_segments = [(row, s) for row, s in enumerate(sessions) if isinstance(s, LiveSession) and row not in broken]

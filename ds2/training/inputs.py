@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks, time_warps, frequency_factors
+from ds2.audio.spec_augment import SpectrogramMasks, frequency_factors, spectrogram_masks, time_warps
 from ds2.config.schema import Config
 from ds2.data.loader import Batch, SpeechLoader, rank_part
 from ds2.data.manifest import Utterance

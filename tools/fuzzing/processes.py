@@ -30,7 +30,7 @@ from torch import Tensor
 from ds2.distributed import elastic
 from ds2.distributed.elastic import ElasticCommunicator, Members, View
 from ds2.distributed.process_group import LostRankError
-from ds2.distributed.tcp import TcpGroup
+from ds2.distributed.tcp import CLOSED, TcpGroup
 from ds2.system import files
 from ds2.system.messages import decode, encode
 from ds2.system.plain import from_plain, parse_json
@@ -255,7 +255,7 @@ class Group(TcpGroup):
     """A `TcpGroup` that is its own stream: what ranks send each other arrives in order, some time later."""
 
     def __init__(self, machine: Machine, number: int, rank: int, members: Sequence[str]) -> None:
-        self.rank, self.size, self.hosts, self.local_rank = rank, len(members), ["host"] * len(members), rank
+        self.rank, self.size, self.hosts = rank, len(members), ["host"] * len(members)
         self.lost, self.on_loss, self._blocking, self._began_s = {}, lambda: None, self, machine.now_s
         self.machine = machine
         self.links = [other for other in range(len(members)) if other != rank]
@@ -312,7 +312,7 @@ class Group(TcpGroup):
         alive_s = process.stopped_s if process.stopped else machine.now_s if link.open else self._began_s
         if process.dead or (link.items and link.items[-1][1] is None):
             if machine.draw.random() < 0.5:  # what has arrived is read before the end is seen, or not
-                self.lose(rank, "closed its connection")
+                self.lose(rank, CLOSED)
         elif 0 in (rank, self.rank) and machine.now_s - alive_s > SILENT_S:
             self.lose(rank, f"has been silent for {SILENT_S:.0f} s")
         if self.lost:

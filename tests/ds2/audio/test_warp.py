@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import MILLION, warp_frequency, frequency_factors, warped_hz
+from ds2.audio.spec_augment import MILLION, frequency_factors, warp_frequency, warped_hz
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 RATE_HZ = 16000

@@ -365,7 +365,7 @@ class OnGpu(ElasticCommunicator):
         self.device, self.rank, self.world, self.host = torch.device("cuda", 0), 0, 2, "here"
         self.status = RankStatus()
         self._on_the_host, self._nccl, self._why_no_nccl = ("tcp", "through host memory over tcp"), None, ""
-        self.group: Any = alone("here")
+        self.group: Any = alone()
         self.group.hosts = ["here", "there"]
         self.group.any_gpu_shared = lambda device: False
         self.group.first_nonempty = lambda own: own or reasons.pop(0)

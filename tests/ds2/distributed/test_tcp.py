@@ -36,7 +36,7 @@ def on_all(groups: list[TcpGroup], work: Callable[[TcpGroup], Any]) -> list[Any]
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 3, 100_003])
 def test_calls_carry_the_values_of_all_ranks_in_order(world: int, length: int) -> None:
-    groups = connected(world) if world > 1 else [alone("host0")]
+    groups = connected(world) if world > 1 else [alone()]
     generator = torch.Generator().manual_seed(length)
     inputs = torch.randn(world, length, generator=generator)
     counts = [length // world + (rank < length % world) for rank in range(world)]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds2.distributed.watchdog import RankStatus, ReportedStatus, Watchdog, find_hang
+from ds2.distributed.watchdog import Hang, RankStatus, ReportedStatus, Watchdog, find_hang
 
 WAIT_S = 600  # a last resort: what is waited for comes by itself, on a busy machine late
 
@@ -31,35 +31,36 @@ def report(
 
 
 def test_ranks_that_move_are_left_alone() -> None:
-    assert find_hang({0: report("a", 100, 95), 1: report("b", 99, 99)}, 2, 100, 10) == ""
+    assert find_hang({0: report("a", 100, 95), 1: report("b", 99, 99)}, 2, 100, 10) is None
 
 
 def test_a_rank_that_stands_still_is_named_with_host_step_and_phase() -> None:
-    reason = find_hang({0: report("a", 100, 80, collective="sum"), 1: report("b", 99, 80)}, 2, 100, 10)
+    reason = str(find_hang({0: report("a", 100, 80, collective="sum"), 1: report("b", 99, 80)}, 2, 100, 10))
     assert "rank 1 on b hangs" in reason and "20 s" in reason and "step 7, forward" in reason
 
 
 def test_a_silent_rank_is_named() -> None:
-    reason = find_hang({0: report("a", 100, 80, collective="sum"), 1: report("b", 85, 80)}, 2, 100, 10)
-    assert "rank 1 on b has been silent for 15 s" in reason
+    hang = find_hang({0: report("a", 100, 80, collective="sum"), 1: report("b", 85, 80)}, 2, 100, 10)
+    assert hang is not None and hang.rank == 1 and "rank 1 on b has been silent for 15 s" in str(hang)
 
 
 def test_a_silent_rank_is_named_sooner_where_the_others_go_on_without_it() -> None:
     ranks = {0: report("a", 100, 80, collective="sum"), 1: report("b", 91, 91)}
-    assert find_hang(ranks, 2, 100, 600) == ""
-    assert "rank 1 on b has been silent for 9 s" in find_hang(ranks, 2, 100, 600, 8)
-    assert find_hang({**ranks, 1: report("b", 100, 20)}, 2, 100, 600, 8) == ""  # slow, but not silent
+    assert find_hang(ranks, 2, 100, 600) is None
+    assert "rank 1 on b has been silent for 9 s" in str(find_hang(ranks, 2, 100, 600, 8))
+    assert find_hang({**ranks, 1: report("b", 100, 20)}, 2, 100, 600, 8) is None  # slow, but not silent
 
 
 def test_unlimited_phases_and_those_who_wait_for_them_are_left_alone() -> None:
     ranks = {0: report("a", 100, 10, limited=False), 1: report("b", 100, 10, collective="allgather")}
-    assert find_hang(ranks, 2, 100, 10) == ""
+    assert find_hang(ranks, 2, 100, 10) is None
 
 
 def test_a_wait_of_all_is_seen_by_who_knows_all() -> None:
     ranks = {rank: report("a", 100, 80, collective="sum") for rank in range(3)}
-    assert "all ranks wait for each other for 20 s" in find_hang(ranks, 3, 100, 10)
-    assert find_hang({0: ranks[0], 2: ranks[2]}, 3, 100, 10) == ""  # rank 1 may be at work
+    hang = find_hang(ranks, 3, 100, 10)
+    assert hang is not None and hang.rank == -1 and "all ranks wait for each other for 20 s" in str(hang)
+    assert find_hang({0: ranks[0], 2: ranks[2]}, 3, 100, 10) is None  # rank 1 may be at work
 
 
 def test_a_status_reads_as_messages_give_them() -> None:
@@ -88,7 +89,7 @@ class Wires:
         box = self.boxes[self.rank]
         return None if box.empty() else box.get()
 
-    def end_job(self, reason: str) -> None:
+    def end_job(self, hang: Hang) -> None:
         self.aborted.set()
         raise SystemExit  # ends the thread, as MPI_Abort ends the process
 
@@ -131,11 +132,11 @@ def test_a_hanging_rank_ends_the_job_and_says_so(
 
 def test_ranks_are_not_silent_while_this_process_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is suspended with all of its ranks, and this one goes on before their reports arrive."""
-    now_s, reasons = 0.0, list[str]()
+    now_s, hangs = 0.0, list[Hang]()
     clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
     monkeypatch.setattr(sys.modules[Watchdog.__module__], "time", clock)
     channel = SimpleNamespace(rank=1, send=lambda status, to: None, receive=lambda: None)
-    watchdog = Watchdog(channel, ["a", "b"], RankStatus(), 600, reasons.append, elastic=True)
+    watchdog = Watchdog(channel, ["a", "b"], RankStatus(), 600, hangs.append, elastic=True)
     ticks = iter([1.0, 60.0, *(60 + 0.25 * number for number in range(1, 100))])
 
     def tick(*_: object) -> tuple[list[int], list[int], list[int]]:
@@ -147,7 +148,7 @@ def test_ranks_are_not_silent_while_this_process_does_not_run(monkeypatch: pytes
     watchdog.start()
     watchdog.join(WAIT_S)
     watchdog.drop()
-    assert now_s == 66.25 and "rank 0 on a has been silent for 8 s" in reasons[0]  # 2 s are those before it slept
+    assert now_s == 66.25 and "rank 0 on a has been silent for 8 s" in str(hangs[0])  # 2 s are those before it slept
 
 
 def test_a_signal_prints_what_is_known_of_ranks_while_this_one_waits(capfd: pytest.CaptureFixture[str]) -> None:

@@ -125,9 +125,11 @@ def test_options_and_files_that_do_not_fit_are_refused(
     assert main(["evaluate", str(both), str(tone_manifest), "--latency", "--device", "cpu"]) != 0
     assert "bidirectional" in capsys.readouterr().err
     times = tmp_path / "times.jsonl"
-    times.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"times\.jsonl, line 1: .*ds2 align"):
-        read_ends(times)
+    utterance = '{"audio_filepath": "a", "offset": 0, "words": [{"text": "a", "end_s": %s}]}\n'
+    for line in ("{}\n", "[" * 10**5 + "\n", utterance % ("1" * 400)):
+        times.write_text(line)
+        with pytest.raises(ConfigError, match=r"times\.jsonl, line 1: .*ds2 align"):
+            read_ends(times)
     times.write_text("")
     with pytest.raises(ConfigError, match="has no words of"):
         read_ends(times).of(read_manifest(tone_manifest))

@@ -84,7 +84,9 @@ def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -
         plain.dropout_keys, inputs.dropout_keys[:3]
     )
     features = trainer.features.padded(inputs.waveforms, inputs.frames).repeat(2, 1, 1)
-    warped = warp_frequency(features, trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz)
+    warped = warp_frequency(
+        features, trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz
+    )
     assert not torch.equal(warped, features)
     logits, frames = trainer.model(apply_masks(warped, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
     given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
