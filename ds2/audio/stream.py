@@ -137,7 +137,6 @@ class SampleBlocks:
     def __init__(
         self, features: Features, block_frames: int, input_buffer: Callable[[int], NDArray[np.float32]] | None = None
     ) -> None:
-        self.features, self.block_frames = features, block_frames
         self.samples = 0  # accepted so far
         self._missing_lead = features.lead_samples  # samples that the first window still lacks
         self._block_samples = features.span(block_frames)
@@ -157,21 +156,17 @@ class SampleBlocks:
         if self._number < 0:
             self._block, self._number = self._input_buffer(0), 0
         while len(samples):
-            if self._count < 0:  # the gap between windows that are further apart than they are long
-                skipped = min(-self._count, len(samples))
-                self._count, samples = self._count + skipped, samples[skipped:]
-                continue
             block, piece = self._block, samples[: self._block_samples - self._count]
             block[self._count : self._count + len(piece)] = piece
             self._count, samples = self._count + len(piece), samples[len(piece) :]
             if self._count == self._block_samples:
                 self._number += 1
                 self._block, self._count = self._input_buffer(self._number), self._block_samples - self._step
-                self._block[: max(0, self._count)] = block[self._step :]
+                self._block[: self._count] = block[self._step :]
                 yield block
 
     def finish(self) -> NDArray[np.float32]:
         """Return the remaining samples (N,) float32, which may be too few for a frame."""
-        remaining = self._block[: max(0, self._count)].copy()
+        remaining = self._block[: self._count].copy()
         self._count = 0
         return remaining

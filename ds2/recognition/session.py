@@ -183,7 +183,7 @@ def describe_delays(config: Config) -> str:
     The model is unidirectional, and the default rules end segments.
     """
     pause_s = Endpoints().after_speech_s
-    overlap_s = max(0.0, config.features.window_s - config.features.step_s)
+    overlap_s = config.features.window_s - config.features.step_s
     ahead_s = sum(lookahead_parts_ms(config.model, config.features.step_s).values()) / 1000 + overlap_s
     silent_s, noisy_s = max(pause_s, PAUSE_S + ahead_s) + BLOCK_S, pause_s + ahead_s + BLOCK_S
     return (
