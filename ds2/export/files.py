@@ -22,9 +22,11 @@ from ds2.system.files import atomic_file, write_text
 from ds2.system.machine import VERSION
 from ds2.text.alphabet import BLANK, Alphabet
 
-SHERPA_VERSIONS = {"kaldi_fbank": "for sherpa-onnx up to 2.0.0", "nemo_fbank": "for sherpa-onnx from 2.0.1 on"}
+DESCRIPTION = "ds2"  # the entry of a file's metadata that holds the description, JSON
+TOKENS = "tokens.txt"
+_SHERPA_VERSIONS = {"kaldi_fbank": "for sherpa-onnx up to 2.0.0", "nemo_fbank": "for sherpa-onnx from 2.0.1 on"}
 """The versions of sherpa-onnx by the `features.kind` that they compute; a file cannot state which it needs."""
-STRIDE = 4  # feature frames per output frame that sherpa-onnx assumes for its times and endpoints
+_SHERPA_STRIDE = 4  # feature frames per output frame that sherpa-onnx assumes for its times and endpoints
 _WAY_OUT = "or export for another runtime with --interface plain"
 
 
@@ -36,11 +38,11 @@ def why_not_sherpa(config: Config) -> str | None:
             "it streams, and model.bidirectional=true needs the end of an utterance first: train with "
             "model.bidirectional=false"
         )
-    if features.kind not in SHERPA_VERSIONS:
+    if features.kind not in _SHERPA_VERSIONS:
         obstacles.append(
             f"it computes filter banks, and this model takes features.kind={features.kind}: train with "
-            f"features=nemo_fbank ({SHERPA_VERSIONS['nemo_fbank']}) or "
-            f"features=kaldi_fbank ({SHERPA_VERSIONS['kaldi_fbank']})"
+            f"features=nemo_fbank ({_SHERPA_VERSIONS['nemo_fbank']}) or "
+            f"features=kaldi_fbank ({_SHERPA_VERSIONS['kaldi_fbank']})"
         )
     elif (features.window_s, features.step_s) != (0.025, 0.01):
         obstacles.append(
@@ -48,10 +50,11 @@ def why_not_sherpa(config: Config) -> str | None:
             f"features.step_s={features.step_s}: train with features={features.kind} as it is"
         )
     stride = time_stride(model)
-    if stride != STRIDE:
+    if stride != _SHERPA_STRIDE:
         obstacles.append(
-            f"it takes an output frame for {STRIDE} feature frames of 10 ms, and this model gives one for {stride}, so "
-            f"that times and endpoints would be wrong: train with time strides of model.convs whose product is {STRIDE}"
+            f"it takes an output frame for {_SHERPA_STRIDE} feature frames of 10 ms, and this model gives one for "
+            f"{stride}, so that times and endpoints would be wrong: train with time strides of model.convs whose "
+            f"product is {_SHERPA_STRIDE}"
         )
     if not obstacles:
         return None
@@ -71,23 +74,11 @@ def sherpa_metadata(loaded: LoadedModel, chunk_frames: int, states: Mapping[str,
     return {key: str(number) for key, number in numbers.items()}
 
 
-def sherpa_tail_s(loaded: LoadedModel, chunk_frames: int, delay: int) -> float:
-    """Return the seconds of silence that a client sends after the last word.
-
-    The last frame comes out `delay` output frames late, and sherpa-onnx runs a chunk only when one frame more is ready.
-    """
-    return (delay * loaded.model.time_stride + chunk_frames + 1) * loaded.features.step_s
-
-
 def sherpa_tokens(alphabet: Alphabet) -> str:
     """Return the lines of tokens.txt; a line with a number alone stands for the space."""
     return "".join(
         f"{'<blk>' if label == BLANK else symbol} {label}\n" for label, symbol in enumerate(alphabet.symbols)
     )
-
-
-DESCRIPTION = "ds2"  # the entry of a file's metadata that holds the description, JSON
-TOKENS = "tokens.txt"
 
 
 def export_onnx(
@@ -180,8 +171,10 @@ def _describe(loaded: LoadedModel, exported: Exported, delay: int) -> dict[str, 
         "symbols": ["<blk>", *loaded.alphabet.symbols[1:]],
     }
     if not exported.from_samples:
-        described["runs"] = SHERPA_VERSIONS[loaded.features.kind]
-        described["tail_s"] = sherpa_tail_s(loaded, exported.chunk, delay)
+        described["runs"] = _SHERPA_VERSIONS[loaded.features.kind]
+        # The silence that a client sends after the last word: the last frame comes out `delay` output frames late, and
+        # sherpa-onnx runs a chunk only when one frame more is ready.
+        described["tail_s"] = (delay * loaded.model.time_stride + exported.chunk + 1) * loaded.features.step_s
     return described
 
 

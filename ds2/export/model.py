@@ -11,7 +11,9 @@ Shape letters: B batch, N samples, T frames, F bins, C channels, D, H widths, V 
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -180,7 +182,7 @@ class Network:
                 self._recur(frames, layer, direction, reverse=bool(number))
                 for number, direction in enumerate(layer.directions)
             ]
-            frames = replace(frames, x=outputs[0] + outputs[1] if outputs[1:] else outputs[0])
+            frames = replace(frames, x=functools.reduce(operator.add, outputs))
         for weight in module.row_convs:
             frames = self._row_conv(frames, weight)
         if not module.residual:
@@ -198,10 +200,10 @@ class Network:
         ops, (taps, hidden) = self.ops, weight.shape
         window = TimeWindow(taps, 0, 1, frames.at.delay)
         x = self._with_past(frames.x, _SEQUENCE, (hidden,), window)
-        total = None
-        for tap in range(taps):
-            term = ops.slice(x, _SEQUENCE, tap, tap + 1 - taps or None) * ops.constant(weight[tap])
-            total = term if total is None else total + term
+        terms = (
+            ops.slice(x, _SEQUENCE, tap, tap + 1 - taps or None) * ops.constant(weight[tap]) for tap in range(taps)
+        )
+        total = functools.reduce(operator.add, terms)
         return self._masked(total, SourcePosition(frames.at.before, frames.at.known, self._delay(window)), _SEQUENCE)
 
     def _product(self, x: Value, weight: Tensor) -> Value:
