@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ds2.config.schema import ConfigError, FeaturesConfig
 
 MIN_ENERGY = torch.finfo(torch.float32).eps  # of a filter of Kaldi and NeMo, before the logarithm
-PREEMPHASIS = 0.97
+_PREEMPHASIS = 0.97
 _LINEAR_HZ_PER_MEL = 200.0 / 3.0
 _LOG_START_HZ = 1000.0
 _LOG_START_MEL = _LOG_START_HZ / _LINEAR_HZ_PER_MEL
@@ -128,14 +128,14 @@ def _hann(samples: int) -> Tensor:
     return torch.hann_window(samples, periodic=True, dtype=torch.float64)
 
 
-STYLES = {"kaldi_fbank": FilterBank(_povey, kaldi_filters, True), "nemo_fbank": FilterBank(_hann, nemo_filters, False)}
+_STYLES = {"kaldi_fbank": FilterBank(_povey, kaldi_filters, True), "nemo_fbank": FilterBank(_hann, nemo_filters, False)}
 """Styles by `features.kind`: Kaldi's own, which icefall trains with and most models of sherpa-onnx use, and NeMo's."""
 
 
 def preemphasise(windows: Tensor, style: FilterBank) -> Tensor:
     """Return windows (..., W) less their mean where the style says so, then x[t] - 0.97 x[t - 1], x[-1] being x[0]."""
     x = windows - windows.mean(-1, keepdim=True) if style.remove_mean else windows
-    return x - PREEMPHASIS * torch.cat([x[..., :1], x[..., :-1]], -1)
+    return x - _PREEMPHASIS * torch.cat([x[..., :1], x[..., :-1]], -1)
 
 
 class Features(nn.Module):
@@ -163,7 +163,7 @@ class Features(nn.Module):
         self.window_samples = _whole_samples("features.window_s", config.window_s, sample_rate_hz)
         self.step_samples = _whole_samples("features.step_s", config.step_s, sample_rate_hz)
         self.sample_rate_hz = sample_rate_hz
-        self.step_s, self.kind, self.style = config.step_s, config.kind, STYLES.get(config.kind)
+        self.step_s, self.kind, self.style = config.step_s, config.kind, _STYLES.get(config.kind)
         self.lead_samples, self.fft_samples = 0, self.window_samples
         window = torch.hann_window(self.window_samples, periodic=True, dtype=torch.float64)
         window /= window.square().sum().sqrt()

@@ -1,7 +1,7 @@
 """Containers that libsndfile does not read (m4a, webm, wma, videos), decoded by PyAV or else by the program ffmpeg.
 
 Some of FFmpeg's demuxers open the files that their input names, as concat lists and playlists do. Input may come from
-strangers. FFmpeg therefore reads an open file, with the demuxers in `DEMUXERS` only, and no protocol that could open
+strangers. FFmpeg therefore reads an open file, with the demuxers in `_DEMUXERS` only, and no protocol that could open
 another file.
 """
 
@@ -30,9 +30,9 @@ FFMPEG_SUFFIXES = (
     ".m4a", ".mp4", ".webm", ".aac", ".wma", ".mkv", ".mka", ".mov", ".avi", ".m4b", ".3gp", ".amr", ".ac3",
     ".ts", ".wmv",
 )  # fmt: skip
-DEMUXERS = ("aac", "ac3", "amr", "asf", "avi", "eac3", "flac", "matroska", "mov", "mp3", "mpegts", "ogg", "wav")
+_DEMUXERS = ("aac", "ac3", "amr", "asf", "avi", "eac3", "flac", "matroska", "mov", "mp3", "mpegts", "ogg", "wav")
 _REFUSED_CONTAINER = (
-    f"not readable as audio: its container is none of {', '.join(DEMUXERS)}. Lists and playlists of other files "
+    f"not readable as audio: its container is none of {', '.join(_DEMUXERS)}. Lists and playlists of other files "
     "are never followed; convert other audio, e.g. to FLAC"
 )
 UNKNOWN_FRAMES = 1 << 62
@@ -138,7 +138,7 @@ def _decode(descriptor: int) -> _Blocks:
 
 
 def _decode_with_pyav(package: Any, descriptor: int) -> _Blocks:
-    options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none"}
+    options = {"format_whitelist": ",".join(_DEMUXERS), "protocol_whitelist": "none"}
     try:
         with open(descriptor, "rb", closefd=False) as file:
             # Without the attribute `name`: FFmpeg would take it for a path, and open other files beside it.
@@ -214,7 +214,7 @@ def _stated_s(container: Any) -> float:
 def _decode_with_program(descriptor: int) -> _Blocks:
     """Decode with the program: it reads the file as its standard input and writes float32 as an AU file."""
     command = [
-        "ffmpeg", "-nostdin", "-v", "error", "-protocol_whitelist", "fd", "-format_whitelist", ",".join(DEMUXERS),
+        "ffmpeg", "-nostdin", "-v", "error", "-protocol_whitelist", "fd", "-format_whitelist", ",".join(_DEMUXERS),
         "-fd", "0", "-i", "fd:", "-map", "0:a:0", "-vn", "-af", "aresample=async=1:first_pts=0",
         "-c:a", "pcm_f32be", "-f", "au", "pipe:1",
     ]  # fmt: skip

@@ -95,14 +95,15 @@ class PeerMemory:
         self._comm = comm
         self._mailboxes: list[Mailbox] = []
         self._sum: PeerSum | None = None
-        reason = self._open(comm, comm.device.index or 0)
+        reason = self._open()
         if reason:
             self.close()
             if comm.rank == 0:
                 log.info("statistics of batch norm are summed by NCCL: %s", reason)
 
-    def _open(self, comm: Communicator, device_index: int) -> str:
+    def _open(self) -> str:
         """Map the mailboxes of all ranks; return why a rank cannot, or ''."""
+        comm = self._comm
         obstacle = why_no_gpu(comm.device)
         answers = comm.allgather((comm.host, f"rank {comm.rank}: {obstacle}" if obstacle else ""))
         hosts = len({host for host, _ in answers})
@@ -110,16 +111,16 @@ class PeerMemory:
             return f"there are {comm.world} ranks on {hosts} hosts"
         if first := next((text for _, text in answers if text), ""):
             return first
-        addresses, reason = self._map(comm, sum_bytes(comm.world), device_index)
+        addresses, reason = self._map(sum_bytes(comm.world))
         if not reason:
             self._sum = PeerSum(comm.rank, addresses)
         return reason
 
-    def _map(self, comm: Communicator, size: int, device_index: int) -> tuple[list[int], str]:
+    def _map(self, size: int) -> tuple[list[int], str]:
         """Map `size` bytes of every rank; return their addresses, and why a rank cannot, or ''."""
-        reason, mailbox = "", None
+        comm, reason, mailbox = self._comm, "", None
         try:
-            mailbox = Mailbox(size, device_index)
+            mailbox = Mailbox(size, comm.device.index or 0)
             self._mailboxes.append(mailbox)
         except RuntimeError as error:
             reason = f"rank {comm.rank}: {error}"
@@ -142,7 +143,7 @@ class PeerMemory:
             return None
         exchanges = []
         for size in sizes:
-            addresses, reason = self._map(comm, exchange_bytes(size), comm.device.index or 0)
+            addresses, reason = self._map(exchange_bytes(size))
             if reason:
                 if comm.rank == 0:
                     log.info("sums of gradients are not made by copies: %s", reason)

@@ -43,9 +43,6 @@ class OnnxValue:
     __matmul__, log, sigmoid, tanh = map(_method, ("MatMul", "Log", "Sigmoid", "Tanh"))
     tanh_ = tanh
 
-    def __rsub__(self, other: Any) -> OnnxValue:
-        return self.graph.node("Sub", other, self)
-
     def relu_(self) -> OnnxValue:
         return self.clamp(0.0, None)
 

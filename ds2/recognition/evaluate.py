@@ -66,14 +66,14 @@ class Evaluation:
             recordings: of `worst_recordings`, which errors.html plays.
         """
         records = (
-            hypothesis_record(u, h, " ".join(aligned.reference))
+            _hypothesis_record(u, h, " ".join(aligned.reference))
             for u, h, aligned in zip(self.utterances, self.hypotheses, self.report.utterances, strict=True)
         )
         write_json_lines(folder / "hypotheses.jsonl", records)
         facts: dict[str, Any] = {
             "model": str(model),
             "manifest": str(self.manifest),
-            "decoder": describe(options),
+            "decoder": _describe_decoder(options),
             "ds2": VERSION,
         }
         if self.words_only is not None:
@@ -119,7 +119,7 @@ def evaluate(
         loader = recognition_loader(utterances, data, recogniser.device, workers)
         share = len(utterances) / comm.world  # of this rank, about
         with ProgressBar(f"evaluating {path}", share, "utterances", shown=comm.rank == 0) as progress:
-            watch = counting(progress)
+            watch = _counting(progress)
             hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm, watch=watch)
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %s, %.0f s of audio in %.1f s", path, counted(len(utterances), "utterance"), audio_s, elapsed_s)
@@ -155,7 +155,7 @@ def worst_recordings(evaluation: Evaluation, data: DataConfig, count: int) -> di
     return recordings
 
 
-def counting(progress: ProgressBar) -> Callable[[list[int], Tensor, Tensor], None]:
+def _counting(progress: ProgressBar) -> Callable[[list[int], Tensor, Tensor], None]:
     """Return a function that counts the utterances of the batches that `Recogniser.logits` yields."""
     return lambda indices, logits, lengths: progress.update(progress.done + len(indices))
 
@@ -196,7 +196,7 @@ def score_words(report: Report, alphabet: Alphabet) -> Report | None:
     )
 
 
-def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: str) -> dict[str, Any]:
+def _hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: str) -> dict[str, Any]:
     """Return one line of hypotheses.jsonl: NeMo's keys (`pred_text` is the hypothesis), score and words with times."""
     return {
         "audio_filepath": str(utterance.audio_filepath),
@@ -212,7 +212,7 @@ def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: s
     }
 
 
-def describe(options: DecodeConfig) -> str:
+def _describe_decoder(options: DecodeConfig) -> str:
     """Return decoder settings in one line for a report."""
     taken, parts = METHODS[options.method].options, [options.method]
     if "beam" in taken:
@@ -255,7 +255,7 @@ def robustness(
     for name, augment in conditions(snrs_db).items():
         loader = SpeechLoader(utterances, data, recogniser.device, augment=augment, seed=_DEGRADE_SEED)
         with ProgressBar(name, len(utterances), "utterances") as progress:
-            hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, watch=counting(progress))
+            hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, watch=_counting(progress))
         yield name, score(utterances, hypotheses, recogniser.alphabet, phones=recogniser.writes_phones)
 
 

@@ -141,7 +141,8 @@ def test_samples_of_other_types_are_the_same_audio(recogniser: Recogniser, recor
 
     wanted = text(samples)
     assert wanted
-    assert text(integers) == text(integers.astype(np.int32) << 16) == text(torch.from_numpy(samples)) == wanted
+    for same in (integers, integers.astype(">i2"), integers.astype(np.int32) << 16, torch.from_numpy(samples)):
+        assert text(same) == wanted
     for other in (samples * 32768, integers.astype(np.int64), np.stack([samples, samples], 1)):
         with pytest.raises(AudioError, match="samples"):
             text(other)
