@@ -47,7 +47,7 @@ _PADDING_S = 0.5  # sound may be so much shorter than its header says: encoders 
 _GAP_S = 0.1  # shorter gaps come from rounded times; ffmpeg's aresample ignores them too
 _CLOCK_GAP_S = 10.0  # a longer gap in MPEG-TS means that its clock started again; ffmpeg has the same rule
 _LONGEST_GAP_S = 3600.0  # a longer one is a damaged time, which may be years
-_SILENT_FRAMES = 1 << 16  # of silence at once
+_SILENT_FRAMES = 1 << 16  # of a block of silence
 _BUFFER_BYTES = 1 << 18
 _PROGRAM_BLOCK_BYTES = 1 << 20
 _MAX_MESSAGES = 8
@@ -186,9 +186,7 @@ def _decode_container(package: Any, container: Any) -> _Blocks:
                 silent = round(gap_s * rate_hz)
                 lead_frames = lead_frames if frames else silent
                 frames += silent
-                for first in range(0, silent, _SILENT_FRAMES):
-                    count = min(_SILENT_FRAMES, silent - first)
-                    yield audio_format, np.zeros((count, audio_format.channels), np.float32)
+                yield from _silence(audio_format, silent)
         for converted in resampler.resample(frame):
             block = converted.to_ndarray().reshape(-1, audio_format.channels)
             frames += len(block)
@@ -199,6 +197,12 @@ def _decode_container(package: Any, container: Any) -> _Blocks:
             f"truncated: its header says {stated_s:.3f} s, decoding ends at {decoded_s:.3f} s. Copy it again; "
             "if what is there is enough, convert that, e.g. to FLAC"
         )
+
+
+def _silence(audio_format: _Format, frames: int) -> _Blocks:
+    """Yield silence in blocks of bounded size: a gap may last an hour."""
+    for first in range(0, frames, _SILENT_FRAMES):
+        yield audio_format, np.zeros((min(_SILENT_FRAMES, frames - first), audio_format.channels), np.float32)
 
 
 def _stated_s(container: Any) -> float:

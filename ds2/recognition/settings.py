@@ -50,16 +50,25 @@ def decode_settings(
             OmegaConf.update(merged, key, _words(key, value) if listed else value)
     except OverflowError as error:  # a number of 400 digits
         raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{place}: not a value ({reason}); write values as in YAML: 0.5, true, [a,b]") from error
     except OmegaConfBaseException as error:
-        unknown = isinstance(error, ConfigKeyError | ConfigAttributeError)
-        near = nearest_key(str(error.full_key)) if unknown else None
-        hint = f"; did you mean {near!r}?" if near else ""
-        key = f"{error.full_key}: " if error.full_key else ""
-        blamed = [str(error.full_key), *(k for k, _, value in (c.partition("=") for c in changes) if value[:1] == "{")]
-        reasons = (expected(name, error.value) for name in blamed if not unknown or name != error.full_key)
-        reason = next(filter(None, reasons), str(error).splitlines()[0])
-        raise ConfigError(f"{place}: {key}{reason}{hint}") from error
+        raise ConfigError(f"{place}: {_reason(error, changes)}") from error
     return to_config(cast(DictConfig, merged)).decode
+
+
+def _reason(error: OmegaConfBaseException, changes: Sequence[str]) -> str:
+    """Return the key that OmegaConf refuses, what it allows, or the nearest key if there is none of this name."""
+    key = str(error.full_key or "")
+    mappings = [name for name, _, value in (change.partition("=") for change in changes) if value.startswith("{")]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        near = nearest_key(key)
+        wrong, hint = [name for name in mappings if name != key], f"; did you mean {near!r}?" if near else ""
+    else:
+        wrong, hint = [key, *mappings], ""
+    reason = next(filter(None, (expected(name, error.value) for name in wrong)), str(error).splitlines()[0])
+    return f"{key}: {reason}{hint}" if key else f"{reason}{hint}"
 
 
 def _words(key: str, value: str) -> list[str]:

@@ -39,6 +39,12 @@ def test_a_wrong_value_gets_what_the_setting_takes(others: list[str], tmp_path: 
         resolve_options([*others, "decode.beam=wide"], tmp_path / "best.safetensors", Config(run_dir="run"))
 
 
+@pytest.mark.parametrize("value", ["{", '"', "@", "\1", "a: b: c", "[" * 5000, "[" * 900 + "]" * 900])
+def test_a_value_that_cannot_be_parsed_is_refused(value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.alpha="):
+        resolve_options([f"decode.alpha={value}"], tmp_path / "best.safetensors", Config(run_dir="run"))
+
+
 @pytest.mark.parametrize("others", [[], ["decode=beam"], ["decode.beam=9"]])
 @pytest.mark.parametrize("value", ["{zero:5}", "zero"])
 def test_a_value_that_is_no_list_gets_the_form_of_lists(value: str, others: list[str], tmp_path: Path) -> None:
