@@ -46,7 +46,7 @@ test-versions:
 	$(PYTHON) tools/check_versions.py newest
 
 lint: $(VENV)/installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tests/support/peers_check.py && $(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/gpu_tests.py check
 
 # Guide, design, results and the API reference, from the docstrings, to build/site/index.html. A link that leads nowhere is an error.

@@ -27,14 +27,14 @@ def both(comm: NcclCommunicator, mine: torch.Tensor) -> tuple[torch.Tensor, torc
     """The sum between peers, and NCCL's."""
     peers, nccl = mine.to(comm.device), mine.to(comm.device)
     assert comm._peers.sum_chunks(peers.view(1, -1)) is not None, "peers cannot be mapped"
-    comm._all_reduce(nccl, comm._statistics, torch.cuda.current_stream(comm.device))
+    comm._sums.sum_(nccl)
     return peers, nccl
 
 
 def recorded_us(comm: NcclCommunicator, way: str, count: int) -> float:
     """Microseconds of one of many sums in a recording, each of what the one before left."""
     tensor = draw(comm.rank, 0, count).to(comm.device)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
 
     def sums() -> None:
@@ -42,7 +42,7 @@ def recorded_us(comm: NcclCommunicator, way: str, count: int) -> float:
             if way == "peers":
                 assert comm._peers.sum_chunks(tensor.view(1, -1)) is not None
             else:
-                comm._all_reduce(tensor, comm._statistics, torch.cuda.current_stream())
+                comm._sums.sum_(tensor)
             tensor.mul_(0.5)  # of two: sums keep their size
 
     with torch.cuda.stream(stream):
@@ -59,7 +59,7 @@ def recorded_us(comm: NcclCommunicator, way: str, count: int) -> float:
         graph.replay()
     torch.cuda.synchronize()
     took = 1e6 * (time.perf_counter() - began) / REPLAYS / SUMS
-    expected = sum(draw(rank, 0, count) for rank in range(comm.world)) / 2
+    expected = functools.reduce(torch.add, (draw(rank, 0, count) for rank in range(comm.world))) / 2
     assert torch.equal(tensor.cpu(), expected), (way, count)  # halves of equal numbers' sums: every bit
     return took
 
@@ -94,7 +94,7 @@ def check_copies(comm: NcclCommunicator) -> None:
             tensor.normal_(generator=generator)
         copies = [tensor.clone() for tensor in tensors]
         for tensor in copies:
-            comm._all_reduce(tensor, comm._gradients, torch.cuda.current_stream(comm.device))
+            comm.start_sum(tensor).wait()
         return copies
 
     def sums() -> None:
@@ -112,7 +112,7 @@ def check_copies(comm: NcclCommunicator) -> None:
     run = sums
     for turn in range(30):
         same(turn)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         sums()
