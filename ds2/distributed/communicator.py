@@ -308,7 +308,7 @@ class _Buffers(SumBuffers):
         host = torch.empty(n, dtype=flat.dtype, pin_memory=True) if comm.staged else flat
         counts = [n // world + (rank < n % world) for rank in range(world)]
         parts = torch.empty(world, counts[comm.rank], dtype=flat.dtype, device=host.device)
-        super().__init__(host, parts, counts, [sum(counts[:rank]) for rank in range(world)])
+        super().__init__(host, parts, counts)
         self.stream = torch.cuda.Stream(comm.device) if flat.is_cuda else None  # type: ignore[no-untyped-call]
 
 

@@ -44,14 +44,14 @@ class MpiGroup(ProcessGroup):
         self._blocking.Barrier()
 
     def scatter(self, buffers: SumBuffers) -> IsDone:
-        host, parts, kind, whole = _mpi_arguments(buffers)
-        own = parts.shape[1]
-        rows = [own] * self.size, [rank * own for rank in range(self.size)]
-        return cast(IsDone, self._scatter.Ialltoallv([host, whole, kind], [parts, rows, kind]).Test)
+        host, parts, kind = _mpi_arguments(buffers)
+        rows = [parts.shape[1]] * self.size
+        return cast(IsDone, self._scatter.Ialltoallv([host, buffers.counts, kind], [parts, rows, kind]).Test)
 
     def gather(self, buffers: SumBuffers) -> IsDone:
-        host, parts, kind, whole = _mpi_arguments(buffers)
-        return cast(IsDone, self._gather.Iallgatherv([parts[0], parts.shape[1], kind], [host, whole, kind]).Test)
+        host, parts, kind = _mpi_arguments(buffers)
+        own = [parts[0], parts.shape[1], kind]
+        return cast(IsDone, self._gather.Iallgatherv(own, [host, buffers.counts, kind]).Test)
 
     def channel(self) -> _MpiChannel:
         return _MpiChannel(self._open())
@@ -118,8 +118,8 @@ def _reads_device_memory() -> bool:
         return False
 
 
-def _mpi_arguments(buffers: SumBuffers) -> tuple[Any, Any, MPI.Datatype, tuple[list[int], list[int]]]:
-    """Return `host` and `parts` as mpi4py takes them (numpy arrays, or GPU tensors), their type, counts and starts."""
+def _mpi_arguments(buffers: SumBuffers) -> tuple[Any, Any, MPI.Datatype]:
+    """Return `host` and `parts` as mpi4py takes them (numpy arrays, or GPU tensors), and the type of their elements."""
     host, parts = (t if t.is_cuda else t.numpy() for t in (buffers.host, buffers.parts))
     kind = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}[buffers.host.dtype]
-    return host, parts, kind, (buffers.counts, buffers.starts)
+    return host, parts, kind

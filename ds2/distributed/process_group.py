@@ -29,8 +29,7 @@ class SumBuffers:
 
     host: Tensor  # (n,) elements in memory that the group can read and write
     parts: Tensor  # (N, own) this rank's part as each rank has it; its first row receives the sum
-    counts: list[int]  # length of each rank's part of `host`
-    starts: list[int]  # and its offset
+    counts: list[int]  # length of each rank's part of `host`, one after the other
 
 
 class ProcessGroup(ABC):
