@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import soundfile
@@ -207,19 +206,6 @@ def reads_cheaply(
         return is_cheap
 
 
-class AudioFile(Protocol):
-    """An opened file: the part of soundfile.SoundFile that is used here, which FFmpegAudio has too."""
-
-    samplerate: int
-    channels: int
-    frames: int
-    format: str
-    subtype: str
-
-    def read(self, frames: int, *, dtype: str, always_2d: bool) -> NDArray[np.float32]:
-        """Return the next frames (N, channels), fewer at the end."""
-
-
 class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types
     """A file that is read in order. SoundFile seeks after each read, which in MP3 loses or repeats samples."""
 
@@ -227,8 +213,11 @@ class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has 
         return False
 
 
+_AudioFile = _ForwardFile | FFmpegAudio  # the latter has what is used here of the former
+
+
 @contextmanager
-def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[AudioFile]:
+def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[_AudioFile]:
     """Open a file for reading; errors within the block are raised as AudioError with the file's name.
 
     A file that is damaged, as far as its header shows, is an error, or with `lenient` a warning.
@@ -264,7 +253,7 @@ def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[
 
 
 @contextmanager
-def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient: bool) -> Iterator[AudioFile]:
+def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient: bool) -> Iterator[_AudioFile]:
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
@@ -301,7 +290,7 @@ def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
     return {"samplerate": rate_hz, "channels": 1, "format": "RAW", "subtype": "PCM_16", "endian": "LITTLE"}
 
 
-def _check_header(file: AudioFile, path: Path) -> None:
+def _check_header(file: _AudioFile, path: Path) -> None:
     low, high = RATES_HZ
     if not low <= file.samplerate <= high or not 1 <= file.channels <= MAX_CHANNELS:
         raise AudioError(
@@ -324,13 +313,13 @@ def _check_length(container: str, path: Path, descriptor: int, lenient: bool) ->
         raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
 
 
-def _check_channel(file: AudioFile, path: Path, channel: int) -> None:
+def _check_channel(file: _AudioFile, path: Path, channel: int) -> None:
     if not 0 <= channel <= file.channels:
         raise AudioError(f"{path}: has no channel {channel}, its channels are 1 to {file.channels}; 0 averages them")
 
 
 def _mono_blocks(
-    file: AudioFile, path: Path, offset_s: float, duration_s: float | None, channel: int, *, lenient: bool
+    file: _AudioFile, path: Path, offset_s: float, duration_s: float | None, channel: int, *, lenient: bool
 ) -> Iterator[NDArray[np.float32]]:
     _check_channel(file, path, channel)
     rate_hz = file.samplerate
@@ -387,14 +376,14 @@ def _one_channel(block: NDArray[np.float32], channel: int) -> NDArray[np.float32
     return mono
 
 
-def _check_segment(file: AudioFile, path: Path, offset_s: float, duration_s: float | None) -> None:
+def _check_segment(file: _AudioFile, path: Path, offset_s: float, duration_s: float | None) -> None:
     length_s = file.frames / file.samplerate
     if offset_s >= length_s or (duration_s is not None and offset_s + duration_s > length_s + END_TOLERANCE_S):
         segment = f"from {offset_s:g} s" + (f" to {offset_s + duration_s:g} s" if duration_s is not None else " on")
         raise AudioError(f"{path}: the segment {segment} goes past the end of the file, which is {length_s:.3f} s long")
 
 
-def _skip(file: AudioFile, frames: int) -> None:
+def _skip(file: _AudioFile, frames: int) -> None:
     if isinstance(file, soundfile.SoundFile) and file.format != "MP3" and soundfile.SoundFile.seekable(file):
         file.seek(frames)
         return

@@ -17,13 +17,14 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from ds2_ops.recurrent.cells import CELLS
 from torch import Tensor, nn
 
 from ds2.audio.features import MIN_ENERGY, POWER_FLOOR, Features, preemphasise
-from ds2.export.operations import Operations, TorchOperations, Value
+from ds2.export.operations import TorchOperations, Value
 from ds2.model.acoustic import NetworkWeights
 from ds2.model.checkpoint import LoadedModel
 from ds2.model.convolution import ConvWeights
@@ -32,6 +33,10 @@ from ds2.model.structure import TimeWindow
 from ds2.system import UserError
 from ds2.text.alphabet import BLANK
 
+if TYPE_CHECKING:
+    from ds2.export.onnx_operations import OnnxOperations
+
+    Operations = TorchOperations | OnnxOperations
 NEVER = -1e4
 """Log-prob of all labels but the blank in frames that are not valid."""
 _IMAGE, _SEQUENCE = 3, 1  # the axis of time in (B, C, F, T) and in (B, T, H)

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from ds2.export.operations import Step
+from ds2.export.operations import Step, Value
 
 OPSET = 17
 """That of ONNX 1.12 (2022): what runtimes on phones read."""
@@ -74,7 +74,7 @@ class OnnxValue:
 
 
 class OnnxOperations:
-    """See `ds2.export.operations.Operations`; the graph grows with each."""
+    """The operations of `TorchOperations` as nodes of a graph, which grows with each."""
 
     def __init__(self) -> None:
         self._nodes: list[list[onnx.NodeProto]] = [[]]  # of the graph, and of the step that is being written
@@ -103,43 +103,41 @@ class OnnxOperations:
         self._weights.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
-    def constant(self, tensor: Tensor) -> OnnxValue:
+    def constant(self, tensor: Tensor) -> Value:
         name = f"constant_{len(self._weights)}"
         self._weights[name] = numpy_helper.from_array(np.ascontiguousarray(tensor.float().numpy()), name)
         return OnnxValue(self, name)
 
-    def concat(self, parts: Sequence[OnnxValue], axis: int) -> OnnxValue:
+    def concat(self, parts: Sequence[OnnxValue], axis: int) -> Value:
         return self.node("Concat", *parts, axis=axis) if len(parts) > 1 else parts[0]
 
-    def slice(self, x: OnnxValue, axis: int, start: int, end: int | None) -> OnnxValue:
+    def slice(self, x: OnnxValue, axis: int, start: int, end: int | None) -> Value:
         return self.node("Slice", x, [start], [_TO_THE_END if end is None else end], [axis])
 
-    def reshape(self, x: OnnxValue, shape: Sequence[int]) -> OnnxValue:
+    def reshape(self, x: OnnxValue, shape: Sequence[int]) -> Value:
         return self.node("Reshape", x, list(shape))
 
-    def pad(self, x: OnnxValue, axis: int, before: int, after: int) -> OnnxValue:
+    def pad(self, x: OnnxValue, axis: int, before: int, after: int) -> Value:
         rank = {1: 3, 3: 4}[axis]  # of (B, T, H) and of (B, C, F, T)
         return self.node(
             "Pad", x, [before if at == axis else after if at == axis + rank else 0 for at in range(2 * rank)]
         )
 
-    def conv(
-        self, x: OnnxValue, weight: OnnxValue, bias: OnnxValue | None, stride: Sequence[int], bins: int
-    ) -> OnnxValue:
+    def conv(self, x: OnnxValue, weight: OnnxValue, bias: OnnxValue | None, stride: Sequence[int], bins: int) -> Value:
         inputs = (x, weight) if bias is None else (x, weight, bias)
         return self.node("Conv", *inputs, strides=list(stride), pads=[bins, 0, bins, 0])
 
-    def rms_norm(self, x: OnnxValue, eps: float) -> OnnxValue:
+    def rms_norm(self, x: OnnxValue, eps: float) -> Value:
         mean = self.node("ReduceMean", self.node("Mul", x, x), axes=[-1], keepdims=1)
         return self.node("Div", x, self.node("Sqrt", self.node("Add", mean, eps)))
 
-    def where(self, condition: OnnxValue, x: Any, y: Any) -> OnnxValue:
+    def where(self, condition: OnnxValue, x: Any, y: Any) -> Value:
         return self.node("Where", condition, x, y)
 
-    def arange(self, x: OnnxValue, axis: int) -> OnnxValue:
+    def arange(self, x: OnnxValue, axis: int) -> Value:
         return self.node("Range", 0, self._size(x, axis), 1)
 
-    def zeros(self, like: OnnxValue, width: int) -> OnnxValue:
+    def zeros(self, like: OnnxValue, width: int) -> Value:
         batch = self.node("Unsqueeze", self._size(like, 0), [0])
         return self.node("Expand", 0.0, self.node("Concat", batch, [width], axis=0))
 
@@ -148,7 +146,7 @@ class OnnxOperations:
 
     def scan(
         self, step: Step, states: Sequence[OnnxValue], inputs: Sequence[OnnxValue], *, reverse: bool
-    ) -> tuple[OnnxValue, Sequence[OnnxValue]]:
+    ) -> tuple[Value, Sequence[Value]]:
         self._nodes.append([])
         self._count += 1
         names = [f"frame_{self._count}_{index}" for index in range(len(states) + len(inputs))]
