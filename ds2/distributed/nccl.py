@@ -242,12 +242,8 @@ class NcclSums:
 
     def start(self, tensor: Tensor, *, overlapped: bool) -> Pending:
         """See `Communicator.start_sum`; the sum runs on `stream`."""
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        started.record(self.stream)
-        self._all_reduce(tensor.detach(), self._overlapped if overlapped else self._gradients, self.stream)
-        ended.record(self.stream)
-        return _StreamSum(self._device, started, ended)
+        opened = self._overlapped if overlapped else self._gradients
+        return _StreamSum(self.stream, lambda: self._all_reduce(tensor.detach(), opened, self.stream))
 
     def abort(self) -> None:
         """End all sums, also those that wait for a lost rank; what they were to overwrite has any values then.
@@ -307,8 +303,9 @@ class NcclCommunicator(GroupCommunicator):
         exchanges = self._peers.exchanges([tensor.numel() for tensor in tensors])
         if exchanges is None or not all(map(PeerExchange.takes, tensors)):
             return None
-        pairs = zip(exchanges, tensors, strict=True)
-        return [partial(_CopiedSum, exchange, tensor.detach(), self._sums.stream) for exchange, tensor in pairs]
+        pairs = zip(exchanges, [tensor.detach() for tensor in tensors], strict=True)
+        stream = self._sums.stream
+        return [partial(_StreamSum, stream, partial(peer.send, t), partial(peer.add, t)) for peer, t in pairs]
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -318,29 +315,25 @@ class NcclCommunicator(GroupCommunicator):
 
 
 class _StreamSum:
-    """A sum by NCCL on the gradient stream, between two events; the host does not wait."""
+    """A sum on the gradient stream, after what the current stream has launched; the host does not wait.
 
-    def __init__(self, device: torch.device, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        self._device, self._started, self._ended = device, started, ended
+    Args:
+        launch: launches it on the stream.
+        add: launches what is left of it once it has travelled, on the stream that waits for it.
+    """
 
-    def wait(self) -> tuple[Moment, Moment]:
-        torch.cuda.current_stream(self._device).wait_event(self._ended)
-        return self._started, self._ended
-
-
-class _CopiedSum:
-    """A sum with copies on the gradient stream, and an addition in `wait`."""
-
-    def __init__(self, exchange: PeerExchange, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        self._exchange, self._tensor = exchange, tensor
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    def __init__(
+        self, stream: torch.cuda.Stream, launch: Callable[[], object], add: Callable[[], object] = lambda: None
+    ) -> None:
+        self._device, self._add = stream.device, add
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         self._started, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self._started.record()
-            exchange.send(tensor)
+            launch()
             self._ended.record()
 
     def wait(self) -> tuple[Moment, Moment]:
-        torch.cuda.current_stream(self._tensor.device).wait_event(self._ended)
-        self._exchange.add(self._tensor)
+        torch.cuda.current_stream(self._device).wait_event(self._ended)
+        self._add()
         return self._started, self._ended
