@@ -48,7 +48,7 @@ class Utterance:
     offset_s: float = 0.0  # where the utterance starts in the file
     speaker: str = ""
     lang: str = ""
-    source: str = ""  # "manifest:line", for messages and data.repeats
+    source: str = ""  # "manifest:line", for messages
 
     @property
     def name(self) -> str:
@@ -71,31 +71,10 @@ def amount(utterances: Sequence[Utterance]) -> str:
     return f"{counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h"
 
 
-def read_manifest(path: str | Path) -> list[Utterance]:
-    """Read one manifest; see `read_manifests`."""
-    return read_manifests([path])
-
-
-def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
-    """Read JSON-lines manifests into one list of utterances, in order; one bad line is an error.
-
-    A manifest named `-` is standard input.
-    A line is an object with `audio_filepath`, `duration` (seconds) and `text`, optionally `offset` (seconds), `speaker`
-    and `lang`; other keys are ignored and logged. A relative path starts at the manifest's folder; absolute paths and
-    paths that leave the folder by `..` are allowed, since a manifest only names files. A
-    byte-order mark, CRLF and blank lines are accepted. Audio files are not opened here; `ds2 data check` reads them.
-
-    Raises:
-        ManifestError: names file:line and the reason for the first errors of a manifest: not UTF-8, not a JSON object,
-            a key missing or of a wrong type, a number that is negative, not finite or over a week, or an utterance
-            (same file and offset) that was listed before; or a manifest is without utterances.
-        TextError: a manifest is unreadable.
-    """
-    utterances: list[Utterance] = []
+def read_manifests(paths: Iterable[str | Path]) -> list[Utterance]:
+    """Read manifests into one list of utterances, in order; see `read_manifest`."""
     seen: dict[tuple[Path, float], str] = {}
-    for path in paths:
-        utterances += _read(Path(path), seen)
-    return utterances
+    return [utterance for path in paths for utterance in read_manifest(path, seen)]
 
 
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
@@ -126,7 +105,24 @@ def _to_record(utterance: Utterance, folder: Path) -> dict[str, Any]:
     return record | {key: value for key, value in optional.items() if value}
 
 
-def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
+def read_manifest(path: str | Path, seen: dict[tuple[Path, float], str] | None = None) -> list[Utterance]:
+    """Read a JSON-lines manifest; one bad line is an error. A manifest named `-` is standard input.
+
+    A line is an object with `audio_filepath`, `duration` (seconds) and `text`, optionally `offset` (seconds), `speaker`
+    and `lang`; other keys are ignored and logged. A relative path starts at the manifest's folder; absolute paths and
+    paths that leave the folder by `..` are allowed, since a manifest only names files. A
+    byte-order mark, CRLF and blank lines are accepted. Audio files are not opened here; `ds2 data check` reads them.
+
+    Args:
+        seen: file, offset and line of the utterances of manifests that were read before; those of this one are added.
+
+    Raises:
+        ManifestError: names file:line and the reason for the first errors: not UTF-8, not a JSON object, a key missing
+            or of a wrong type, a number that is negative, not finite or over a week, or an utterance (same file and
+            offset) that was listed before; or the manifest is without utterances.
+        TextError: the manifest is unreadable.
+    """
+    path, seen = Path(path), {} if seen is None else seen
     if path.suffix.lower() in AUDIO_SUFFIXES:
         raise ManifestError(
             f"{path}: is audio, not a manifest, which has an utterance a line ({', '.join(_REQUIRED)}): "

@@ -20,7 +20,7 @@ from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.config.schema import AugmentConfig, Config, ConfigError, DataConfig
 from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
-from ds2.data.manifest import ManifestError, Utterance, hours, read_manifests
+from ds2.data.manifest import ManifestError, Utterance, hours, read_manifest, read_manifests
 from ds2.system.files import write_text
 from ds2.system.plain import counted, from_plain, parse_json
 from ds2.text.alphabet import Alphabet, describe
@@ -88,7 +88,9 @@ def training_utterances(
     Raises:
         ManifestError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
     """
-    utterances = read_manifests(data.train)
+    seen: dict[tuple[Path, float], str] = {}
+    manifests = [read_manifest(path, seen) for path in data.train]
+    utterances = [u for listed in manifests for u in listed]
     warn_of_other_corpus(data, utterances)
     checked = [
         (u, transcript_problems(u, data, alphabet, output_frames, speeds=speed_range(augment))) for u in utterances
@@ -119,8 +121,8 @@ def training_utterances(
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
     if not usable:
         raise ManifestError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
-    repeats = dict(zip(map(Path, data.train), data.repeats, strict=bool(data.repeats)))
-    return [u for u in usable for _ in range(repeats.get(Path(u.source.rpartition(":")[0]), 1))]
+    repeats = [n for n, listed in zip(data.repeats or [1] * len(manifests), manifests, strict=True) for _ in listed]
+    return [u for (u, reason), n in zip(reasons, repeats, strict=True) if not reason for _ in range(n)]
 
 
 def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> list[Utterance]:
