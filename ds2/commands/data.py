@@ -58,7 +58,8 @@ from ds2.text.unknown_characters import alphabet_lines, text_language
 log = logging.getLogger(__name__)
 _SHOWN_OF_A_KIND, _SHOWN_WORDS = 5, 10
 _BASE_SYMBOLS = " '"
-_MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used
+_MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used; without a quarter of its words it is 1.3 to 5
+_MOST_WORDS = 50  # of a line of a text to be spoken
 
 
 def make_parser() -> Parser:
@@ -558,7 +559,6 @@ def _splice(args: argparse.Namespace) -> None:
     from ds2.config.device import resolve_device
     from ds2.config.schema import DecodeConfig
     from ds2.data.loader import SpeechLoader
-    from ds2.lm.sentences import SentenceReader
     from ds2.model.checkpoint import find_model, load_model
     from ds2.recognition.recogniser import Recogniser
     from ds2.recognition.transcripts import align_utterances
@@ -566,7 +566,7 @@ def _splice(args: argparse.Namespace) -> None:
     file, device = find_model(args.model), resolve_device(args.device)
     check_writable(args.folder / MANIFEST, inputs=[file, *args.manifests, *args.text])
     _require_texts("--text", args.text, "texts or manifests")
-    lines = sum(1 for _ in SentenceReader(args.text, alphabet=None))  # the same errors, before minutes of alignment
+    lines = sum(1 for _ in _short_lines(args.text))  # the same errors, before minutes of alignment
     if not lines:
         raise UserError(f"--text: {', '.join(map(str, args.text))} has no words")
     loaded = load_model(file, device)
@@ -603,6 +603,14 @@ def _splice(args: argparse.Namespace) -> None:
         print(f"not used: {texts.unusable} of {total} of the texts, with words for which {file} has no labels")
 
 
+def _short_lines(paths: Sequence[Path]) -> Iterator[list[str]]:
+    """The words of each line; a line of more than 50 words, such as a paragraph, is several."""
+    from ds2.lm.sentences import SentenceReader  # imported late, as above
+
+    for words in SentenceReader(paths, alphabet=None):
+        yield from (words[first : first + _MOST_WORDS] for first in range(0, len(words), _MOST_WORDS))
+
+
 class _SpokenTexts:
     """Texts for spliced speech, evenly spread over the lines of files, again and again.
 
@@ -610,7 +618,7 @@ class _SpokenTexts:
     line that cannot be spoken or the last line ends it.
 
     Args:
-        total: number of lines of the files.
+        total: number of short lines of the files.
 
     Attributes:
         lines, unusable: the lines that were read for texts, and those of them with words that have no labels.
@@ -628,17 +636,15 @@ class _SpokenTexts:
         self.paths, self.alphabet, self.draw = paths, replace(alphabet, unknown="stop"), random.Random(seed)
         self.lengths = [len(recording.times_s) for recording in recordings]
         wanted = 3600 * hours_wanted * len(recordings) / sum(recording.duration_s for recording in recordings)
-        self.every = total / wanted  # lines from the begin of a text to that of the next
+        self.every = total / max(1.0, wanted)  # lines from the begin of a text to that of the next
         self.lines = self.unusable = 0
 
     def __iter__(self) -> Iterator[SplicedText]:
-        from ds2.lm.sentences import SentenceReader  # imported late, as above
-
         while True:
             usable, next_line = self.lines - self.unusable, self.every * self.draw.random()
             words: list[tuple[str, tuple[int, ...]]] = []
             missing = 0  # labels
-            for number, tokens in enumerate(SentenceReader(self.paths, alphabet=None), 1):
+            for number, tokens in enumerate(_short_lines(self.paths), 1):
                 if not words:
                     if number < next_line:
                         continue

@@ -261,7 +261,7 @@ def write_spliced(
         OSError: a file cannot be written.
     """
     jobs = enumerate(iter(lambda: list(islice(texts, _TEXTS_OF_A_JOB)), []))
-    written, samples, wanted, failures = list[Utterance](), 0, round(3600 * hours * splicer.rate_hz), 0
+    written, samples, wanted, failures = list[Utterance](), 0, 3600 * hours * splicer.rate_hz, 0
     global _splicer  # noqa: PLW0603 (forked processes share its tables and the open audio)
     _splicer = splicer
     with (

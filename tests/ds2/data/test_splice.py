@@ -206,6 +206,19 @@ def test_texts_are_spread_over_the_lines_and_end_at_lines_without_labels(
     assert {u.text for u in read_manifest(tmp_path / "out" / MANIFEST)} == {"a", "b"}
 
 
+def test_a_paragraph_is_spoken_to_its_end_and_a_moment_of_speech_is_a_text(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_MOST_SURPRISE", 1e9)  # the model was not trained
+    (tmp_path / "text.txt").write_text("a " * 500 + "42 " + "b " * 500, encoding="utf-8")
+    assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.001"]) == 0
+    written = read_manifest(tmp_path / "out" / MANIFEST)
+    assert {word for u in written for word in u.text.split()} == {"a", "b"}
+    command[2] = str(tmp_path / "moment")
+    assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "1e-9"]) == 0
+    assert len(read_manifest(tmp_path / "moment" / MANIFEST)) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
