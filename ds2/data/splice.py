@@ -28,6 +28,7 @@ from ds2.data.audio_cache import SPARE_BYTES, AudioStore
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.data.shards import MANIFEST
 from ds2.system import UserError
+from ds2.system.files import name_errors
 from ds2.system.machine import usable_cores
 from ds2.system.signals import worker_processes
 
@@ -240,7 +241,9 @@ def check_folder(folder: Path, hours: float, rate_hz: int) -> None:
     if (folder / MANIFEST).exists():
         raise SpliceError(f"{folder / MANIFEST} exists already: choose another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    needed, free = round(7200 * hours * rate_hz), shutil.disk_usage(folder).free - SPARE_BYTES
+    digits = "[0-9]" * 6
+    own = sum(path.stat().st_size for path in folder.glob(f"{digits}/{digits}.wav"))  # of a killed attempt
+    needed, free = round(7200 * hours * rate_hz), shutil.disk_usage(folder).free - SPARE_BYTES + own
     if needed > free:
         raise SpliceError(
             f"{hours:g} hours take {needed / 1e9:.2f} GB in {folder}, and {max(0, free) / 1e9:.2f} GB are free: take "
@@ -281,7 +284,8 @@ def write_spliced(
                     break
                 path = folder / f"{len(written) // 1000:06d}" / f"{len(written):06d}.wav"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(wav)
+                with name_errors(path):
+                    path.write_bytes(wav)
                 duration_s = count / splicer.rate_hz
                 written.append(Utterance(path.absolute(), duration_s, " ".join(text.words), speaker=speaker))
                 samples += count

@@ -135,7 +135,10 @@ def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> li
     if unknown:
         log.warning("references hold characters outside the alphabet, which count as errors: %s", describe(unknown))
     if words := alphabet.unpronounced(u.text for u in utterances):
-        log.warning("words without a pronunciation get no times, and no part in phone error rates: %s", words)
+        log.warning(
+            "words without a pronunciation get no times, and phone error rates count their phones as insertions (`ds2 "
+            "data lexicon` adds them): %s", words,
+        )  # fmt: skip
     return utterances
 
 

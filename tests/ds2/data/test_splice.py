@@ -146,6 +146,18 @@ def test_texts_may_end_and_a_small_disk_is_named_at_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(splice.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**9}))
     with pytest.raises(splice.SpliceError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"):
         check_folder(tmp_path / "big", 100, RATE_HZ)
+    (tmp_path / "big" / "000000").mkdir()
+    with (tmp_path / "big" / "000000" / "000000.wav").open("wb") as file:
+        file.truncate(11 * 10**9)  # of an attempt that was killed
+    check_folder(tmp_path / "big", 100, RATE_HZ)
+
+
+def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
+    splicer = splicer_of(tmp_path, [("abc", "ann")])
+    (tmp_path / "out" / "000000").mkdir(parents=True)
+    (tmp_path / "out" / "000000" / "000000.wav").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: .*000000.wav"):
+        write_spliced(splicer, iter([SplicedText(("ab",), labels_of("ab"))]), tmp_path / "out", 1, 1)
 
 
 @pytest.fixture
