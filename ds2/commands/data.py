@@ -58,7 +58,7 @@ from ds2.text.unknown_characters import alphabet_lines, text_language
 log = logging.getLogger(__name__)
 _SHOWN_OF_A_KIND, _SHOWN_WORDS = 5, 10
 _BASE_SYMBOLS = " '"
-_MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used; without a quarter of its words it is 1.3 to 5
+_MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used; without a quarter of its words it has more
 _MOST_WORDS = 50  # of a line of a text to be spoken
 
 

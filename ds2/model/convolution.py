@@ -92,7 +92,10 @@ class MaskedConv(nn.Module):
             weight = weight.contiguous(memory_format=torch.channels_last)
         elif bias is None and few_channels(x, weight):
             return convolve_few_channels(x, weight, self.stride)
-        return functional.conv2d(x, weight, bias, self.stride, (self.kernel[0] // 2, self.kernel[1] // 2))
+        high, wide = _padding(weight)
+        if not x.is_cuda and 3 * x.shape[2] < 2 * self.kernel[0]:  # else oneDNN's weight gradient leaves its memory
+            x, high = functional.pad(x, (0, 0, high, high)), 0
+        return functional.conv2d(x, weight, bias, self.stride, (high, wide))
 
 
 _FEW = 8  # channels that fill half a vector register of 16 float32

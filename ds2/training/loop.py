@@ -264,7 +264,7 @@ def run_epoch(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> bool
             trainer.commit()
             now = time.monotonic()
             bar.update(len(group))
-            left_min = progress.elapsed_s / 60 * (1 - done) / max(done, 1e-9)
+            left_min = minutes_left(config, progress, len(plan))
             if bar.disable and comm.rank == 0 and now - reported_at >= PROGRESS_EVERY_S:
                 reported_at = now
                 log.info("%s, %.0f min left", _progress_line(trainer, epoch, len(plan)), left_min)
@@ -350,9 +350,20 @@ def warm_up_part(config: Config, progress: Progress, done: float) -> float:
 
     A warm-up takes at most a third of the training, or a tenth where the run starts from another model.
     """
-    if config.train.max_steps:
-        done = max(done, progress.step / config.train.max_steps)
-    return done * (10 if config.checkpoint.init_from else 3)
+    return _part_until_end(config, progress, done) * (10 if config.checkpoint.init_from else 3)
+
+
+def _part_until_end(config: Config, progress: Progress, done: float) -> float:
+    """Return the completed part of a training that train.max_steps may end before the planned one."""
+    return max(done, progress.step / config.train.max_steps) if config.train.max_steps else done
+
+
+def minutes_left(config: Config, progress: Progress, batches: int) -> float:
+    """Return the minutes until epochs of `batches` batches, steps or minutes end training, at its pace so far."""
+    limit, passed = config.train.max_minutes, progress.elapsed_s / 60
+    done = _part_until_end(config, progress, completed_part(config, progress, batches))
+    left = passed / done - passed
+    return max(0.0, min(left, limit - passed)) if limit else left
 
 
 def why_finished(config: Config, progress: Progress) -> str:

@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
     splicer = splicer_of(tmp_path, [("abc", "ann")])
     (tmp_path / "out" / "000000").mkdir(parents=True)
     (tmp_path / "out" / "000000" / "000000.wav").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device: .*000000.wav"):
+    with pytest.raises(OSError, match=r"No space left on device: .*000000\.wav"):
         write_spliced(splicer, iter([SplicedText(("ab",), labels_of("ab"))]), tmp_path / "out", 1, 1)
 
 

@@ -19,6 +19,17 @@ def test_convolution_lengths(kernel: int, stride: int) -> None:
         assert after.lengths.tolist() == [-(-frames // stride)]
 
 
+@pytest.mark.parametrize("bins", [19, 20, 22])
+def test_kernels_may_be_twice_as_high_as_their_input(bins: int) -> None:
+    x = torch.randn(8, 1, bins, 60)
+    gradients = []
+    conv = MaskedConv(1, ConvConfig([41, 11], [2, 2], 16), config())  # the process ended with "corrupted size"
+    for dtype in (torch.float32, torch.float64):
+        z, _ = conv.to(dtype)(x.to(dtype), ragged(60, [60] * 8))
+        gradients.append(torch.autograd.grad(z.sum(), conv.weight)[0].double())
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
 @pytest.mark.parametrize("frames", [1, 9, 24])
 @pytest.mark.parametrize("stride", [(2, 2), (2, 1), (1, 3)])
 @pytest.mark.parametrize("channels", [(1, 8), (8, 16), (16, 12)])

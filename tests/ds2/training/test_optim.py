@@ -12,7 +12,7 @@ from torch import nn
 from ds2.config.schema import Config, ConfigError, OptimConfig
 from ds2.model.norm import SequenceBatchNorm
 from ds2.training import optim
-from ds2.training.loop import completed_part
+from ds2.training.loop import completed_part, minutes_left
 from ds2.training.optim import (
     OptimizerStep,
     WeightAverage,
@@ -140,6 +140,16 @@ def test_a_timed_cosine_is_at_zero_when_the_minutes_or_the_epochs_are_up(tiny_co
     assert completed_part(timed, late, 2) == 0.75
     over = completed_part(timed, Progress(elapsed_s=130.0), 2)
     assert learning_rate(timed.optim, 1000, 1, over) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"), [([], 9.0), (["train.max_steps=4"], 3.0), (["train.max_minutes=3"], 2.0)]
+)
+def test_the_minutes_left_are_those_to_the_first_limit(
+    tiny_config: Callable[..., Config], limits: list[str], expected: float
+) -> None:
+    config = tiny_config("train.epochs=5", *limits)
+    assert minutes_left(config, Progress(epoch=1, batch=1, step=1, elapsed_s=60.0), 2) == pytest.approx(expected)
 
 
 def test_a_timed_cosine_without_minutes_is_refused(tiny_config: Callable[..., Config]) -> None:
