@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
 def test_a_stopped_worker_does_not_keep_its_server(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.serve.processes.END_S", 2.0)
+    monkeypatch.setattr("ds2.serve.processes.END_S", 0.5)
     bound = bind("127.0.0.1", 0)
     server = Workers(Recogniser.load(make_model(), device="cpu", decode=DecodeConfig()), Limits(), share(bound), 1)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -183,14 +183,11 @@ def test_a_stopped_worker_does_not_keep_its_server(
 
 
 def test_a_worker_that_stays_stopped_is_replaced(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    running: tuple[Running, Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would get its share of new connections, which nobody answers."""
     monkeypatch.setattr("ds2.serve.processes._STUCK_S", 1.0)
-    recogniser, bound = Recogniser.load(make_model(), device="cpu", decode=DecodeConfig()), bind("127.0.0.1", 0)
-    server = Workers(recogniser, Limits(), share(bound), 2)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
+    address, server = running
     stopped, other = server.processes()
     assert stopped.pid is not None and other.pid is not None
     try:
@@ -200,20 +197,16 @@ def test_a_worker_that_stays_stopped_is_replaced(
         os.kill(stopped.pid, signal.SIGSTOP)
         until(lambda: stopped not in server.processes() and len(server.processes()) == 2)
         until(lambda: all(link.started for link in server._processes))
-        url, data = f"ws://127.0.0.1:{server.address[1]}/", speech(3, 0.5)
+        data = speech(3, 0.5)
 
         async def all_at_once() -> list[list[tuple[str, float, float]]]:
-            return await asyncio.gather(*(words(url, data) for _ in range(16)))
+            return await asyncio.gather(*(words(address.websocket, data) for _ in range(16)))
 
         texts = {" ".join(word for word, *_ in one) for one in asyncio.run(all_at_once())}
-        assert texts == {text_alone(recogniser, data)}
+        assert texts == {text_alone(address.recogniser, data)}
         assert (stopped.exitcode, other in server.processes()) == (-signal.SIGKILL, True)
     finally:
         stopped.kill()
-        server.end()
-        thread.join(WAIT_S)
-        bound.close()
-    assert not thread.is_alive()
 
 
 def test_a_worker_whose_connection_has_ended_keeps_nobody_waiting(make_model: Callable[..., Path]) -> None:
