@@ -35,7 +35,7 @@ RANK_JOB = SUPPORT / "rank_job.py"
 
 
 def test_overfits_ten_utterances_to_no_character_error(tiny_config: MakeConfig) -> None:
-    config = tiny_config("train.epochs=60", "train.evaluate_every_epochs=10", "optim.schedule=constant")
+    config = tiny_config("train.epochs=30", "train.evaluate_every_epochs=10", "optim.schedule=constant")
     run_dir = Path(config.run_dir)
     assert train(config, run_dir) == 0
     assert min(float(str(e["cer"])) for e in events(run_dir, "dev")) == 0.0

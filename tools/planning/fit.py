@@ -9,6 +9,7 @@ and batch sizes. GRNN (2019), section 8.3, reports for its model: 1.03 times the
 by its first choice, 1.02 and 1.08 by its first five.
 """
 
+import functools
 import importlib.resources
 import json
 import statistics
@@ -48,6 +49,7 @@ class Record(NamedTuple):
     problems: list[Measured]
 
 
+@functools.cache
 def read(path: Path) -> Record:
     """Read a sweep.
 
