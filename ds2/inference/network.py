@@ -5,7 +5,8 @@ stream's start and past its end are masked. So one CUDA graph of a batch size se
 streams carry lies in tables that the kernels read and write.
 
 Block k of a layer with T frames a block and a delay of d gives its frames k T - d .. (k + 1) T - d - 1.
-Shapes: N slots, B streams in a batch, C channels, F bins, D width of a layer's input, H hidden, T frames, R rows.
+Shapes: N slots, B streams in a batch, C channels, F bins, D width of a layer's input, L layers, H hidden, T frames,
+R rows that a stream carries.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from ds2_ops.row_convolution import lookahead_chain
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
-from ds2.inference.slots import UNBOUNDED, StreamState
 from ds2.model.acoustic import AcousticModel
 from ds2.model.convolution import ConvWeights
 from ds2.model.norm import rms_norm
@@ -36,8 +36,46 @@ from ds2.model.recurrent import Carry, ModuleWeights, RecurrentWeights
 from ds2.model.structure import TimeWindow, operator_cell, output_size
 from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
+UNBOUNDED = 2**62  # feature frames of a stream whose end is not known yet
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
 _UPDATE_NOTHING = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
+
+
+@dataclass
+class StreamState:
+    """The state that streams carry from block to block."""
+
+    conv_tails: list[Tensor]  # (N, F, R, C) of each convolution
+    hidden: Tensor  # (L, N, H) h of the recurrent layers
+    cells: Tensor  # (L, N, H) c of LSTM layers, float32 at least; L = 0 without any
+    rows: Tensor  # (R, N, H) tails of row convolutions and waiting frames of the skips, module by module
+
+    @property
+    def capacity(self) -> int:
+        """N."""
+        return self.hidden.shape[1]
+
+    def tables(self) -> tuple[Tensor, ...]:
+        """The tables (., N, H) of the recurrent modules."""
+        return self.hidden, self.cells, self.rows
+
+    def by_slot(self) -> list[Tensor]:
+        """Everything as views (N, ...)."""
+        return [*self.conv_tails, *(table.transpose(0, 1) for table in self.tables())]
+
+    def read(self, slots: Tensor) -> list[Tensor]:
+        """Copy what the streams of these slots (B,) carry, for `write`."""
+        return [state.index_select(0, slots) for state in self.by_slot()]
+
+    def write(self, slots: Tensor, saved: Sequence[Tensor]) -> None:
+        """Put back what `read` returned for the same slots."""
+        for state, old in zip(self.by_slot(), saved, strict=True):
+            state.index_copy_(0, slots, old)
+
+    def copy_from(self, smaller: StreamState) -> None:
+        """Take over the states of the first slots."""
+        for state, old in zip(self.by_slot(), smaller.by_slot(), strict=True):
+            state[: len(old)] = old
 
 
 class BlockNetwork:

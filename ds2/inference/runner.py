@@ -7,6 +7,8 @@ take the host milliseconds, for one stream as for sixty.
 from __future__ import annotations
 
 import bisect
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.inference.network import BlockNetwork, parallel_layers
-from ds2.inference.slots import UNBOUNDED, Slot, SlotTable, on_device
+from ds2.inference.network import UNBOUNDED, BlockNetwork, StreamState, parallel_layers
 from ds2.model.acoustic import AcousticModel
 from ds2.system.cuda_graph import GraphRecorder
 
@@ -40,13 +41,82 @@ class BlockOutput:
     lengths: list[int]  # frames of each
 
 
+class _MappedMemory:
+    """Pinned memory at the address under which a GPU sees it."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        kind = "<f4" if pinned.dtype == torch.float32 else "<i8"
+        where = {"data": (pinned.data_ptr(), False), "shape": tuple(pinned.shape)}
+        self._pinned, self.__cuda_array_interface__ = pinned, where | {"typestr": kind, "version": 2}
+
+
+def _on_device(pinned: Tensor, device: torch.device) -> Tensor:
+    """Pinned memory as a tensor of a GPU, without a copy; on the CPU the tensor itself."""
+    return pinned if device.type != "cuda" else torch.as_tensor(_MappedMemory(pinned), device=device)
+
+
+class _InputSlots:
+    """Samples of the next two blocks of every slot, in rows that a GPU reads where they are, without a copy."""
+
+    def __init__(self, capacity: int, samples: int, device: torch.device) -> None:
+        pinned = torch.zeros(2 * capacity, samples, pin_memory=device.type == "cuda")
+        self.rows: list[NDArray[np.float32]] = list(pinned.numpy())
+        self.device_rows = _on_device(pinned, device)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A stream's slot and how far the stream is."""
+
+    index: int
+    step: int  # the last of the runner's steps that may read the slot's samples
+    blocks: int = 0  # that have run
+    ends: int = UNBOUNDED  # feature frames
+
+
+class SlotTable:
+    """State and input of all streams, in tables that grow. Slot 0 is for the empty rows of a batch.
+
+    Args:
+        new_state: makes the state of so many slots.
+        samples: of a block.
+        capacity: slots at first; doubled when all are taken.
+    """
+
+    def __init__(
+        self, new_state: Callable[[int], StreamState], samples: int, device: torch.device, capacity: int
+    ) -> None:
+        self._new_state, self._samples, self._device = new_state, samples, device
+        self._lock = threading.Lock()
+        self.free, self.used = list[int](), 1  # slots that are free again; slots that any stream has had
+        self.state, self.inputs = new_state(capacity), _InputSlots(capacity, samples, device)
+
+    def take(self, step: int) -> Slot:
+        """Give a stream a slot, free again when the `Slot` is gone; any thread may ask."""
+        with self._lock:
+            index = self.free.pop() if self.free else self.used
+            self.used = max(self.used, index + 1)
+        slot = Slot(index, step)
+        weakref.finalize(slot, self.free.append, index)
+        return slot
+
+    def grow(self, slots: int) -> None:
+        """Make the tables at least so large; all of them are new tensors then."""
+        capacity, smaller = self.state.capacity, self.state
+        while capacity < slots:
+            capacity *= 2
+        self.state = self._new_state(capacity)
+        self.state.copy_from(smaller)
+        self.inputs = _InputSlots(capacity, self._samples, self._device)
+
+
 class _BlockBatch:
     """A batch size: the numbers of `_EMPTY_ROW` of each stream, pinned and on the device, and what runs the batch."""
 
     def __init__(self, size: int, frames: int, device: torch.device) -> None:
         self.done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pinned = torch.zeros(_NUMBERS, size, dtype=torch.int64, pin_memory=self.done is not None)
-        self._pinned, self._mapped = pinned.numpy(), on_device(pinned, device)
+        self._pinned, self._mapped = pinned.numpy(), _on_device(pinned, device)
         self.numbers = torch.zeros_like(pinned, device=device)
         self.full_blocks = torch.full_like(self.numbers[0], frames)
         self.run: dict[bool, Callable[[], Tensor]] = {}  # by `edges` of `BlockNetwork.run`; returns (T', B, V)

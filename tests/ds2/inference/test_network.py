@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.inference import network
-from ds2.inference.network import BlockNetwork, KernelConv, LibraryConv
-from ds2.inference.slots import UNBOUNDED, StreamState
+from ds2.inference.network import UNBOUNDED, BlockNetwork, KernelConv, LibraryConv, StreamState
 from ds2.model.acoustic import AcousticModel
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.structure import TimeWindow

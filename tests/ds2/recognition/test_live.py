@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
-from ds2.inference.runner import BlockOutput
-from ds2.inference.slots import Slot
+from ds2.inference.runner import BlockOutput, Slot
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import (
