@@ -26,7 +26,7 @@ _ROW = np.dtype(
         ("quiet", np.int64),  # quiet ones at the end
         ("speech_energy", np.float64),  # sum of levels over the words of the segment
         ("speech_frames", np.int64),  # their frames
-        ("pause_level", np.float64),  # of the quietest block since the last word, all of whose logits are quiet
+        ("pause_level", np.float64),  # the lowest mean level of an update since the last word; infinity: none yet
         ("first_level", np.int64),  # the first frame whose level waits for its logits
         ("levels", np.int64),  # how many wait
     ]
@@ -164,7 +164,7 @@ def _pause_ahead_s(
 ) -> NDArray[np.float64]:
     """Return (B,) what the audio after the last output frame adds to pauses, seconds.
 
-    All of it if it is silent; less than nothing, as much as the logits wait, if there is speech in it; else 0.
+    All of it if it is silent, minus all of it if there is speech in it, else 0.
     """
     ahead_s = r["levels"] * frame_s
     waiting = np.arange(levels.shape[1]) < r["levels"][:, None]

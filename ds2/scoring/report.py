@@ -49,7 +49,7 @@ def summary(report: Report) -> str:
 def format_report(report: Report) -> str:
     """Return the summary and tables by speaker, by length and of the most frequent errors."""
     parts = [summary(report)]
-    if report.has_speakers:
+    if report.by_speaker:
         parts.append(_table("speaker", {name or "(unknown)": counts for name, counts in report.by_speaker.items()}))
     parts.append(_table("words in reference", report.by_length))
     if report.confusions:
@@ -88,9 +88,7 @@ def report_record(report: Report) -> dict[str, Any]:
         "wrong_utterances": report.wrong_utterances,
         "interval": _interval(report.interval),
         "speaker_interval": None if report.speaker_interval is None else _interval(report.speaker_interval),
-        "by_speaker": {name: _counts(counts) for name, counts in report.by_speaker.items()}
-        if report.has_speakers
-        else {},
+        "by_speaker": {name: _counts(counts) for name, counts in report.by_speaker.items()},
         "by_length": {label: _counts(counts) for label, counts in report.by_length.items()},
         "confusions": [[*error, times] for error, times in report.confusions.most_common(_CONFUSIONS_SHOWN)],
     }

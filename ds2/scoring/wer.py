@@ -223,7 +223,6 @@ class Report:
     def __init__(self, utterances: list[AlignedUtterance]) -> None:
         self.utterances = utterances
         self.words = sum((u.words for u in utterances), ErrorCounts())
-        self.has_speakers = any(u.speaker for u in utterances)
 
     @property
     def wer(self) -> float:
@@ -248,8 +247,8 @@ class Report:
 
     @cached_property
     def by_speaker(self) -> dict[str, ErrorCounts]:
-        """Word errors of each speaker, highest rate first."""
-        groups = _grouped(self.utterances, lambda u: u.speaker)
+        """Word errors of each speaker, highest rate first; empty if no speaker is known."""
+        groups = _grouped(self.utterances, lambda u: u.speaker) if any(u.speaker for u in self.utterances) else {}
         return dict(sorted(groups.items(), key=lambda item: (-item[1].rate, item[0])))
 
     @cached_property
@@ -272,7 +271,7 @@ class Report:
     def speaker_interval(self) -> ConfidenceInterval | None:
         """95 % bootstrap interval of the WER over speakers; None if fewer than two are known."""
         speakers = [u.speaker for u in self.utterances]
-        if not self.has_speakers or len(set(speakers)) < 2:
+        if len(set(speakers)) < 2:
             return None
         return bootstrap_interval(*self.errors_and_lengths(), groups=speakers)
 
