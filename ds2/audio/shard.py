@@ -119,9 +119,10 @@ class Shard:
             if facts["version"] != _VERSION or facts["crc"] != zlib.crc32(rest):
                 raise ValueError("another version or damaged")
             lines = [line.split(" ", 4) for line in rest.decode().split("\n")[:-1]]
-            members = [ShardMember(line[4], *map(int, line[:4])) for line in lines]
+            numbers = np.array([line[:4] for line in lines], np.int64).tolist()
+            members = [ShardMember(line[4], *row) for line, row in zip(lines, numbers, strict=True)]
             stated_bytes, self.made_from = int(facts["bytes"]), str(facts["made_from"])
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise ShardError(f"{index}: not an index of a shard ({error}); {_REPAIR}") from error
         if stated_bytes != self._bytes:
             raise ShardError(f"{self.path}: has {self._bytes} bytes, its index states {stated_bytes}; {_REPAIR}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +132,12 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def exceeded(path: Path) -> None:
+    members = f"0 0 {10**20} -1 a.flac\n"
+    facts = json.loads(index_file(path).read_text().split("\n")[0]) | {"crc": zlib.crc32(members.encode())}
+    index_file(path).write_text(f"{json.dumps(facts)}\n{members}")
+
+
 @pytest.mark.parametrize(
     ("damage", "what", "before"),
     [
@@ -141,6 +148,7 @@ def emptied(path: Path) -> None:
         (lambda path: cut(index_file(path)), "not an index of a shard", True),
         (lambda path: index_file(path).write_text('{"version": 9}'), "not an index of a shard", True),
         (lambda path: index_file(path).write_bytes(b"\xff\n"), "not an index of a shard", True),
+        (exceeded, "not an index of a shard", True),
         (lambda path: shutil.copy(index_file(path).with_name("000001.tar.index"), index_file(path)), "000000", True),
     ],
 )
