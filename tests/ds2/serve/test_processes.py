@@ -232,7 +232,7 @@ def test_a_worker_whose_connection_has_ended_keeps_nobody_waiting(make_model: Ca
 @pytest.mark.parametrize(
     ("workers", "number"),
     [
-        ("2", signal.SIGTERM),
+        ("1", signal.SIGTERM),
         ("0", signal.SIGHUP),
         pytest.param("0", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("2", signal.SIGHUP, marks=pytest.mark.slow),
