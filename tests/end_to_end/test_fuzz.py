@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fuzzing.inputs import TARGETS
 from support.launch import tool
 from support.paths import ROOT
 
@@ -22,7 +23,7 @@ CASES, SEED = os.environ.get("DS2_FUZZ_CASES", "12"), os.environ.get("DS2_FUZZ_S
 def test_damaged_inputs_are_named_errors_or_right_results() -> None:
     done = tool("fuzz", "inputs", "--cases", CASES, "--seed", SEED)
     assert done.returncode == 0, done.stdout
-    assert f"| overrides | {CASES} |" in done.stdout
+    assert f"\n{int(CASES) * len(TARGETS)} cases: " in done.stdout and "\noverrides: " in done.stdout
 
 
 FAULTY_READERS = """

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", help="works whose names begin so")
     options = parse(parser, arguments)
     started, faults = time.monotonic(), []
-    rows = ["| work | kills -9 | chains | equal | faults |", "|---|---:|---:|---:|---:|"]
+    print("| work | kills -9 | chains | equal | faults |\n|---|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory(prefix="ds2-kills-") as name:
         base = Path(name)
         train, *others = works(base)
@@ -98,11 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run_and_kill(train.command(folder), folder)
             draw = random.Random(f"{options.seed} {work.name}")
             count = chains(work, base / work.name.replace(" ", "-"), options.kills, draw)
-            rows.append(f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(count.faults)} |")
-            print(rows[-1], *count.faults, sep="\n", file=sys.stderr)
-            faults += [f"{work.name}: {fault}" for fault in count.faults]
-    print(f"seed {options.seed}, {time.monotonic() - started:.0f} s, commit {options.commit}\n")
-    print("\n".join([*rows, "", *(f"- {fault}" for fault in faults)]))
+            row = f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(count.faults)} |"
+            print(row, *count.faults, sep="\n", flush=True)
+            faults += count.faults
+    print(f"seed {options.seed}, {time.monotonic() - started:.0f} s, commit {options.commit}")
     return 1 if faults else 0
 
 
