@@ -37,8 +37,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # which optimizers import
-import torch.utils.tensorboard  # noqa: F401  both once, for all forked processes
 from dispatch import new_parser, parse, variables_of_ranks
 from fuzzing.kills import corpus, last_output, trained, training_settings
 from fuzzing.seeds import Fault
@@ -88,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings", nargs="*", default=[], help="further overrides")
     parser.add_argument("--keep", type=Path, help="folder for what a run that fails has written")
     options = parse(parser, arguments)
+    import torch._dynamo  # which optimizers import
+    import torch.utils.tensorboard  # noqa: F401  both once, for all forked processes
+
     started, count, runs = time.monotonic(), RunCounts(), 0
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
         base = Path(name)
