@@ -163,7 +163,7 @@ def audio_blocks(
     path = Path(path)
     if offset_s < 0 or (duration_s is not None and not duration_s > 0):
         raise AudioError(f"{path}: offset {offset_s} s must be at least 0 and duration {duration_s} s above 0")
-    peak = 0.0
+    peak = -1.0  # of no samples
     with _opened(path, sample_rate_hz, lenient=lenient) as file:
         resampler = soxr.ResampleStream(file.samplerate, sample_rate_hz, 1, dtype="float32")
         blocks = _mono_blocks(file, path, offset_s, duration_s, channel, lenient=lenient)
@@ -182,7 +182,7 @@ def audio_blocks(
                     yield np.clip(resampled, -1.0, 1.0)
         finally:
             del resampler  # an error's traceback would keep it, and soxr reports each that is left when Python ends
-    if lenient and peak < QUIET_PEAK:
+    if lenient and 0.0 <= peak < QUIET_PEAK:
         loudest = f"{20 * math.log10(peak):.0f} dB of full scale" if peak else "zero"
         log.warning("%s: its loudest sample is %s: too quiet to be recognised well, amplify it", path, loudest)
 
