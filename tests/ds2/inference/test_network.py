@@ -16,6 +16,7 @@ from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.inference import network
 from ds2.inference.network import UNBOUNDED, BlockNetwork, KernelConv, LibraryConv, StreamState
 from ds2.model.acoustic import AcousticModel
+from ds2.model.convolution import ConvWeights
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.structure import TimeWindow
 from ds2.system.cuda_graph import GraphRecorder
@@ -174,6 +175,16 @@ def test_a_convolution_by_one_product_is_the_same(convs: str) -> None:
         library, product = (LibraryConv(layer, torch.float64, frames)(x) for frames in (0, 3 * 40))
         torch.testing.assert_close(product, library, rtol=0, atol=1e-12)
         x = library
+
+
+@pytest.mark.parametrize("stride", [(1, 2), (1, 4), (2, 2)])
+def test_a_convolution_of_one_channel_writes_all_outputs_of_a_single_frame(stride: tuple[int, int]) -> None:
+    x, weight, window = torch.randn(3, 20, 11, 1), torch.randn(4, 1, 9, 11), TimeWindow(11, 5, stride[1], 0)
+    single, double = (
+        LibraryConv(ConvWeights(weight.to(dtype), torch.zeros(4, dtype=dtype), stride, 1e9, 20, window), dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(single(x).double(), double(x.double()), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 11])
