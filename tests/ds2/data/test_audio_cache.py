@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from ds2.data import audio_cache
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance
 from ds2.system import files
+from ds2.system.machine import thread_pool
 
 RATE = 16000
 
@@ -181,6 +183,7 @@ def test_an_error_waits_for_no_reader(
         return read(path, *arguments)
 
     monkeypatch.setattr(audio_cache, "usable_cores", lambda: 2)
+    monkeypatch.setattr(audio_cache, "thread_pool", partial(thread_pool, wait_s=0.2))
     monkeypatch.setattr(audio_cache, "read_audio", stuck)
     with pytest.raises(KeyboardInterrupt):
         open_audio(utterances, data_config(tmp_path))  # returns although utt0.wav is still being read

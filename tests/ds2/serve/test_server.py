@@ -226,7 +226,7 @@ def test_a_bad_message_is_answered_by_what_is_wrong(shared: Callable[..., Runnin
 
 def test_limits_are_named(serve: Callable[..., Running]) -> None:
     running = serve(sessions=1, message_bytes=10_000, upload_bytes=50_000, duration_s=1.0)
-    impatient = serve(idle_s=2.0)
+    impatient = serve(idle_s=0.5)
 
     async def closes(*messages: str | bytes, running: Running = running) -> tuple[str, int]:
         async with connect(running.websocket) as ws:
@@ -241,7 +241,7 @@ def test_limits_are_named(serve: Callable[..., Running]) -> None:
 
     rate = '{"config": {"sample_rate": 16000}}'
     assert asyncio.run(closes(b"\0" * 20_000)) == ("", 1009)
-    assert asyncio.run(closes(running=impatient)) == ("nothing came for 2 s", 1013)
+    assert asyncio.run(closes(running=impatient)) == ("nothing came for 0.5 s", 1013)
     assert asyncio.run(closes('{"config": {"sample_rate": 1}}', b"\0" * 10))[0].startswith(
         "config.sample_rate=1 is not allowed"
     )
