@@ -19,11 +19,14 @@ def test_convolution_lengths(kernel: int, stride: int) -> None:
         assert after.lengths.tolist() == [-(-frames // stride)]
 
 
-@pytest.mark.parametrize("bins", [19, 20, 22])
-def test_kernels_may_be_twice_as_high_as_their_input(bins: int) -> None:
+@pytest.mark.parametrize("channels", [4, 16])
+@pytest.mark.parametrize(
+    ("bins", "kernel", "stride"), [(20, 41, 2), (22, 41, 2), (31, 41, 3), (41, 41, 3), (26, 31, 2)]
+)
+def test_kernels_may_be_higher_than_their_input(bins: int, kernel: int, stride: int, channels: int) -> None:
     x = torch.randn(8, 1, bins, 60)
     gradients = []
-    conv = MaskedConv(1, ConvConfig([41, 11], [2, 2], 16), config())  # the process ended with "corrupted size"
+    conv = MaskedConv(1, ConvConfig([kernel, 11], [stride, 2], channels), config())
     for dtype in (torch.float32, torch.float64):
         z, _ = conv.to(dtype)(x.to(dtype), ragged(60, [60] * 8))
         gradients.append(torch.autograd.grad(z.sum(), conv.weight)[0].double())
