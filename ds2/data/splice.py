@@ -132,7 +132,10 @@ class Splicer:
 
     def __init__(self, recordings: Sequence[LabelledRecording], audio: AudioStore) -> None:
         if not recordings:
-            raise SpliceError("no recording has labels with times: check that the model can write these transcripts")
+            raise SpliceError(
+                "no recording has labels with times: the model writes other words in each, or cannot write their "
+                "transcripts: train it longer, or take one of the language and alphabet of the recordings"
+            )
         self.recordings, self.audio, self.rate_hz = recordings, audio, audio.sample_rate_hz
         by_speaker: dict[str, list[LabelledRecording]] = {}
         for recording in recordings:
