@@ -138,6 +138,7 @@ def test_a_process_ends_that_has_a_native_search(lm: NGram) -> None:
     decoders = []
 
     def decode() -> None:
+        torch.set_num_threads(1)  # the threads of this process are not in a forked one, which would wait for them
         decoders.append(make_decoder(replace(NATIVE, threads=2), CHARACTERS, 0.02, CPU, lm))
         decoders[0].decode(random_log_probs(5, 3, 4), torch.tensor([5, 4, 3]))
 
@@ -155,6 +156,7 @@ def test_processes_of_the_native_search_leave_ctrl_c_to_their_parent_and_end_aft
     before, (read, write) = multiprocessing.active_children(), os.pipe()
 
     def decode_on() -> None:
+        torch.set_num_threads(1)
         decoder = make_decoder(replace(NATIVE, threads=2), CHARACTERS, 0.02, CPU, lm)
         rows = decoder.decode(log_probs, lengths)
         for process in set(multiprocessing.active_children()) - set(before):
