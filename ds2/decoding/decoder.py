@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.decoding.alignment import add_word_times
@@ -51,6 +52,23 @@ class Decoding:
     def finish(self) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each stream, best first, at least one."""
         return self.decoder.finish([self])[0]
+
+
+def start_copy(*tensors: Tensor) -> Callable[[], list[NDArray[Any]]]:
+    """Start to copy tensors of one device to the host; the function that is returned waits and returns the arrays.
+
+    Each wait for a GPU that other processes use takes up to their turns on it, so few waits matter more than few bytes.
+    """
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # a GPU's to pinned memory
+    device = tensors[0].device
+    copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def wait() -> list[NDArray[Any]]:
+        if copied is not None:
+            copied.synchronize()
+        return [copy.numpy() for copy in copies]
+
+    return wait
 
 
 class Decoder(Protocol):
@@ -123,8 +141,8 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_em
         raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
     sums = log_probs.float().exp().sum(2)
     ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
-    ok |= torch.arange(len(log_probs), device=sums.device)[:, None] >= lengths.to(sums.device)
-    bad = (~ok.all(0)).nonzero()[:, 0].tolist()
+    ok |= torch.arange(len(log_probs), device=sums.device)[:, None] >= lengths.to(sums.device, non_blocking=True)
+    bad = [row for row, is_ok in enumerate(ok.all(0).tolist()) if not is_ok]
     if bad:
         values = sums[: counts[bad[0]], bad[0]].tolist()
         frame, value = next((t, v) for t, v in enumerate(values) if not abs(v - 1) <= _SUM_TOLERANCE)

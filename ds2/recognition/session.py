@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.schema import Config, ConfigError
-from ds2.decoding.decoder import Decoder, batch_key
+from ds2.decoding.decoder import Decoder, batch_key, start_copy
 from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word, within
 from ds2.decoding.lexicon import HotWords
 from ds2.model.structure import lookahead_parts_ms
@@ -106,7 +106,7 @@ class Session:
         """
         if self._ended:
             raise ValueError("samples after the end of a source: reset() starts another one")
-        floats = cast(NDArray[np.float32], samples) if in_range or not len(samples) else as_samples(samples)
+        floats = cast("NDArray[np.float32]", samples) if in_range or not len(samples) else as_samples(samples)
         self.blocks.extend(self._samples.accept(self._resampler.accept(floats, in_range=in_range)))
 
     def is_ready(self) -> bool:
@@ -385,6 +385,7 @@ def decode_logits(
     if not len(logits):
         return
     log_probs, frames = logits.float().log_softmax(2), np.array(lengths)
+    quiet_copy = start_copy(sessions[0].pipeline.quiet_labels[logits.argmax(2)])  # while the search runs
     broken: set[int] = set()
 
     def fail(row: int, error: Exception) -> None:
@@ -401,7 +402,7 @@ def decode_logits(
         rows_by_key.setdefault(session.batch_key, []).append(row)
     for rows in rows_by_key.values():
         run_contained(rows, step, fail)
-    quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
+    [quiet] = quiet_copy()
     quiet_before, quiet_after = quiet_at_ends(quiet, frames)
     ended: list[LiveSession] = []
 

@@ -223,7 +223,7 @@ class Engine:
                 return
 
     def turn(self, waiting: Sequence[Chunk], arrived: Sequence[Chunk]) -> list[Chunk]:
-        """Accept chunks, answer those that are decoded to their end, and decode a block of the others in one batch.
+        """Accept chunks, decode a block of those that have one in one batch, and answer those decoded to their end.
 
         Args:
             waiting: what the last turn returned.
@@ -236,11 +236,12 @@ class Engine:
         self.metrics.audio_s.inc(sum(len(c.samples) / c.live.sample_rate_hz for c in accepted if c.samples is not None))
         waiting, failures = [*waiting, *accepted], dict[LiveSession, Exception]()
         try:
-            waiting = self._answer_finished(waiting, failures)
+            waiting = self._answer_finished(waiting, failures)  # some need no decoding
             batch = list(dict.fromkeys(chunk.live for chunk in waiting[: self.max_batch]))
             if batch:
                 self.metrics.batch.observe(len(batch))
                 decode_sessions(batch, failures.setdefault)
+                waiting = self._answer_finished(waiting, failures)
         except Exception as error:  # not of one session: all that wait get the error, and the thread goes on
             for chunk in waiting:
                 failures.setdefault(chunk.live, error)
@@ -262,7 +263,7 @@ class Engine:
 
     def _answer_finished(self, waiting: list[Chunk], failures: dict[LiveSession, Exception]) -> list[Chunk]:
         """Answer the chunks that are decoded to their end; return the others. Adds the sessions that fail."""
-        finished = {chunk.live: chunk for chunk in waiting if not chunk.live.is_ready()}
+        finished = {c.live: c for c in waiting if not c.live.is_ready() and c.live not in failures}
         if not finished:
             return waiting
         finish_segments([chunk.live for chunk in finished.values() if chunk.samples is None], failures.setdefault)

@@ -21,7 +21,7 @@ from ds2.decoding.beam.fusion import LENGTH, Fusion
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
 from ds2.decoding.beam.pronounced import pronounced_words
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows
-from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
+from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, start_copy
 from ds2.decoding.frames import NONE, pack
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
 from ds2.decoding.lexicon import ROOT, HotWords, as_written, check_hot_words
@@ -81,10 +81,11 @@ class BatchedBeamSearch:
         """Rank prefixes; `shared` are the labels of each utterance that were taken away from its prefixes."""
         table, slots = _rank(self.fusion, beams.acoustic, beams, self.options.nbest)
         rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).flatten(0, 1)
-        flat = iter(first_of_rows(rows.cpu().numpy(), beams.counts.gather(1, slots).flatten().cpu().numpy()))
+        all_labels, counts, scores = start_copy(rows, beams.counts.gather(1, slots).flatten(), table)()
+        flat = iter(first_of_rows(all_labels, counts))
         before = shared or [[]] * len(slots)
         labels = [[(*first, *rest) for rest in islice(flat, slots.shape[1])] for first in before]
-        return NBest(labels, table.cpu().numpy())
+        return NBest(labels, scores)
 
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:

@@ -261,7 +261,7 @@ class KernelStreams:
         empty = [part for part in parts if part.empty]
         if empty:
             self._initialise(empty)
-        return numbers, torch.from_numpy(numbers).to(self.device)
+        return numbers, torch.from_numpy(numbers).to(self.device, non_blocking=True)
 
     def _initialise(self, parts: Sequence[Slots]) -> None:
         """Write the first state of new streams, all at once: a batch may hold hundreds."""

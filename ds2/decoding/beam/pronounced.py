@@ -94,7 +94,7 @@ class PronouncedWords:
 
     def frames(self, log_probs: Tensor) -> Tensor:
         """Copy the columns of the network's log-probs (T, B, V) to those of the search (T, B, W)."""
-        return log_probs.index_select(2, self.sounds.to(log_probs.device))
+        return log_probs.index_select(2, self.sounds.to(log_probs.device, non_blocking=True))
 
     def text(self, spelled: Iterable[str]) -> str:
         return " ".join(self._vocabulary[self.ids[word]] for word in spelled)

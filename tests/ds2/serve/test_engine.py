@@ -45,6 +45,20 @@ def test_a_turn_may_take_longer_for_a_long_file(make_model: Callable[..., Path])
     assert allowed_s(turn) == HANGS_S
 
 
+def test_a_turn_answers_what_it_decodes_and_what_needs_no_decoding(make_model: Callable[..., Path]) -> None:
+    engine = Engine(recogniser_of(make_model()), Limits())
+    answered: list[str] = []
+    lives = [engine.open(SessionSettings(RATE_HZ, NEVER)) for _ in range(3)]
+    seconds = {"no block": 0.05, "one block": 0.25, "two blocks": 0.5}
+    chunks = [
+        Chunk(live, samples_of(speech(3, duration_s)), lambda answers: answered.extend(c.call for c, _ in answers), name)
+        for live, (name, duration_s) in zip(lives, seconds.items(), strict=True)
+    ]
+    waiting = engine.turn([], chunks)
+    assert answered == ["no block", "one block"] and waiting == chunks[2:]
+    assert engine.turn(waiting, []) == [] and answered == [*seconds]
+
+
 def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:
     def sizes(batch: int) -> dict[str, str]:
         engine = LocalRecogniser(recogniser_of(make_model()), Limits(batch=batch))
