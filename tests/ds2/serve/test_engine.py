@@ -17,7 +17,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
-from ds2.serve.engine import HANGS_S, Chunk, Engine, LocalRecogniser, SessionSettings, allowed_s
+from ds2.serve.engine import HANGS_S, Answers, Chunk, Engine, LocalRecogniser, SessionSettings, allowed_s
 from ds2.serve.limits import Limits
 
 RULES = Endpoints(longest_s=0.5)
@@ -50,8 +50,12 @@ def test_a_turn_answers_what_it_decodes_and_what_needs_no_decoding(make_model: C
     answered: list[str] = []
     lives = [engine.open(SessionSettings(RATE_HZ, NEVER)) for _ in range(3)]
     seconds = {"no block": 0.05, "one block": 0.25, "two blocks": 0.5}
+
+    def deliver(answers: Answers) -> None:
+        answered.extend(chunk.call for chunk, _ in answers)
+
     chunks = [
-        Chunk(live, samples_of(speech(3, duration_s)), lambda answers: answered.extend(c.call for c, _ in answers), name)
+        Chunk(live, samples_of(speech(3, duration_s)), deliver, name)
         for live, (name, duration_s) in zip(lives, seconds.items(), strict=True)
     ]
     waiting = engine.turn([], chunks)
