@@ -1,4 +1,4 @@
-"""What the benchmarks compute from their measurements."""
+"""What the benchmarks compute from their measurements: efficiencies, the fit of a link, and predicted steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from dispatch import read_result
 from support.paths import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds2.distributed.communicator import Communicator
 
@@ -33,14 +35,70 @@ def test_efficiency_is_relative_to_the_fewest_ranks_of_the_same_batch() -> None:
     assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 1.0, 0.9, 1.0, 0.5])
 
 
-def test_rows_of_the_scaling_benchmark_count_the_audio_of_their_steps(tmp_path: Path) -> None:
+def test_operations_of_a_step_are_those_that_torch_counts(tmp_path: Path) -> None:
     from benchmarks import scaling
 
-    small = ["device=cpu", "model.hidden=8", "model.depth=2"]
-    options = Namespace(duration=0.5, model="rnn_8", warmup=1, steps=2, overrides=small)
-    row = scaling.measure(Communicator(torch.device("cpu")), options, tmp_path, 2, True, "local", "gemm")
+    size = {"duration": 0.5, "model": "rnn_8", "warmup": 1, "steps": 2}
+    small = ["device=cpu", "model.hidden=24", "model.depth=3", "model.row_convs=0"]
+    options = Namespace(**size, overrides=small)
+    with FlopCounterMode(display=False) as counter:
+        row = scaling.measure(Communicator(torch.device("cpu")), options, tmp_path, 2, True, "local", "gemm")
+    first = 2 * 41 * 11 * 32 * 81 * 50  # the first convolution: 81 rows of 50 frames; its input needs no gradient
+    counted = counter.get_total_flops() / (size["warmup"] + size["steps"]) + first
+    assert row["tflop_per_s"] * 1e12 * row["step_ms"] / 1e3 == pytest.approx(counted, rel=0.02)
     assert row["audio_s_per_s"] == pytest.approx(2 * 0.5 / (1e-3 * row["step_ms"]))
     assert (row["ranks"], row["batch"], row["backend"]) == (1, 2, "gemm")
+
+
+def test_the_fit_of_a_link_recovers_latency_and_bandwidth() -> None:
+    pytest.importorskip("mpi4py")
+    from benchmarks.collectives import fit
+
+    latency_s, bandwidth, ranks = 20e-6, 5e9, 4
+    rows = []
+    for kib in (4, 64, 1024):
+        load = 2 * (ranks - 1) / ranks * kib * 1024
+        seconds = latency_s + load / bandwidth
+        rows.append({"us": 1e6 * seconds, "bus_gb_per_s": load / seconds / 1e9})
+    assert fit(rows) == pytest.approx((latency_s, bandwidth), rel=1e-6)
+
+
+def test_a_predicted_step_is_computed_and_summed_in_turn_or_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import predict
+    from benchmarks.predict import LinkSpeed, MeasuredHost, step_s
+
+    monkeypatch.setattr(predict, "NORMS", 3)
+    monkeypatch.setattr(predict, "BUCKET_BYTES", 1e6)
+    link = LinkSpeed(latency_s=1e-3, bandwidth=1e9)
+    machine = MeasuredHost([1.0, 2.0], [0.1, 0.2], [0.2, 0.4], [0.01, 0.01], 4e6, link, link, ranks_per_host=2)
+    alone = step_s(machine, 1, 2, overlap=True, shared=False)
+    assert alone == pytest.approx((0.2 + 0.4 + 0.01, 0.0))
+    one_sum = 1e-3 + 1e6 / 1e9  # of a bucket over two ranks
+    in_turn = step_s(machine, 2, 2, overlap=False, shared=False)
+    assert in_turn == pytest.approx((alone[0] + 4 * one_sum, 4 * one_sum))
+    overlapped = step_s(machine, 2, 2, overlap=True, shared=False)
+    assert overlapped == pytest.approx((alone[0] + one_sum, one_sum))  # only the last bucket is waited for
+    shared = step_s(machine, 2, 2, overlap=True, shared=True)
+    assert shared[0] == pytest.approx(overlapped[0] + 2 * 3 * 1e-3)  # a sum a norm, forward and backward
+
+
+def test_the_fitted_contention_and_meeting_are_those_of_the_rows() -> None:
+    from benchmarks.predict import LinkSpeed, MeasuredHost, errors, fitted, step_s
+
+    link = LinkSpeed(latency_s=1e-4, bandwidth=1e10)
+    machine = MeasuredHost([4.0, 8.0], [0.01, 0.02], [0.02, 0.04], [0.001, 0.001], 1e8, link, link, ranks_per_host=8)
+    truth = replace(machine, contention=0.5, meeting_s=1e-3)
+    rows = [
+        {
+            "ranks": ranks, "batch": ranks * batch, "overlap": overlap, "batch_norm": norm,
+            "step_ms": 1e3 * step_s(truth, ranks, batch, overlap=overlap, shared=norm == "shared")[0],
+        }
+        for ranks, batch, overlap, norm in [(2, 4, True, "local"), (2, 8, False, "shared"), (4, 8, True, "shared")]
+    ]  # fmt: skip
+    assert max(map(abs, errors(truth, rows))) < 1e-9
+    assert max(map(abs, errors(machine, rows))) > 0.01
+    fit = fitted(machine, rows)
+    assert (fit.contention, fit.meeting_s) == (pytest.approx(0.5), pytest.approx(1e-3))
 
 
 def test_every_stream_has_a_block_in_every_round_of_the_streaming_benchmark() -> None:
@@ -180,3 +238,29 @@ def test_every_result_names_its_commit() -> None:
     assert len(results) > 80
     for path in results:
         assert re.match(r"[0-9a-f]{7}", read_result(path)["git_commit"]), path
+
+
+@pytest.mark.parametrize("commit", [{}, {"git_commit": "unknown"}])
+@pytest.mark.parametrize("file", ["scaling", "link"])
+def test_results_of_an_unknown_commit_predict_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, commit: dict[str, str]
+) -> None:
+    from benchmarks import predict
+
+    files = {name: ROOT / "recipes" / "figures" / f"{name}_h200.json" for name in ("scaling", "link")}
+    content = json.loads(files[file].read_text())
+    del content["git_commit"]
+    files[file] = tmp_path / "copy.json"
+    files[file].write_text(json.dumps(content | commit))
+    with pytest.raises(SystemExit) as refused:
+        predict.main([*map(str, files.values()), "--way", "NCCL, by hand"])
+    assert refused.value.code == 2 and "copy.json does not name the commit" in capsys.readouterr().err
+
+
+def test_results_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import predict
+
+    with pytest.raises(SystemExit):
+        predict.main([str(tmp_path / "scaling.json"), str(tmp_path / "link.json")])
+    shown = capsys.readouterr().err
+    assert "scaling.json'; `bench.py scaling`" in shown and "No such file" in shown

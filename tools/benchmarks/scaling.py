@@ -4,8 +4,9 @@
     python tools/bench.py scaling --ranks 1 2 4 --global-batch 64 --model rnn_48_skip_4  # as in the paper's Figure 5
 
 Starts `mpirun -n RANKS`, or torchrun (--launcher), for each number of ranks, and times training steps for every
-combination of recurrent backend, batch, overlap and batch norm. Utterances are noise of equal length. Writes
-scaling.json into --out. Options of mpirun (hosts, binding) go into --mpirun.
+combination of recurrent backend, batch, overlap and batch norm. Utterances are noise of equal length. TFLOP/s count 2
+operations for each weight, frame and pass that uses it (forward, data, weights). Writes scaling.json into --out.
+Options of mpirun (hosts, binding) go into --mpirun.
 """
 
 from __future__ import annotations
@@ -31,17 +32,30 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
+from ds2.model.structure import output_size
+from ds2.training.trainer import Trainer
 
 COLUMNS = {
     "backend": "{backend}", "fixed": "{fixed}", "ranks": "{ranks}", "batch": "{batch}", "overlap": "{overlap}",
     "batch norm": "{batch_norm}", "step ms": "{step_ms:.1f}", "forward": "{forward_ms:.1f}",
     "backward": "{backward_ms:.1f}", "exposed": "{allreduce_exposed_ms:.2f}", "all-reduce": "{allreduce_total_ms:.2f}",
-    "hidden": "{hidden:.0%}", "audio s/s": "{audio_s_per_s:.0f}",
+    "hidden": "{hidden:.0%}", "audio s/s": "{audio_s_per_s:.0f}", "TFLOP/s": "{tflop_per_s:.1f}",
     "efficiency": "{efficiency:.1%}",
 }  # fmt: skip
 
 
 LIMIT_S = 600  # that each number of ranks may take
+
+
+def step_flop(trainer: Trainer, frames: int) -> float:
+    """Operations of a step's matrix products, convolutions and recurrences over `frames` feature frames in all."""
+    model = trainer.model
+    bins, total = model.bins, 0.0
+    for conv in model.convs:
+        bins, frames = (output_size(size, stride) for size, stride in zip((bins, frames), conv.stride, strict=True))
+        total += 2.0 * conv.weight.numel() * bins * frames
+    total += sum(2.0 * p.numel() * frames for p in model.parameters() if p.dim() == 2)
+    return 3 * total
 
 
 def measure(
@@ -68,10 +82,12 @@ def measure(
     step_s = (time.perf_counter() - began) / options.steps
     split = trainer.timer.means(options.steps)
     step_s = max(comm.allgather(step_s))
+    frames = trainer.features.frames(int(options.duration * trainer.config.data.sample_rate_hz)) * batch
     return {
-        "backend": backend, "ranks": comm.world, "comm": comm.name, "batch": batch,
-        "overlap": overlap, "batch_norm": norm,
+        "backend": backend, "tflop_per_s": step_flop(trainer, frames) / step_s / 1e12,
+        "ranks": comm.world, "comm": comm.name, "batch": batch, "overlap": overlap, "batch_norm": norm,
         "step_ms": 1000 * step_s, "audio_s_per_s": batch * options.duration / step_s,
+        "gradient_mib": sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / 2**20,
         **{f"{name}_ms": 1000 * seconds for name, seconds in split.items()},
     }  # fmt: skip
 
