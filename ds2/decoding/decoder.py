@@ -57,7 +57,7 @@ class Decoding:
 def start_copy(*tensors: Tensor) -> Callable[[], list[NDArray[Any]]]:
     """Start to copy tensors of one device to the host; the function that is returned waits and returns the arrays.
 
-    Each wait for a GPU that other processes use takes up to their turns on it, so few waits matter more than few bytes.
+    Processes that share a GPU use it in turns. Each wait lasts until this process has its turn, so one wait is best.
     """
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # a GPU's to pinned memory
     device = tensors[0].device

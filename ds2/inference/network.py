@@ -321,9 +321,10 @@ class LibraryConv:
             z = torch.addmm(self.all_bias, windows.reshape(x.shape[0] * frames, -1), self.matrix)
             z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 3, 1, 2)
         else:
-            images = x.permute(0, 3, 1, 2).contiguous(memory_format=self.layout)
-            if self.channels == 1 and not x.is_cuda:
-                images = x[..., 0].unsqueeze(1)  # of strides that leave no choice: else torch writes not all outputs
+            if self.channels == 1 and not x.is_cuda:  # with strides of channels last, torch leaves outputs unwritten
+                images = x[..., 0].unsqueeze(1)
+            else:
+                images = x.permute(0, 3, 1, 2).contiguous(memory_format=self.layout)
             z = nn.functional.conv2d(images, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
             z = z.permute(0, 2, 3, 1)
         return nn.functional.hardtanh_(z, 0.0, self.clip)

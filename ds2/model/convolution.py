@@ -91,7 +91,7 @@ class MaskedConv(nn.Module):
         if x.is_cuda:  # else cuDNN picks a gradient kernel that takes 28 ms at B 4 on an H200; so all of it takes 3
             x = x.contiguous(memory_format=torch.channels_last)
             weight = weight.contiguous(memory_format=torch.channels_last)
-        elif x.shape[2] <= self.kernel[0]:  # else oneDNN's gradient of so high a weight is wrong, or leaves its memory
+        elif x.shape[2] <= self.kernel[0]:  # oneDNN computes wrong gradients of such a kernel, and writes beyond them
             x, high = functional.pad(x, (0, 0, high, high)), 0
         elif bias is None and few_channels(x, weight):
             return convolve_few_channels(x, weight, self.stride)

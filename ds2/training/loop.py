@@ -360,10 +360,10 @@ def _part_until_end(config: Config, progress: Progress, done: float) -> float:
 
 def minutes_left(config: Config, progress: Progress, batches: int) -> float:
     """Return the minutes until epochs of `batches` batches, steps or minutes end training, at its pace so far."""
-    limit, passed = config.train.max_minutes, progress.elapsed_s / 60
+    limit_min, passed_min = config.train.max_minutes, progress.elapsed_s / 60
     done = _part_until_end(config, progress, completed_part(config, progress, batches))
-    left = passed / done - passed
-    return max(0.0, min(left, limit - passed)) if limit else left
+    remaining_min = passed_min / done - passed_min
+    return max(0.0, min(remaining_min, limit_min - passed_min)) if limit_min else remaining_min
 
 
 def why_finished(config: Config, progress: Progress) -> str:

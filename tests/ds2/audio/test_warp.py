@@ -36,20 +36,20 @@ def test_a_tone_moves_to_where_the_factor_says(kind: str) -> None:
     tones = torch.stack([torch.sin(2 * math.pi * hz * time_s) for hz in (2000.0, 2000.0 * 1.15, 2000.0 * 0.9)])
     plain, _ = features(tones[:1], torch.tensor([RATE_HZ]))
     moved, _ = features(tones, torch.full((3,), RATE_HZ))
-    found = warp_frequency(moved, features.centres_hz, given(1.0, 1.15, 0.9), RATE_HZ)
-    assert torch.equal(found[:1], plain)
+    warped = warp_frequency(moved, features.centres_hz, given(1.0, 1.15, 0.9), RATE_HZ)
+    assert torch.equal(warped[:1], plain)
     assert torch.equal(warp_frequency(moved, features.centres_hz, given(1.0, 1.0, 1.0), RATE_HZ), moved)
     peak = plain.mean(2).argmax(1)
-    assert bool(((found.mean(2).argmax(1) - peak).abs() <= 1).all())
+    assert bool(((warped.mean(2).argmax(1) - peak).abs() <= 1).all())
     assert bool(((moved.mean(2).argmax(1) - peak).abs()[1:] > 1).all())
 
 
 def test_rising_features_are_read_at_the_frequency_itself() -> None:
     features = Features(FeaturesConfig(), RATE_HZ)
     rising = features.centres_hz[None, :, None].expand(2, -1, 3)
-    found = warp_frequency(rising, features.centres_hz, given(1.1, 0.85), RATE_HZ)
+    warped = warp_frequency(rising, features.centres_hz, given(1.1, 0.85), RATE_HZ)
     wanted = warped_hz(features.centres_hz.double(), torch.tensor([1.1, 0.85], dtype=torch.float64), RATE_HZ)
-    torch.testing.assert_close(found[:, :, 1].double(), wanted, rtol=1e-6, atol=8000 * 2.0**-20)
+    torch.testing.assert_close(warped[:, :, 1].double(), wanted, rtol=1e-6, atol=8000 * 2.0**-20)
 
 
 def test_factors_are_drawn_for_each_utterance_epoch_and_view() -> None:
