@@ -136,11 +136,12 @@ class Splicer:
                 "no recording has labels with times: the model writes other words in each, or cannot write their "
                 "transcripts: train it longer, or take one of the language and alphabet of the recordings"
             )
-        self.recordings, self.audio, self.rate_hz = recordings, audio, audio.sample_rate_hz
+        self.audio, self.rate_hz = audio, audio.sample_rate_hz
         by_speaker: dict[str, list[LabelledRecording]] = {}
         for recording in recordings:
             by_speaker.setdefault(recording.speaker, []).append(recording)
         self.banks = {speaker: _Bank(own, self.rate_hz) for speaker, own in by_speaker.items()}
+        self.seconds = {speaker: sum(r.duration_s for r in own) for speaker, own in by_speaker.items()}
         self.everyone = _Bank(recordings, self.rate_hz)
 
     def pieces(self, labels: Sequence[Sequence[int]], speaker: str, draw: random.Random) -> list[Piece]:
@@ -205,12 +206,12 @@ class Splicer:
         return self.audio[position]
 
     def speak(self, number: int, texts: Sequence[SplicedText], seed: int) -> list[Speech | None]:
-        """Return the speech of texts by one speaker, drawn by `number` and `seed`.
+        """Return the speech of texts by one speaker, drawn by `number` and `seed`, as often as there is speech of them.
 
         None for a text with a label that no recording has.
         """
         draw = random.Random(f"{seed} {number}")
-        speaker = draw.choice(self.recordings).speaker  # as often as the speaker has recordings
+        speaker = draw.choices(list(self.seconds), list(self.seconds.values()))[0]
         return [self._speech(text, speaker, draw) for text in texts]
 
     def _speech(self, text: SplicedText, speaker: str, draw: random.Random) -> Speech | None:
