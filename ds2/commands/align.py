@@ -1,7 +1,5 @@
 """`ds2 align`: the word times of transcripts, and the transcripts that are probably wrong."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

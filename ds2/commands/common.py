@@ -1,7 +1,5 @@
 """Shared by commands: the argument parser, arguments that several have, and errors as messages."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -185,16 +183,6 @@ def add_false_alarms(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def whole(low: int, high: int) -> NumberArgument:
-    """Return the `type` of an argument that is an integer between `low` and `high`, inclusive."""
-    return NumberArgument(int, Range(low, high))
-
-
-def real(low: float, high: float, *, above: bool = False) -> NumberArgument:
-    """Return the `type` of an argument that is a number between `low` and `high`; `above` excludes `low`."""
-    return NumberArgument(float, Range(low, high, above))
-
-
 @dataclass(frozen=True)
 class NumberArgument:
     """The `type` of an argument that is a number in a range of the configuration schema; its str is for the help."""
@@ -217,6 +205,16 @@ class NumberArgument:
             return f"above {low}" if self.allowed.above else f"{low} or more"
         low = f"above {low}" if self.allowed.above else low
         return f"{low} to {'below ' if self.allowed.below else ''}{high}"
+
+
+def whole(low: int, high: int) -> NumberArgument:
+    """Return the `type` of an argument that is an integer between `low` and `high`, inclusive."""
+    return NumberArgument(int, Range(low, high))
+
+
+def real(low: float, high: float, *, above: bool = False) -> NumberArgument:
+    """Return the `type` of an argument that is a number between `low` and `high`; `above` excludes `low`."""
+    return NumberArgument(float, Range(low, high, above))
 
 
 def report_errors(action: Callable[[], int]) -> int:

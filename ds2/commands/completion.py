@@ -3,8 +3,6 @@
 The script holds all words, so that completing a word starts no process of Python; it is of this version of ds2.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From command-line overrides to a checked Config by Hydra, with errors that suggest the nearest key."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """`ds2 data`: corpora to manifests; manifests checked, split, counted, filtered, packed; alphabets, pieces, speech."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

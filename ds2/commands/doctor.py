@@ -1,7 +1,5 @@
 """`ds2 doctor`: the versions, devices and kernels of this machine, for bug reports."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

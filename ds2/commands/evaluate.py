@@ -1,7 +1,5 @@
 """`ds2 evaluate`: WER reports of a model on manifests."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`ds2 export`: write a model as one file for sherpa-onnx, ONNX Runtime or torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

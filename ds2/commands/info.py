@@ -1,7 +1,5 @@
 """`ds2 info`: the content of a model file, or the layers, parameters, lookahead and memory of a configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path

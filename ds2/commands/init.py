@@ -1,7 +1,5 @@
 """`ds2 init FOLDER`: a folder to work in, with a recipe that extends one of ours and a page of three commands."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

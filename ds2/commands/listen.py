@@ -1,7 +1,5 @@
 """`ds2 listen`: live recognition of a microphone."""
 
-from __future__ import annotations
-
 import json
 import queue
 import sys

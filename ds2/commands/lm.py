@@ -1,7 +1,5 @@
 """The command line of language models: `ds2 lm build`, `train`, `convert`, `ppl`, `query`, `tune`."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

@@ -1,7 +1,5 @@
 """`ds2 models`: the models that come with ds2."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ds2.commands.common import Parser

@@ -1,7 +1,5 @@
 """`ds2 serve`: live recognition for clients of several protocols."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import logging
@@ -216,7 +214,7 @@ def _api_key() -> str:
     return key
 
 
-def _certificate(args: argparse.Namespace) -> Certificate | None:
+def _certificate(args: argparse.Namespace) -> "Certificate | None":
     from ds2.serve import tls
 
     if args.tls_self_signed and (args.tls_cert or args.tls_key):

@@ -3,8 +3,6 @@
 The result of a sweep is a table that ranks its runs, and a picture of their dev scores.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

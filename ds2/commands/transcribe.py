@@ -1,7 +1,5 @@
 """`ds2 transcribe`: audio files, folders of them or standard input to text, JSON or captions."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

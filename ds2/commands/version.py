@@ -1,7 +1,5 @@
 """`ds2 version`: the version and commit of this copy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ds2.commands.common import Parser

@@ -4,8 +4,6 @@ A file is a manifest (JSON lines with `text`, or `pred_text` in hypotheses; matc
 plain text (one utterance per line, matched by line), or with --ids Kaldi's `text` (an id before each line).
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys
@@ -98,6 +96,15 @@ def _score(args: argparse.Namespace) -> None:
         print(f"\nreport: {args.out}")
 
 
+@dataclass(frozen=True, slots=True)
+class TextLine:
+    """An utterance of a file."""
+
+    name: str
+    text: str
+    speaker: str = ""
+
+
 def _speakers(path: Path, names: list[str]) -> list[str]:
     speakers = {key: line.text.strip() for key, line in read_texts(path, ids=True, hypotheses=False).items()}
     absent = [name for name in names if name not in speakers]
@@ -131,15 +138,6 @@ def _warn_of_case(references: dict[str, TextLine], hypotheses: Sequence[str], pa
             "lower case with --lower, or with the references of `ds2 evaluate`, the `text` of its hypotheses.jsonl",
             file=sys.stderr,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TextLine:
-    """An utterance of a file."""
-
-    name: str
-    text: str
-    speaker: str = ""
 
 
 def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, TextLine]:

@@ -1,7 +1,5 @@
 """Declarations of settings: the numbers or names that each allows, and settings without effect."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from copy import copy

@@ -1,7 +1,5 @@
 """Checks of a configuration beyond types: names, ranges, and settings that do not work together."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass

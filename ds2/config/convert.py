@@ -3,8 +3,6 @@
 Errors name the most similar key.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Devices and precisions by name."""
 
-from __future__ import annotations
-
 import torch
 
 from ds2.config.schema import ConfigError

@@ -1,7 +1,5 @@
 """All settings as typed dataclasses. `ds2 train --help` shows the comment of each setting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ds2_ops.recurrent.cells import GATED, PLAIN

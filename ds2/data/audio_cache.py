@@ -7,8 +7,6 @@ Layout of a file, little-endian: a header; the samples of all utterances, int16;
 sample, samples, CRC-32 of them, two halves of the key) for each utterance, int64.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -22,7 +20,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +75,7 @@ class CacheWriter:
         self._samples, self._rows = 0, list[tuple[int, ...]]()
         self._lock = threading.Lock()
 
-    def __enter__(self) -> CacheWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

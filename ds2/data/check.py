@@ -1,7 +1,5 @@
 """`ds2 data check`: reads all data before training and reports each utterance that would stop or mislead training."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -4,8 +4,6 @@ The batches of an epoch are a pure function of durations, config, epoch and seed
 all ranks take the same number of steps, and a resumed run continues with plan[step:].
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import signal
@@ -123,12 +121,12 @@ class Batch:
     label_lengths: Tensor  # (B,) int64, always on the CPU
     indices: Tensor  # (B,) int64, positions in the list of utterances, always on the CPU
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with waveforms and labels on `device`; the copy from pinned memory is asynchronous."""
         waveforms, labels = (part.to(device, non_blocking=True) for part in (self.waveforms, self.labels))
         return replace(self, waveforms=waveforms, labels=labels)
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> "Batch":
         """Return the batch with waveforms and labels in page-locked memory; torch's DataLoader calls this."""
         return replace(self, waveforms=self.waveforms.pin_memory(), labels=self.labels.pin_memory())
 

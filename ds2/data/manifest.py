@@ -1,7 +1,5 @@
 """Utterances; manifests, JSON lines with NeMo's keys that list them; splits, filters and statistics of lists."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Writes corpora as shards: tar files in WebDataset's layout, each with an index, and a manifest of their members."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

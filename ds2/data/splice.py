@@ -4,8 +4,6 @@ A network that trains on such speech learns words and spellings of the texts. So
 give fewer errors than the recordings alone (docs/results/accuracy.md).
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import logging

@@ -5,8 +5,6 @@ utterance, size and modification time of its file (a shard of many utterances is
 of 256 sampled recordings. So a start costs one `stat` a file and reads at most 16 MiB, whatever the size of the corpus.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -156,7 +154,7 @@ class ScoredData:
     @classmethod
     def of(
         cls, manifests: Sequence[str | Path], scored: Sequence[Utterance], training: Sequence[Utterance]
-    ) -> ScoredData:
+    ) -> "ScoredData":
         """Compare scored utterances with training data.
 
         Utterances are equal whose file names (without folders), times and texts are, so that copies of a corpus are.

@@ -1,7 +1,5 @@
 """N-gram model files: a memory-mapped binary, the same compressed, and ARPA files of any tool. None runs code."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -11,8 +11,6 @@ of order n is (position of its prefix among the n-grams of order n - 1) x V + la
 64 bits. A file of positions says for each token of the text which n-gram ends there.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile
@@ -23,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +53,7 @@ class Scratch:
             ) from error
         self._files = 0
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -3,8 +3,6 @@
 A node is a state of the model with the last label, which decides whether the next label needs a blank before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ of units, here of a letter with the 0 to 2 phones that it stands for. The units 
 probable alignment (hard EM); a Kneser-Ney model of the units then ranks all pronunciations of a word.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

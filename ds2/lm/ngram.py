@@ -5,8 +5,6 @@ history that is the prefix of an n-gram; state 0 is the empty history. Histories
 continuations, so a decoder may recombine hypotheses by state. Log-probs are natural logarithms.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from bisect import bisect_left
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -85,7 +83,7 @@ class NGram:
         """The vocabulary without reserved tokens."""
         return [token for token in self.vocabulary if token not in RESERVED]
 
-    def check(self) -> NGram:
+    def check(self) -> Self:
         """Check all tensors and return the model. Searches that use it afterwards check nothing.
 
         Raises:
@@ -109,7 +107,7 @@ class NGram:
                 raise LanguageModelError(f"the language model is damaged: {_BAD_NUMBERS}")
         return self
 
-    def to(self, device: torch.device | str) -> NGram:
+    def to(self, device: torch.device | str) -> Self:
         """Return the model with its tensors on `device`."""
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 

@@ -3,8 +3,6 @@
 Shape letters: T tokens, B texts, H hidden, V labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain

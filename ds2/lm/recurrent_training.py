@@ -1,14 +1,12 @@
 """Training of a recurrent language model, and the state from which an interrupted training continues."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -64,7 +62,7 @@ class TrainingText:
     separator: int  # labels between two lines: 1 or 0
 
     @classmethod
-    def of(cls, sentences: Iterable[list[str]], alphabet: Alphabet) -> TrainingText:
+    def of(cls, sentences: Iterable[list[str]], alphabet: Alphabet) -> Self:
         """Convert the sentences of a `SentenceReader` with the same alphabet; raises LanguageModelError without any."""
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
         labels[SPACE] = labels.get(" ", BOUNDARY)
@@ -120,7 +118,7 @@ def train(
     report: Callable[[TrainingProgress], None],
     report_every_s: float = 10.0,
     stop: Callable[[], bool] = lambda: False,
-    state: StateFile | None = None,
+    state: "StateFile | None" = None,
 ) -> TrainingProgress:
     """Train a model with AdamW, a linear warm-up and a half cosine of the learning rate to zero.
 
@@ -217,7 +215,7 @@ class _ReportWindow:
 
 
 def _remaining_batches(
-    text: TrainingText, settings: TrainingSettings, start: TrainingPosition
+    text: TrainingText, settings: TrainingSettings, start: "TrainingPosition"
 ) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
     """Yield (epoch, completed batches of the epoch, batches of the epoch, spans of the batch) from a position on."""
     for epoch in range(start.epoch, settings.epochs + 1):

@@ -1,7 +1,5 @@
 """Texts of language models: files to sentences of tokens, and the perplexity of a model on them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Model files: weights, feature statistics, alphabet, configuration and metrics in one safetensors file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

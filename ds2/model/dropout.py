@@ -1,7 +1,5 @@
 """Dropout of inputs, by utterance: the same in any batch, rank, padding and device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

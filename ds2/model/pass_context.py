@@ -3,8 +3,6 @@
 A context is handed down beside `Ragged` through the model's forward.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Shape letters: T frames, B batch.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 
@@ -60,7 +58,7 @@ class Ragged:
     first: int = 0  # of a piece of a batch: the frame of the utterances that is frame 0 here
 
     @classmethod
-    def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> Ragged:
+    def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
         """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
         lengths = lengths.to(device, torch.int32, non_blocking=True)
         valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]

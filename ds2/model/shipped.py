@@ -3,8 +3,6 @@
 Wherever a model is asked for, its name will do; a file or folder of the user of that name goes first.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

@@ -14,14 +14,12 @@ the batch.
 Shape letters: T frames, B batch, D width of a layer's input, H hidden, M modules, P pieces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from ds2_ops.jit.launch import device_index
@@ -134,7 +132,7 @@ class Wavefront:
     fixed: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Wavefront:
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Self:
         """The wavefront of a model on a GPU, whose products have a dtype; `why_not` of these is None."""
         index, cell = device_index(device), operator_cell(config)
 

@@ -1,7 +1,5 @@
 """Alphabets: the symbols that a network writes, normalisation of transcripts, transcripts to labels and back."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system import UserError
@@ -170,7 +168,7 @@ class Alphabet:
         )
 
     @classmethod
-    def from_config(cls, config: AlphabetConfig) -> Alphabet:
+    def from_config(cls, config: AlphabetConfig) -> Self:
         """Build the alphabet of a config; raises AlphabetError if it is invalid."""
         missing = sorted({WORD_MARK, *config.symbols} - {" "} - set(config.pieces)) if config.pieces else []
         if missing:
@@ -181,7 +179,7 @@ class Alphabet:
         return cls._of(config, read_pronunciations(Path(config.lexicon)) if config.lexicon else None)
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """Build the alphabet that `to_dict` returned; raises AlphabetError for invalid values."""
         try:
             fields = from_plain(_StoredAlphabet, stored, "alphabet")
@@ -190,7 +188,7 @@ class Alphabet:
         return cls._of(fields, Pronunciations.unpacked(fields.pronunciations) if fields.pronunciations else None)
 
     @classmethod
-    def _of(cls, config: AlphabetConfig, pronunciations: Pronunciations | None) -> Alphabet:
+    def _of(cls, config: AlphabetConfig, pronunciations: Pronunciations | None) -> Self:
         phones = () if pronunciations is None else pronunciations.phones
         symbols = ("", *(phones or config.pieces or config.symbols))
         rules: dict[str, Any] = {key: getattr(config, key) for key in _RULES} | {"pronunciations": pronunciations}
@@ -318,7 +316,7 @@ class Alphabet:
             text = " ".join(word for word in text.split() if word not in missing)
         return text
 
-    def normalises_as(self, other: Alphabet) -> bool:
+    def normalises_as(self, other: "Alphabet") -> bool:
         """Whether texts of this alphabet are normalised for the other one: everything but the labels is equal."""
         return self._characters == other._characters and replace(self, symbols=other.symbols) == other
 

@@ -4,8 +4,6 @@ Number words are those of Unicode's CLDR, by unicode-rbnf. Plain numbers become 
 and the like in those of _LANGUAGES. One that may be read in several ways stays as it is; `unread_numbers` names it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Byte-pair pieces: training on transcripts with sentencepiece, and files of pieces."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pronunciations of words: files in the format of CMUdict, and their packed form within a model."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import re
@@ -32,7 +30,7 @@ class Pronunciations:
     phones: tuple[str, ...]  # all, sorted
 
     @classmethod
-    def of(cls, words: Mapping[str, Sequence[Phones]]) -> Pronunciations:
+    def of(cls, words: Mapping[str, Sequence[Phones]]) -> "Pronunciations":
         """Drop repeated pronunciations of a word, and list the phones."""
         distinct = {word: tuple(dict.fromkeys(variants)) for word, variants in words.items()}
         phones = {phone for variants in distinct.values() for variant in variants for phone in variant}
@@ -50,7 +48,7 @@ class Pronunciations:
 
     @classmethod
     @functools.lru_cache(maxsize=1)  # a model that is loaded again shares them: English's take half a second
-    def unpacked(cls, packed: str) -> Pronunciations:
+    def unpacked(cls, packed: str) -> "Pronunciations":
         """Undo `packed`; raises PronunciationError where the text is no such thing."""
         try:
             compressed = base64.b64decode(packed, validate=True)

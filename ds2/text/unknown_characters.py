@@ -1,7 +1,5 @@
 """Characters outside an alphabet: a table of them, and a proposal for an alphabet that has them."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections import Counter

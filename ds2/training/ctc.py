@@ -4,14 +4,12 @@ CTC is 0, not infinity, for infeasible utterances, whose frames are too few for 
 `train.objective=ctc_crf`, has a model of labels and a denominator over it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -264,7 +262,7 @@ class Crf:
     label_log_probs: Tensor
 
     @classmethod
-    def of(cls, train: TrainConfig, alphabet: Alphabet, utterances: Sequence[Utterance]) -> Crf:
+    def of(cls, train: TrainConfig, alphabet: Alphabet, utterances: Sequence[Utterance]) -> Self:
         """Build the model from `train.denominator_text`, or from the transcripts; a function of these alone.
 
         Raises:
@@ -276,10 +274,8 @@ class Crf:
             alphabet, train.denominator_order, train.denominator_prune, texts=texts, transcripts=transcripts
         )
         graph = label_graph(model, alphabet)
-        log.info(
-            "denominator of CTC-CRF: a %d-gram of labels with %d nodes and %d arcs",
-            train.denominator_order, len(graph.labels), len(graph.weights),
-        )  # fmt: skip
+        size = f"{len(graph.labels)} nodes and {len(graph.weights)} arcs"
+        log.info(f"denominator of CTC-CRF: a {train.denominator_order}-gram of labels with {size}")
         scorer = LabelScorer(model, alphabet)
         log_probs = torch.tensor([scorer(alphabet.encode(text)) for text in transcripts], dtype=torch.float64)
         return cls(model, Denominator(graph, len(alphabet)), log_probs)

@@ -4,8 +4,6 @@
 `train.calibrate` times the tiles of the recurrent kernels.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import time
@@ -182,7 +180,7 @@ def choose_batching(
     progress: Progress,
     comm: Communicator,
     durations_s: NDArray[np.float64],
-    make_probe: Callable[[], MemoryProbe],
+    make_probe: "Callable[[], MemoryProbe]",
 ) -> BatchingConfig:
     """Return how the run's batches are made: as the config says, or, with `batching.auto`, by a measured budget.
 
@@ -215,12 +213,10 @@ def _warn_of_few_batches(durations_s: NDArray[np.float64], budget_s: float) -> N
     """Warn where the budget makes epochs of few steps: the largest batch is not always the one that learns best."""
     batches = len(plan_epoch(durations_s, BatchingConfig(utterances=0, audio_s=budget_s), 2, 0))
     if batches < _FEW_BATCHES:
+        smaller_s = _round_down(max(float(durations_s.max()), float(durations_s.sum()) / _FEW_BATCHES))
         log.warning(
-            "batching=auto: %g s of audio make an epoch of %d batches; a model may learn faster from more and smaller "
-            "ones: batching=fixed batching.utterances=0 batching.audio_s=%g",
-            budget_s,
-            batches,
-            _round_down(max(float(durations_s.max()), float(durations_s.sum()) / _FEW_BATCHES)),
+            f"batching=auto: {budget_s:g} s of audio make an epoch of {batches} batches; a model may learn faster from "
+            f"more and smaller ones: batching=fixed batching.utterances=0 batching.audio_s={smaller_s:g}"
         )
 
 

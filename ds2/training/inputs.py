@@ -3,8 +3,6 @@
 The loader's workers prepare batches of the epochs to come, and their inputs are made while a step runs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +132,7 @@ class Inputs:
         """What kernel launches depend on: the shapes, and whether late labels cost more; lengths do not matter."""
         return (*self.waveforms.shape, self.numbers.shape[1], int(self.delay_penalty > 0))
 
-    def copy_to(self, waveforms: Tensor, numbers: Tensor) -> Inputs:
+    def copy_to(self, waveforms: Tensor, numbers: Tensor) -> "Inputs":
         """Copy to the beginning of flat (N,) float32 waveforms and (M,) int64 numbers and return the copy."""
         copy = replace(
             self,

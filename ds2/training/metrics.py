@@ -1,7 +1,5 @@
 """Logs of a run: JSON lines, TensorBoard, a progress bar, the time of each phase of a step, gradient noise."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

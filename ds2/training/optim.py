@@ -1,7 +1,5 @@
 """Optimizers, learning-rate schedules, the step of an optimizer, and averages of weights."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -3,8 +3,6 @@
 With few utterances a GPU, the host's hundreds of launches a step would take longer than the kernels.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass

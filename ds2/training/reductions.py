@@ -1,7 +1,5 @@
 """Sums over ranks in a step: its numbers, the statistics of batch norm, and when gradients are summed."""
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

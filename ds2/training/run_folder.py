@@ -1,7 +1,5 @@
 """A run folder: its creation, its lock (one job at a time writes it), and the files of a run."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -15,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
@@ -101,9 +99,8 @@ def check_shared(run_dir: Path, config: Config, comm: Communicator) -> None:
         )
     if comm.rank == 0:
         log.warning(
-            "%s: it alone has the checkpoints, and a run whose rank 0 is on another host next time begins anew; give a "
-            "run_dir that all hosts share",
-            what,
+            f"{what}: it alone has the checkpoints, and a run whose rank 0 is on another host next time begins anew; "
+            "give a run_dir that all hosts share"
         )
 
 
@@ -312,9 +309,8 @@ class RunFiles:
         if late and self.comm.rank == 0 and not self._warned:
             self._warned = True
             log.warning(
-                "the run waits for its saves: writing one to %s takes longer than the time from one to the next. Raise "
-                "checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk",
-                self.run_dir,
+                f"the run waits for its saves: writing one to {self.run_dir} takes longer than the time from one to "
+                "the next. Raise checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk"
             )
         self._prepare_state()
         if not (self.comm.elastic and self.comm.world > 1):
@@ -342,7 +338,7 @@ class RunFiles:
             for folder in others:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def __enter__(self) -> RunFiles:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

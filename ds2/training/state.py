@@ -3,8 +3,6 @@
 The first state is the saved trainer state, another model's weights, or fresh weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time
@@ -355,14 +353,11 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
         raise CheckpointError(f"{path}: {misfit}; {WAY_OUT}")
     if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
         progress.plan = "of other settings"
-    log.info(
-        "resumed %s: epoch %d, batch %d, step %d%s", path, progress.epoch, progress.batch, progress.step,
-        f"; changed: {', '.join(changed)}" if changed else "",
-    )  # fmt: skip
-    if "checkpoint.init_from" in changed and config.checkpoint.init_from:
+    position = f"epoch {progress.epoch}, batch {progress.batch}, step {progress.step}"
+    log.info(f"resumed {path}: {position}" + (f"; changed: {', '.join(changed)}" if changed else ""))
+    if "checkpoint.init_from" in changed and (model := config.checkpoint.init_from):
         log.warning(
-            "checkpoint.init_from=%s has no effect: the run goes on from its own weights; give another run_dir",
-            config.checkpoint.init_from,
+            f"checkpoint.init_from={model} has no effect: the run goes on from its own weights; give another run_dir"
         )
     return parts, progress
 
@@ -395,11 +390,11 @@ def forget_other_dev_set(progress: Progress, dev_set: str) -> None:
         dev_set: a digest of the run's dev utterances.
     """
     if progress.dev_set not in ("", dev_set) and progress.best_epoch:
+        scores = f"WER {100 * progress.best_wer:.2f} % and CER {100 * progress.best_cer:.2f} %"
         log.warning(
-            "the dev set has changed: the best score so far, WER %.2f %% and CER %.2f %% in epoch %d, is of the other "
-            "set and no longer counts. The next evaluation replaces best.safetensors; copy that file first to keep it",
-            100 * progress.best_wer, 100 * progress.best_cer, progress.best_epoch,
-        )  # fmt: skip
+            f"the dev set has changed: the best score so far, {scores} in epoch {progress.best_epoch}, is of the other "
+            "set and no longer counts. The next evaluation replaces best.safetensors; copy that file first to keep it"
+        )
         progress.best_wer = progress.best_cer = float("inf")
         progress.best_epoch = 0
     progress.dev_set = dev_set
@@ -419,11 +414,10 @@ def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utteranc
             progress.batch = len(plan)
         else:
             log.warning(
-                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed "
-                "or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch as it began, "
-                "start with the previous settings",
-                progress.epoch, progress.batch, progress.step,
-            )  # fmt: skip
+                f"epoch {progress.epoch} begins again: it was stopped after batch {progress.batch} of another plan; "
+                "data, batching, augment.speed or train.seed have changed. Weights, optimizer and step "
+                f"{progress.step} go on. To finish the epoch as it began, start with the previous settings"
+            )
             progress.batch = 0
     progress.plan, progress.batches = fingerprint, len(plan)
 
@@ -514,20 +508,17 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         listed = f": {' '.join(map(repr, new))}" if new else ""
         log.info("%s: %d as in the model to start from, %d new%s", what, len(rows), len(new), listed)
         if dropped and not of_heads:
-            log.warning(
-                "this run lacks labels of the model to start from and cannot write them: %s",
-                " ".join(map(repr, dropped)),
-            )
+            lost = " ".join(map(repr, dropped))
+            log.warning(f"this run lacks labels of the model to start from and cannot write them: {lost}")
     fitting = {name: value for name, value in theirs.items() if name in mine and mine[name].shape == value.shape}
     if not fitting:
         raise ConfigError("no weight of checkpoint.init_from fits this model: leave out model=... to take its own")
     model.load_state_dict({**mine, **fitting})
     fresh = [name for name in mine if name not in fitting]
     if fresh:
-        log.warning(
-            "%d of %d weights of the model to start from fit; these start from nothing: %s", len(fitting), len(theirs),
-            ", ".join(fresh[:_MAX_NAMED]) + (", ..." if len(fresh) > _MAX_NAMED else ""),
-        )  # fmt: skip
+        named = ", ".join(fresh[:_MAX_NAMED]) + (", ..." if len(fresh) > _MAX_NAMED else "")
+        counts = f"{len(fitting)} of {len(theirs)} weights"
+        log.warning(f"{counts} of the model to start from fit; these start from nothing: {named}")
 
 
 def _symbols(model: AcousticModel, alphabet: Alphabet, of_heads: bool) -> tuple[str, ...]:

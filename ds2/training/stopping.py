@@ -1,7 +1,5 @@
 """The early end of a run: by a signal, after a save if steps would be lost, or by the loss of its device."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -9,12 +7,12 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 
 from ds2.distributed.communicator import Communicator
-from ds2.system import UserError
+from ds2.system import USER_ERROR, UserError
 from ds2.system.signals import Stopped, stop_signals
 
 log = logging.getLogger(__name__)
@@ -34,13 +32,11 @@ class Interrupts:
     _sent: int = 0  # the signal that `send` returned last
     _at_once: bool = False
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> "Interrupts":
         self._old = {s: signal.signal(s, self._handle) for s in (*stop_signals(), signal.SIGUSR1)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
@@ -107,9 +103,6 @@ class Interrupts:
             log.warning("%s: saving after this step, then stopping; Ctrl-C twice stops at once", name)
 
 
-_STATUS = 2  # of errors that a user can mend
-
-
 class DeviceError(UserError):
     """A device that fails every call; the message names it, where the run was, the reason and the way out."""
 
@@ -144,7 +137,7 @@ def _end_at_once() -> None:
     """End without clean-up: torch aborts a process that frees memory of a lost device."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_STATUS)
+    os._exit(USER_ERROR)
 
 
 def why_lost(device: torch.device) -> str:

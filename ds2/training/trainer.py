@@ -1,7 +1,5 @@
 """The trainer of a run on one device: its construction, steps and evaluations."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import logging
@@ -153,6 +151,7 @@ class Trainer:
         """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
         self.config, self.run_dir = config, run_dir
         self.comm = comm or Communicator(resolve_device(config.device))
+        self.device = self.comm.device
         check_run(config, self.comm)
         torch.backends.cudnn.deterministic = True  # a resumed run repeats the losses of an unbroken one, bit for bit
         torch.backends.cudnn.benchmark = False
@@ -170,6 +169,7 @@ class Trainer:
         self.comm.agree(pronunciations_of_run(self.alphabet, self.phones), remedy)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
+        self.model, self.features, self.optimizer = self.state.model, self.state.features, self.state.optimizer
         if self.crf is not None and self.comm.rank == 0:
             # For decoding. Not before the state, which may be refused: the folder's own must stay then.
             save_ngram(self.crf.model, run_dir / "denominator.lm")
@@ -261,22 +261,6 @@ class Trainer:
         return crf
 
     @property
-    def device(self) -> torch.device:
-        return self.comm.device
-
-    @property
-    def model(self) -> AcousticModel:
-        return self.state.model
-
-    @property
-    def features(self) -> Features:
-        return self.state.features
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.state.optimizer
-
-    @property
     def progress(self) -> Progress:
         return self.state.progress
 
@@ -357,11 +341,10 @@ class Trainer:
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
-        parameters = sum(p.numel() for p in self.model.parameters())
         utterances, dev = counted(len(self.utterances), "utterance"), len(self.dev.utterances)
         return (
-            f"training {utterances} ({hours(self.utterances):.2f} h), {dev} dev, on {self.device} "
-            f"in {self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
+            f"training {utterances} ({hours(self.utterances):.2f} h), {dev} dev, on {self.device} in "
+            f"{self.precision}, {self.model.parameter_count:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 
     def plan(self) -> list[list[int]]:
@@ -511,9 +494,9 @@ class Trainer:
         metric = self.config.train.metric
         best = 100 * {"wer": progress.best_wer, "cer": progress.best_cer}[metric]
         log.info(
-            "epoch %d: dev WER %.2f %%, CER %.2f %%%s", progress.epoch, 100 * scores["wer"], 100 * scores["cer"],
-            " (best)" if better else f"; best {best:.2f} % {metric.upper()} in epoch {progress.best_epoch}",
-        )  # fmt: skip
+            f"epoch {progress.epoch}: dev WER {100 * scores['wer']:.2f} %, CER {100 * scores['cer']:.2f} %"
+            + (" (best)" if better else f"; best {best:.2f} % {metric.upper()} in epoch {progress.best_epoch}")
+        )
         return scores
 
 

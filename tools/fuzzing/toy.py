@@ -167,7 +167,8 @@ class SimulatedTrainer(Trainer):
         model = SimulatedModel()
         groups = [{"params": [model.tensors["weight"]], "rate_factor": 1.0, "lr": 0.1}]
         optimizer = SimpleNamespace(state={}, param_groups=groups, state_dict=OPTIMIZER.copy, load_state_dict=nothing)
-        self.state = TrainState(model, SimulatedFeatures(), optimizer)
+        self.model, self.features, self.optimizer, self.device = model, SimulatedFeatures(), optimizer, CPU
+        self.state = TrainState(model, self.features, optimizer)
         self.loader = SpeechLoader(UTTERANCES, config.data, CPU, ALPHABET)
         self.dev = DevEvaluator(config.data, self.state.features, ALPHABET, CPU, "fp32")
         if state_file(run_dir).is_file():

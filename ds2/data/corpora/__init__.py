@@ -1,7 +1,5 @@
 """Importers of corpora, one function per layout, and the prepare step of each recipe."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections import defaultdict

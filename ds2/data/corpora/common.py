@@ -1,7 +1,5 @@
 """Shared by all importers: reading lists, finding audio under another extension, durations from headers."""
 
-from __future__ import annotations
-
 import codecs
 import logging
 import os

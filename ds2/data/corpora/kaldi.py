@@ -1,7 +1,5 @@
 """Kaldi data folders, in and out: wav.scp, segments, text, utt2spk, utt2lang."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

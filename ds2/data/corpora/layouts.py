@@ -4,8 +4,6 @@ Folders: recordings with transcripts of the same name, CMU AN4, LibriSpeech. Tab
 with a header (Common Voice, Coqui), deepspeech.pytorch's manifests.
 """
 
-from __future__ import annotations
-
 import csv
 import logging
 import re

@@ -1,7 +1,5 @@
 """Tar files of other tools, WebDataset and lhotse's Shar; their audio is read in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ is no benchmark: an installation can train, evaluate and transcribe with it with
 N samples, C control points.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,7 +86,7 @@ class Voice:
     noise_db: float  # background below the speech
 
     @classmethod
-    def draw(cls, rng: np.random.Generator) -> Voice:
+    def draw(cls, rng: np.random.Generator) -> "Voice":
         """Draw a voice; a high pitch goes with a short tract, as in people."""
         height = rng.uniform(0, 1)
         return cls(
