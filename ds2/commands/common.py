@@ -83,14 +83,16 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
 
 
-def add_command(commands: Any, name: str, summary: str, **others: Any) -> Parser:
-    """Add a sub-command whose summary is in the list of commands and at the head of its own help.
+def add_command(
+    commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int | None], **others: Any
+) -> Parser:
+    """Add a sub-command to what `add_subparsers` returned; its summary is in that list and at the head of its own help.
 
-    Args:
-        commands: what `add_subparsers` returned.
+    `run` is an attribute of the parsed arguments, which it takes; it returns the exit status, None for 0.
     """
     others.setdefault("description", summary)
     parser: Parser = commands.add_parser(name, help=summary, **others)
+    parser.set_defaults(run=run)
     return parser
 
 
@@ -144,13 +146,8 @@ def add_device(parser: argparse.ArgumentParser, *, precision: bool = False) -> N
 
 def add_channel(parser: argparse.ArgumentParser) -> None:
     """Add --channel, which is data.channel in training."""
-    parser.add_argument(
-        "--channel",
-        type=whole(0, MAX_CHANNELS),
-        default=0,
-        metavar="N",
-        help="of files with several: 1 is the first, 0 their average",
-    )
+    about = "of files with several: 1 is the first, 0 their average"
+    parser.add_argument("--channel", type=whole(0, MAX_CHANNELS), default=0, metavar="N", help=about)
 
 
 def add_phrases(parser: argparse.ArgumentParser) -> None:

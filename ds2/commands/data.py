@@ -80,22 +80,21 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _add_check(commands: Any) -> None:
-    parser = add_command(commands, "check", "read every utterance and report problems", settings=ALL_SETTINGS)
+    parser = add_command(commands, "check", "read every utterance and report problems", _check, settings=ALL_SETTINGS)
     parser.add_argument("--all", action="store_true", help=f"print all findings, not {_SHOWN_OF_A_KIND} of each kind")
     parser.add_argument("--json", type=Path, help="also write the findings to this file")
     parser.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
-    parser.set_defaults(run=lambda o: run_check(compose_config(o.overrides), o.json, show_all=o.all))
+
+
+def _check(args: argparse.Namespace) -> int:
+    return run_check(compose_config(args.overrides), args.json, show_all=args.all)
 
 
 def run_check(config: Config, json_path: Path | None = None, *, show_all: bool = False) -> int:
-    """Check the manifests of a config, prepare them where missing, and print the report.
+    """Check the manifests of a config, prepare them where missing, and print the report, or `show_all` findings.
 
-    Args:
-        config: manifests, alphabet and model (of which only the striding is used).
-        json_path: also write the report to this file.
-        show_all: print all findings, not only some of each kind.
-    Returns:
-        0 if training may start, else 1.
+    Of the model only the striding is used. Returns 0 if training may start, else 1.
+
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
@@ -128,11 +127,10 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
 
 
 def _add_prepare(commands: Any) -> None:
-    parser = add_command(commands, "prepare", "write the manifests of a recipe", settings=ALL_SETTINGS)
+    parser = add_command(commands, "prepare", "write the manifests of a recipe", _prepare, settings=ALL_SETTINGS)
     parser.add_argument(
         "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
     )
-    parser.set_defaults(run=_prepare)
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -142,7 +140,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _add_import(commands: Any) -> None:
-    parser = add_command(commands, "import", "corpus layout to manifest")
+    parser = add_command(commands, "import", "corpus layout to manifest", _import)
     parser.add_argument("format", choices=list(FORMATS))
     parser.add_argument("folder", type=Path, help="of the corpus; for csv and deepspeech_pytorch the table itself")
     parser.add_argument("manifest", type=Path, help="JSON-lines file to write")
@@ -151,7 +149,6 @@ def _add_import(commands: Any) -> None:
     parser.add_argument(
         "--encoding", default="", metavar="NAME", help="of transcript files that are not Unicode: cp1252, cp1254, ..."
     )
-    parser.set_defaults(run=_import)
 
 
 def _import(args: argparse.Namespace) -> None:
@@ -166,6 +163,7 @@ def _add_pieces(commands: Any) -> None:
         commands,
         "pieces",
         "learn byte-pair pieces from the training transcripts, for alphabet.pieces_file",
+        _pieces,
         settings=ALL_SETTINGS,
     )
     parser.add_argument("output", type=Path, help="text file to write, one piece a line")
@@ -173,7 +171,6 @@ def _add_pieces(commands: Any) -> None:
     parser.add_argument(
         "--count", type=whole(1, 1_000_000), required=True, help="labels of the network without the blank"
     )
-    parser.set_defaults(run=_pieces)
 
 
 def _pieces(args: argparse.Namespace) -> None:
@@ -189,11 +186,8 @@ def _pieces(args: argparse.Namespace) -> None:
     characters = replace(config.alphabet, pieces=[], unknown="drop")
     pieces = learn_pieces(texts, Alphabet.from_config(characters), count)
     if len(pieces) < count:
-        log.warning(
-            "only %d of %d pieces: these transcripts give no more. Use more text, or a smaller --count",
-            len(pieces),
-            count,
-        )
+        reason = "these transcripts give no more. Use more text, or a smaller --count"
+        log.warning(f"only {len(pieces)} of {count} pieces: {reason}")
     write_text(output, "".join(piece + "\n" for piece in pieces))
     alphabet = Alphabet.from_config(replace(characters, pieces=pieces))
     labels, words = sum(len(alphabet.encode(text)) for text in texts), sum(len(text.split()) for text in texts)
@@ -202,10 +196,9 @@ def _pieces(args: argparse.Namespace) -> None:
 
 
 def _add_export_kaldi(commands: Any) -> None:
-    parser = add_command(commands, "export-kaldi", "manifest to Kaldi data folder")
+    parser = add_command(commands, "export-kaldi", "manifest to Kaldi data folder", _export_kaldi)
     parser.add_argument("manifest", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.set_defaults(run=_export_kaldi)
 
 
 def _export_kaldi(args: argparse.Namespace) -> None:
@@ -214,7 +207,9 @@ def _export_kaldi(args: argparse.Namespace) -> None:
 
 
 def _add_split(commands: Any) -> None:
-    parser = add_command(commands, "split", "split manifests into train, dev and test, no speaker in two of them")
+    parser = add_command(
+        commands, "split", "split manifests into train, dev and test, no speaker in two of them", _split
+    )
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl, dev.jsonl, ...")
     parser.add_argument(
@@ -223,7 +218,6 @@ def _add_split(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--by", choices=UNITS, default="speaker", help="unit that is not divided (default speaker)")
     parser.add_argument("--seed", type=whole(0, SEED), default=1)
-    parser.set_defaults(run=_split)
 
 
 def _split(args: argparse.Namespace) -> None:
@@ -252,17 +246,16 @@ def _split(args: argparse.Namespace) -> None:
     others = sorted(path.name for path in args.out.glob("*.jsonl") if path.resolve() not in read)
     if others:
         log.warning(
-            "%s also holds %s, which this split did not write: of an earlier split, its speakers may be in train now",
-            args.out, ", ".join(others),
-        )  # fmt: skip
+            f"{args.out} also holds {', '.join(others)}, which this split did not write: of an earlier split, its "
+            "speakers may be in train now"
+        )
 
 
 def _add_stats(commands: Any) -> None:
-    parser = add_command(commands, "stats", "hours, speakers, durations and pace of manifests")
+    parser = add_command(commands, "stats", "hours, speakers, durations and pace of manifests", _stats)
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--picture", type=Path, help="histograms of durations and pace (needs matplotlib)")
-    parser.set_defaults(run=_stats)
 
 
 def _stats(args: argparse.Namespace) -> None:
@@ -278,7 +271,7 @@ def _stats(args: argparse.Namespace) -> None:
 
 
 def _add_filter(commands: Any) -> None:
-    parser = add_command(commands, "filter", "the utterances of a manifest that meet conditions")
+    parser = add_command(commands, "filter", "the utterances of a manifest that meet conditions", _filter)
     parser.add_argument("manifest", type=Path)
     parser.add_argument("output", type=Path)
     for name, what in (("s", "seconds"), ("pace", "characters a second")):
@@ -288,7 +281,6 @@ def _add_filter(commands: Any) -> None:
     parser.add_argument("--without-speakers", nargs="+", default=[], metavar="SPEAKER", help="all but these")
     parser.add_argument("--text", default="", metavar="REGEX", help="that the transcript matches")
     parser.add_argument("--without-text", default="", metavar="REGEX", help="that the transcript does not match")
-    parser.set_defaults(run=_filter)
 
 
 def _filter(args: argparse.Namespace) -> None:
@@ -309,7 +301,9 @@ def _filter(args: argparse.Namespace) -> None:
 
 
 def _add_shards(commands: Any) -> None:
-    parser = add_command(commands, "shards", "manifests to tar files with indices, for corpora larger than a cache")
+    parser = add_command(
+        commands, "shards", "manifests to tar files with indices, for corpora larger than a cache", _shards
+    )
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
     rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
@@ -317,7 +311,6 @@ def _add_shards(commands: Any) -> None:
     add_channel(parser)
     parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half")
     parser.add_argument("--skip-bad", action="store_true", help="leave out utterances that cannot be read")
-    parser.set_defaults(run=_shards)
 
 
 def _shards(args: argparse.Namespace) -> None:
@@ -340,6 +333,7 @@ def _add_alphabet(commands: Any) -> None:
         commands,
         "alphabet",
         "the alphabet of manifests' transcripts, ready for conf/alphabet/",
+        _alphabet,
         settings=ALPHABET_SETTINGS,
         usage="%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]",
     )
@@ -348,7 +342,6 @@ def _add_alphabet(commands: Any) -> None:
     parser.add_argument(
         "--least", type=whole(1, COUNT), default=1, metavar="N", help="characters that occur less often are left out"
     )
-    parser.set_defaults(run=_alphabet)
 
 
 def _alphabet(args: argparse.Namespace) -> None:
@@ -400,11 +393,11 @@ def _add_normalise(commands: Any) -> None:
         commands,
         "normalise",
         "show a text as an alphabet normalises it: ds2 data normalise 'in 1995' alphabet=english_text",
+        _normalise,
         settings=ALPHABET_SETTINGS,
         usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
     )
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="- reads lines from standard input")
-    parser.set_defaults(run=_normalise)
 
 
 def _normalise(args: argparse.Namespace) -> int:
@@ -429,6 +422,7 @@ def _add_lexicon(commands: Any) -> None:
         commands,
         "lexicon",
         "pronunciations of the words of texts and language models, for alphabet.lexicon",
+        _lexicon,
         settings=ALPHABET_SETTINGS,
         usage="%(prog)s OUTPUT --dictionary FILE [--words FILE ...] [alphabet=NAME] [alphabet.KEY=VALUE ...] [options]",
         epilog="Words are normalised as in training, by alphabet=turkish, alphabet.numbers=en and the like; "
@@ -446,7 +440,6 @@ def _add_lexicon(commands: Any) -> None:
     parser.add_argument(
         "--no-guess", action="store_true", help="leave out words that the dictionary lacks, instead of a guess"
     )
-    parser.set_defaults(run=_lexicon)
 
 
 def _lexicon(args: argparse.Namespace) -> None:
@@ -494,10 +487,9 @@ def _lexicon(args: argparse.Namespace) -> None:
     )
     if source.suffix == ".safetensors" and (lost := [p for p in phones if p not in lexicon.phones]):
         log.warning(
-            "no word of %s has these phones of the model, which a network trained with it cannot write: %s; name more "
-            "texts by --words, or leave it out to write all words of the model",
-            args.output, " ".join(lost),
-        )  # fmt: skip
+            f"no word of {args.output} has these phones of the model, which a network trained with it cannot write: "
+            f"{' '.join(lost)}; name more texts by --words, or leave it out to write all words of the model"
+        )
     if guessed:
         common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN_WORDS]
         print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))
@@ -535,7 +527,7 @@ def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
 
 
 def _add_splice(commands: Any) -> None:
-    parser = add_command(commands, "splice", "speech that says a text, made of pieces of recordings")
+    parser = add_command(commands, "splice", "speech that says a text, made of pieces of recordings", _splice)
     parser.add_argument("folder", type=Path, help="folder for the speech and manifest.jsonl, to train with")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests of the recordings")
     parser.add_argument(
@@ -549,7 +541,6 @@ def _add_splice(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=whole(0, SEED), default=1, help="of what is drawn")
     add_device(parser)
-    parser.set_defaults(run=_splice)
 
 
 def _splice(args: argparse.Namespace) -> None:
@@ -573,9 +564,9 @@ def _splice(args: argparse.Namespace) -> None:
         raise UserError(f"{file} writes pieces of words, whose sounds have no certain times: take a model of phones")
     if alphabet.pronunciations is None:
         log.warning(
-            "%s writes characters: where letters have several sounds, as in English, their pieces say other words; "
-            "take a model of phones", file,
-        )  # fmt: skip
+            f"{file} writes characters: where letters have several sounds, as in English, their pieces say other "
+            "words; take a model of phones"
+        )
     check_folder(args.folder, args.hours, loaded.config.data.sample_rate_hz)
     utterances = scored_utterances(args.manifests, alphabet)
     loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
@@ -588,10 +579,8 @@ def _splice(args: argparse.Namespace) -> None:
             recording = LabelledRecording(position, utterance.speaker, labels, times_s, utterance.duration_s)
             recordings.append(recording)
     if len(recordings) < len(utterances):
-        log.warning(
-            "%d of %d recordings are not used, as the model hears other words in them (`ds2 align --out`: surprise)",
-            len(utterances) - len(recordings), len(utterances),
-        )  # fmt: skip
+        unused = f"{len(utterances) - len(recordings)} of {len(utterances)} recordings"
+        log.warning(f"{unused} are not used, as the model hears other words in them (`ds2 align --out`: surprise)")
     splicer = Splicer(recordings, loader.audio)
     texts = _SpokenTexts(args.text, lines, alphabet, recordings, args.hours, args.seed)
     written = write_spliced(splicer, iter(texts), args.folder, args.hours, args.seed)

@@ -155,10 +155,7 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
     a residual sum that neither a row convolution nor a bidirectional sum stands before; the classifier's input after
     batch norm, under bf16 before it too, and the log-probs, in float32. Without batch norm what stands before it falls
     away. RMS norm keeps its output, as a GPU computes it. Dropout adds a layer's input and its mask. Weights, gradients
-    and workspace are not in it.
-
-    Args:
-        value_bytes: 2 under bf16 autocast, 4 in fp32.
+    and workspace are not in it. A value has 2 bytes under bf16 autocast, 4 in fp32.
     """
     config, frames_per_s, bins = model.config, 1 / model.step_s, model.bins
     norm = int(config.batch_norm or config.norm == "rms")

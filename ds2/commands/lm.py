@@ -75,20 +75,19 @@ def make_parser() -> Parser:
     _add_build(commands)
     _add_train(commands)
 
-    convert = add_command(commands, "convert", "a model of any form, such as an ARPA file, to another")
+    convert = add_command(commands, "convert", "a model of any form, such as an ARPA file, to another", _convert)
     convert.add_argument("lm", type=Path, help="binary, compressed or ARPA")
     convert.add_argument("output", type=Path, help="books.arpa: ARPA; books.lm: binary; books.lm.xz: compressed")
-    convert.set_defaults(run=_convert)
 
-    ppl = add_command(commands, "ppl", "perplexity and OOV rate of texts")
+    ppl = add_command(commands, "ppl", "perplexity and OOV rate of texts", _ppl)
     ppl.add_argument("lm", type=Path, help="binary, ARPA or, ending in .safetensors, a recurrent model")
     ppl.add_argument("text", type=Path, nargs="+")
-    ppl.set_defaults(run=_ppl)
     _add_unknown(ppl)
 
-    query = add_command(commands, "query", "natural-log probability of each sentence on standard input, by token")
+    query = add_command(
+        commands, "query", "natural-log probability of each sentence on standard input, by token", _query
+    )
     query.add_argument("lm", type=Path, help="binary or ARPA")
-    query.set_defaults(run=_query)
 
     _add_tune(commands)
     return parser
@@ -102,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _add_build(commands: Any) -> None:
-    parser = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
+    parser = add_command(commands, "build", "estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)", _build)
     parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
     parser.add_argument("--output", type=Path, required=True, help="books.lm: binary; books.lm.xz: compressed")
     parser.add_argument("--arpa", type=Path, help="also write this ARPA file")
@@ -110,15 +109,10 @@ def _add_build(commands: Any) -> None:
     parser.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
                        help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
                             "seen once (default: keep all)")  # fmt: skip
-    parser.add_argument(
-        "--unit",
-        choices=UNITS,
-        default="word",
-        help="token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)",
-    )
+    about = "token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)"
+    parser.add_argument("--unit", choices=UNITS, default="word", help=about)
     parser.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
     parser.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
-    parser.set_defaults(run=_build)
     _add_text_options(parser)
 
 
@@ -160,10 +154,9 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _add_train(commands: Any) -> None:
-    parser = add_command(commands, "train", "fit a recurrent model to texts, for decode.rescore")
+    parser = add_command(commands, "train", "fit a recurrent model to texts, for decode.rescore", _train)
     parser.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line; - is standard input")
     parser.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
-    parser.set_defaults(run=_train)
     for kind in (RecurrentShape, TrainingSettings):  # their comments are the help
         comments = setting_comments(sys.modules[kind.__module__])
         for field in fields(kind):
@@ -283,6 +276,7 @@ def _add_tune(commands: Any) -> None:
         commands,
         "tune",
         "alpha, beta and beam of a model on a dev set",
+        _tune,
         settings=DECODER_SETTINGS,
         usage="%(prog)s MODEL LM [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
@@ -296,7 +290,6 @@ def _add_tune(commands: Any) -> None:
     parser.add_argument("--beam", type=whole(1, 1_000_000), help="while alpha and beta are tried (default decode.beam)")
     parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
     add_device(parser)
-    parser.set_defaults(run=_tune)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -406,11 +399,8 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
     )
-    parser.add_argument(
-        "--pieces",
-        type=Path,
-        help="byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece",
-    )
+    about = "byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece"
+    parser.add_argument("--pieces", type=Path, help=about)
     parser.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
     parser.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
     _add_unknown(parser)

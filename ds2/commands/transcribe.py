@@ -60,12 +60,8 @@ def make_parser() -> Parser:
         help="text (a paragraph a line; on standard output with several files a file a line, after its name and a "
         "tab), one JSON object per file, or captions (on standard output; of several files next to each)",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="write one file for each audio file, in this folder; files of a folder keep their places below it",
-    )
+    about = "write one file for each audio file, in this folder; files of a folder keep their places below it"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about)
     parser.add_argument("--overwrite", action="store_true", help="replace existing files; without it they are an error")
     parser.add_argument(
         "--stream",

@@ -65,8 +65,6 @@ def choice(default: str, *others: str) -> Any:
 def removed(default: Any, instead: str) -> Any:
     """A setting of an earlier version: it is still read, and a value other than the default is warned of.
 
-    Args:
-        default: the constant that is used now.
-        instead: what is done instead, for the warning.
+    The default is the constant that is used now; the warning says what is done `instead`.
     """
     return field(default_factory=lambda: copy(default), metadata={REMOVED: (default, instead)})

@@ -15,11 +15,8 @@ log = logging.getLogger(__name__)
 def check_allowed(section: Any, key: str = "") -> None:
     """Check every setting of a dataclass, nested ones included, against its declaration.
 
-    A setting that was removed and has a value other than its default is warned of, once a process.
-
-    Args:
-        section: an instance of a class of `ds2.config.schema`.
-        key: its name in messages, such as "model".
+    A setting that was removed and has a value other than its default is warned of, once a process. In messages the
+    section is called `key`, such as "model".
 
     Raises:
         ConfigError: a value that is not allowed; the message names its key and the allowed values.

@@ -237,8 +237,7 @@ def raise_explained(error: Exception, overrides: Sequence[str] = ()) -> NoReturn
 def expected(key: str, value: object) -> str:
     """Return what a setting takes, for an error about `value`; empty for sections and unknown keys.
 
-    Args:
-        key: dotted; `[N]` at its end is an entry of a list.
+    The key is dotted; `[N]` at its end is an entry of a list.
     """
     name, entry, _ = key.partition("[")
     declared, kind = declared_settings().get(name, (None, None))

@@ -190,7 +190,6 @@ class AudioStore(Sequence[NDArray[np.float32]]):
     Both give the same bits, because decoded audio is rounded to 16 bits too: losing the cache never changes a run.
 
     Args:
-        utterances: U utterances.
         files: cache files that hold some of them.
         locations: (U, 2) index of the file and row in it of each utterance; file -1 decodes. None decodes all.
         channel: of the files, from 1; 0 averages all.

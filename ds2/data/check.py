@@ -137,7 +137,7 @@ def check(
 
     Args:
         splits: utterances by split; `train` is checked as training data, any other as test data.
-        augment: its speeds and tempos may make an utterance too short.
+        augment: its speeds may make an utterance too short.
         output_frames: samples of audio at `data.sample_rate_hz` -> output frames of the model.
     Raises:
         AudioError: a reading process died; the message names the files it was reading.

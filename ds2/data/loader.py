@@ -19,14 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from ds2.audio.augment import (
-    augment_in_epoch,
-    augment_waveform,
-    babble,
-    coloured_noise,
-    random_segment,
-    utterance_rng,
-)
+from ds2.audio.augment import augment_in_epoch, augment_waveform, babble, coloured_noise, random_segment, utterance_rng
 from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, BatchingConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio

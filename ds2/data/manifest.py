@@ -303,15 +303,13 @@ class Statistics:
 
     def format(self) -> str:
         known = {name: hours for name, hours in self.speakers.items() if name}
+        unknown = f", unknown for {self.speakers['']:.2f} h" if "" in self.speakers else ""
         rows = [
             ("utterances", f"{self.utterances:,}"),
             ("audio", f"{self.hours:.2f} h"),
             ("words", f"{self.words:,}, {self.characters:,} characters"),
             ("texts", f"{self.distinct_texts:,} different ones"),
-            (
-                "speakers",
-                f"{len(known):,}" + (f", unknown for {self.speakers['']:.2f} h" if "" in self.speakers else ""),
-            ),
+            ("speakers", f"{len(known):,}{unknown}"),
             ("seconds", _quantile_line(self.duration_s)),
             ("characters/s", _quantile_line(self.characters_per_s)),
         ]

@@ -59,11 +59,10 @@ def write_shards(
     the same utterances is reused, so an interrupted command can be run again.
 
     Args:
-        utterances: in the order of the shards.
-        sample_rate_hz: of the members.
         shard_bytes: size of the 16-bit samples of a shard; FLAC takes about half.
         channel: of the utterances' files, from 1; 0 averages all.
         skip_bad: leave out utterances that cannot be read.
+
     Raises:
         AudioError: utterances cannot be read. The shards of the others remain and are reused.
         OSError: the folder cannot be written or the disk is full.

@@ -70,10 +70,10 @@ def warn_of_other_corpus(data: DataConfig, utterances: Sequence[Utterance]) -> N
     prepared = bool(data.prepare and data.corpus) and manifest.parent.resolve() == Path(data.work_dir).resolve()
     if prepared and corpus.is_dir() and not utterances[0].audio_filepath.is_relative_to(corpus):
         log.warning(
-            "%s was prepared before and lists audio outside data.corpus=%s, such as %s. That audio is used; "
-            "`ds2 data prepare` with the same settings writes the manifest anew",
-            manifest, data.corpus, utterances[0].audio_filepath,
-        )  # fmt: skip
+            f"{manifest} was prepared before and lists audio outside data.corpus={data.corpus}, such as "
+            f"{utterances[0].audio_filepath}. That audio is used; `ds2 data prepare` with the same settings writes the "
+            "manifest anew"
+        )
 
 
 def training_utterances(
@@ -101,20 +101,19 @@ def training_utterances(
         log.warning("characters outside the alphabet dropped from training texts: %s", describe(unfit))
     if words := alphabet.unpronounced(u.text for u in usable):
         log.warning(
-            "words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): %s", words
+            f"words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): {words}"
         )
     if refused:
         lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused]
         if data.on_bad_utterance == "stop":
             listed = "\n".join(lines[:_MAX_SHOWN]) + ("\n  ..." if len(lines) > _MAX_SHOWN else "")
+            proposal = ""
+            if alphabet.unknown == "stop" and unfit:
+                proposal = f"\n\n{propose_alphabet(unfit, alphabet, (u.text for u in utterances))}"
             raise ManifestError(
                 f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
                 "Correct the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
-                + (
-                    f"\n\n{propose_alphabet(unfit, alphabet, (u.text for u in utterances))}"
-                    if alphabet.unknown == "stop" and unfit
-                    else ""
-                )
+                + proposal
             )
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
     if not usable:
@@ -135,8 +134,8 @@ def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> li
     if words := alphabet.unpronounced(u.text for u in utterances):
         log.warning(
             "words without a pronunciation get no times, and phone error rates count their phones as insertions (`ds2 "
-            "data lexicon` adds them): %s", words,
-        )  # fmt: skip
+            f"data lexicon` adds them): {words}"
+        )
     return utterances
 
 

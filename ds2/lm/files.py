@@ -308,7 +308,6 @@ def _head(path: Path, *, unpacked: bool = True) -> bytes:
 
 def write_arpa(model: NGram, path: Path) -> None:
     """Write an ARPA file atomically, compressed if it ends in .gz or .xz; raises LanguageModelError if it cannot."""
-
     with _write_errors(path), new_text(path) as file:
         _write(model, file)
 

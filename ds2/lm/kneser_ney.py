@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -56,9 +55,7 @@ class Scratch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._open.close()
         if isinstance(error, OSError):
             raise LanguageModelError(
@@ -260,11 +257,11 @@ def estimate(
         adjusted[0][[UNKNOWN_ID, START_ID]] = 0  # neither is predicted from counts
         estimated = [_discounts(counts) for counts in adjusted]
         if without := [f"{n}-grams" for n, values in enumerate(estimated, start=1) if values is None]:
+            fallback = ", ".join(map(str, _FALLBACK_DISCOUNTS[1:]))
             log.warning(
-                "%s: too few occur once, twice and three times to estimate discounts from, so D1, D2, D3+ are %s, %s, "
-                "%s. This is normal for short texts and for characters",
-                ", ".join(without), *_FALLBACK_DISCOUNTS[1:],
-            )  # fmt: skip
+                f"{', '.join(without)}: too few occur once, twice and three times to estimate discounts from, so D1, "
+                f"D2, D3+ are {fallback}. This is normal for short texts and for characters"
+            )
         discounts = [np.array(_FALLBACK_DISCOUNTS) if values is None else values for values in estimated]
         thresholds[0] = -1  # no unigram is pruned, not even <unk>, which does not occur
         levels = _levels(counted, adjusted, discounts, thresholds, len(vocabulary), scratch)

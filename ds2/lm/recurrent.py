@@ -45,10 +45,7 @@ class RecurrentLM(nn.Module):
     skips of Persistent RNNs (Diamos et al. 2016, Figure 7), so that deeper models need no other learning rate.
 
     Dropout applies to the inputs of layers and classifier and, with one mask for a batch, to recurrent weights (Merity
-    et al. 2018).
-
-    Args:
-        alphabet: its labels are the tokens; label 0 is `BOUNDARY`.
+    et al. 2018). The tokens are the labels of the alphabet; label 0 is `BOUNDARY`.
     """
 
     def __init__(self, alphabet: Alphabet, shape: RecurrentShape) -> None:
@@ -92,8 +89,7 @@ class RecurrentLM(nn.Module):
     def score(self, texts: Sequence[str], *, normalised: bool = False) -> list[float]:
         """Return the natural-log probability of each text and its end; on a GPU in bfloat16 except the classifier.
 
-        Args:
-            normalised: whether the texts are normalised by the alphabet already.
+        Texts are normalised by the alphabet, unless they are so already (`normalised`).
 
         Raises:
             LanguageModelError: a text has characters outside the alphabet.

@@ -134,7 +134,8 @@ def train(
             caller removes it after the model was saved.
 
     Raises:
-        LanguageModelError: a setting is out of range, or the loss is not finite.
+        ConfigError: a setting is out of range.
+        LanguageModelError: the loss is not finite.
         CheckpointError: the state is damaged, belongs to another training, or cannot be written.
     """
     check_allowed(settings, "lm train")

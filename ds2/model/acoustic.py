@@ -186,11 +186,7 @@ class AcousticModel(nn.Module):
         return logits, self.output_frames(lengths.long())
 
     def all_logits(
-        self,
-        features: Tensor,
-        lengths: Tensor,
-        keys: Tensor | None = None,
-        context: PassContext = OWN_PARAMETERS,
+        self, features: Tensor, lengths: Tensor, keys: Tensor | None = None, context: PassContext = OWN_PARAMETERS
     ) -> list[Tensor]:
         """The logits of the model, the last of the list; in training those of the intermediate heads before them.
 
@@ -208,7 +204,7 @@ class AcousticModel(nn.Module):
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:
             x, ragged = conv(x, ragged, context)
-        x = time_major(x)
+        x = x.permute(3, 0, 1, 2).flatten(2).contiguous()  # (T, B, C F): the one place where the layout changes
         all_logits: list[Tensor] = []
         wavefront = self.wavefront if self.training else None
         pieces = 1 if wavefront is None else wavefront.pieces(len(x), x.shape[1])
@@ -272,8 +268,3 @@ class AcousticModel(nn.Module):
         if on_cpu and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= frames:
             raise ValueError(f"lengths are {lengths.tolist()}, allowed are 0 to T = {frames} frames")
         return lengths.long()
-
-
-def time_major(x: Tensor) -> Tensor:
-    """(B, C, F, T) to (T, B, C * F): the one place where the layout changes."""
-    return x.permute(3, 0, 1, 2).flatten(2).contiguous()

@@ -39,10 +39,6 @@ class MaskedConv(nn.Module):
     Kernels are odd and zeros are added on both sides, (k - 1) / 2 each, so ceil(T / stride) frames come out and output
     frame t is centred on input frame t * stride: it sees (k - 1) / 2 input frames to either side. A causal convolution
     has all its zeros before the first frame: output frame t sees input frame t * stride and k - 1 before it.
-
-    Args:
-        channels_in: C of the input.
-        conv: kernel and stride as [frequency, time], output channels, causal or not.
     """
 
     def __init__(self, channels_in: int, conv: ConvConfig, config: ModelConfig) -> None:
@@ -56,12 +52,7 @@ class MaskedConv(nn.Module):
         self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(conv.channels))
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Ragged]:
-        """Convolve whole utterances; return (B, C', F', T'), 0 past each length, and the lengths.
-
-        Args:
-            x: (B, C, F, T), 0 past each length.
-            ragged: lengths of ``x``.
-        """
+        """Convolve utterances (B, C, F, T); return (B, C', F', T') and their lengths. Both are 0 past each length."""
         frames = output_size(x.shape[3], self.stride[1])
         if late := self.past - self.kernel[1] // 2:  # zeros before x move the centred windows of `_convolve`
             x = functional.pad(x, (late, -late % (2 * self.stride[1])))  # on a CPU, pairs of frames stay pairs
@@ -210,13 +201,10 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 class RowConvolution(nn.Module):
-    """Each feature sees itself and ``context`` future frames (Deep Speech 2, section 3.7; paper, section 5.2).
+    """Each feature sees itself and ``context`` (tau) future frames (Deep Speech 2, section 3.7; paper, section 5.2).
 
     It starts as the identity, w_0 = 1 and the rest 0: a stack of any depth starts as if it had none, and the other
     taps have a gradient from the first step on, since each feature has its own.
-
-    Args:
-        context: tau, future frames seen.
     """
 
     def __init__(self, hidden: int, context: int) -> None:

@@ -18,15 +18,12 @@ class PassContext(Protocol):
 
     def weight(self, parameter: Tensor) -> Tensor:
         """The tensor to compute with: the parameter, or a copy of it, which may have a lower precision."""
-        ...
 
     def bias(self, parameters: Sequence[Tensor]) -> Tensor:
         """The bias to compute with where it is the sum of several parameters."""
-        ...
 
     def sink(self, parameter: Tensor) -> GradientSink | None:
         """The place where the backward pass adds the parameter's gradient; None: autograd returns it for `weight`."""
-        ...
 
 
 class OwnParameters:

@@ -84,14 +84,9 @@ class BaseRecurrentLayer(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """Run the layer over whole utterances.
+        """Run the layer over whole utterances (T, B, D); return (T, B, H). Both are 0 past each length.
 
-        Args:
-            x: (T, B, D), 0 past each length.
-            ragged: lengths of ``x``, keys of its dropout.
-
-        Returns:
-            (T, B, H), 0 past each length; the sum of both directions, as in Deep Speech 2.
+        The outputs of two directions are added, as in Deep Speech 2.
         """
         return self.recur_whole(self.project(x, ragged, context), ragged.lengths, context)
 
@@ -154,10 +149,6 @@ class RecurrentLayer(BaseRecurrentLayer):
     U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
     frames back and the state stays far below the clip (compared with others: docs/design/network.md). With
     ``config.start`` plain or even it is drawn evenly from +-1 / sqrt(H), as torch.nn does.
-
-    Args:
-        width_in: D.
-        config: hidden, nonlinearity, clip, batch norm, bidirectional, dropout, backend.
     """
 
     def __init__(self, width_in: int, config: ModelConfig) -> None:
@@ -227,12 +218,12 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
         return self._pre_activations(self._inputs(x, ragged, context), context)
 
     def weights_hh(self) -> list[Tensor]:
-        return [_parameter(cell, "weight_hh_l0") for cell in self._cells]
+        return [cell.get_parameter("weight_hh_l0") for cell in self._cells]
 
     def biases_hn(self, context: PassContext) -> list[Tensor] | None:
         if self.operator != "gru_after":
             return None
-        return [context.weight(_parameter(cell, "bias_hh_l0"))[2 * self.hidden :] for cell in self._cells]
+        return [context.weight(cell.get_parameter("bias_hh_l0"))[2 * self.hidden :] for cell in self._cells]
 
     def _inputs(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """The input of the projection: normalised, then dropped."""
@@ -243,10 +234,10 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
 
     def _pre_activations(self, x: Tensor, context: PassContext) -> Tensor:
         """The projection of `_inputs`, shaped as `project` returns it."""
-        weights = [_parameter(cell, "weight_ih_l0") for cell in self._cells]
+        weights = [cell.get_parameter("weight_ih_l0") for cell in self._cells]
         if self.cell_reverse is None and self.operator != "gru_after":
             return linear(
-                x, weights, None, context, [_parameter(self.cell, f"bias_{kind}_l0") for kind in ("ih", "hh")]
+                x, weights, None, context, [self.cell.get_parameter(f"bias_{kind}_l0") for kind in ("ih", "hh")]
             )
         biases = [self._input_bias(cell, context) for cell in self._cells]
         z = linear(x, weights, biases[0] if len(biases) == 1 else torch.cat(biases), context)
@@ -261,7 +252,7 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
         """Describe the layer in evaluation; the recurrent bias joins the other, but for gru's last gate."""
         directions = []
         for cell in self._cells:
-            weight, weight_hh, bias, bias_hh = (_parameter(cell, name).detach() for name in _TORCH_PARAMETERS)
+            weight, weight_hh, bias, bias_hh = (cell.get_parameter(name).detach() for name in _TORCH_PARAMETERS)
             bias, bias_hh, bias_hn = bias.double(), bias_hh.double(), None
             if self.operator == "gru_after":
                 bias_hn = bias_hh[2 * self.hidden :]
@@ -280,14 +271,14 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
 
     def _input_bias(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> Tensor:
         """The bias of the input's product (G H,)."""
-        bias_ih, bias_hh = (context.weight(_parameter(cell, name)) for name in ("bias_ih_l0", "bias_hh_l0"))
+        bias_ih, bias_hh = (context.weight(cell.get_parameter(name)) for name in ("bias_ih_l0", "bias_hh_l0"))
         if self.operator == "gru_after":
             bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
         return bias_ih + bias_hh
 
     def _torch_forward(self, cell: nn.LSTM | nn.GRU, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """Run one direction on torch's kernels."""
-        weights = [context.weight(_parameter(cell, name)) for name in _TORCH_PARAMETERS]
+        weights = [context.weight(cell.get_parameter(name)) for name in _TORCH_PARAMETERS]
         has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
         options = (weights, has_biases, layers, dropout, self.training, bidirectional, batch_first)
         zeros = x.new_zeros(1, x.shape[1], self.hidden)
@@ -297,11 +288,7 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
 
 
 def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a layer with gates runs on torch's kernels, which a CUDA graph cannot record; None if it does not.
-
-    Args:
-        cell: as ds2_ops names it.
-    """
+    """Why layers of a cell of ds2_ops run on torch's kernels, which a CUDA graph cannot record; None if they do not."""
     if cell == "gru_before":
         return None
     return why_not_unasked(dtype, torch.get_float32_matmul_precision()) or why_not(
@@ -336,11 +323,7 @@ class ModuleWeights:
 
 
 class RecurrentModule(nn.Module):
-    """A few recurrent layers, then row convolutions, all of it bypassed by one residual skip (paper, Figure 7).
-
-    Args:
-        residual: whether the skip exists.
-    """
+    """A few recurrent layers, then row convolutions; if `residual`, a skip bypasses all of it (paper, Figure 7)."""
 
     def __init__(self, width_in: int, layers: int, row_convs: int, config: ModelConfig, *, residual: bool) -> None:
         super().__init__()
@@ -377,10 +360,6 @@ class RecurrentModule(nn.Module):
             None if self.projection is None else self.projection.weight.detach(),
             delay_in,
         )
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    return cast(Tensor, getattr(module, name))
 
 
 def _recurrent_start(config: ModelConfig) -> Tensor:

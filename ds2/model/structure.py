@@ -1,5 +1,6 @@
 """Facts that follow from a model's config alone: its modules, its lookahead, and whether it can work at all."""
 
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -58,10 +59,7 @@ def frames_ahead(conv: ConvConfig) -> int:
 
 def time_stride(config: ModelConfig) -> int:
     """Feature frames an output frame stands for."""
-    stride = 1
-    for conv in config.convs:
-        stride *= conv.stride[1]
-    return stride
+    return math.prod(conv.stride[1] for conv in config.convs)
 
 
 def module_plan(config: ModelConfig) -> list[tuple[int, int]]:

@@ -110,26 +110,17 @@ _PARALLEL_US, _SERIAL_US = (0.046, 0.108), (0.0047, 0.0086)
 
 @dataclass
 class Wavefront:
-    """How the recurrent modules of a model run in training: in how many pieces, on which streams.
+    """How the recurrent modules of a model run in training: in how many pieces, on which streams."""
 
-    Args:
-        layers: in all.
-        weights: numbers of a layer's recurrent matrix.
-        lookahead: frames of all row convolutions together.
-        step_us: of a number of utterances: the times of a frame of a layer, forward and backward, first on `LAYER_SMS`
-            multiprocessors, then on the whole GPU.
-        streams: of the layers that run at the same time, while a CUDA graph is recorded; none: all on the current one.
-        max_sms: multiprocessors of a layer in pieces; None: all.
-        fixed: pieces of every batch, for tests; 0: the estimate decides.
-    """
-
-    layers: int
-    weights: int
-    lookahead: int
+    layers: int  # in all
+    weights: int  # numbers of a layer's recurrent matrix
+    lookahead: int  # frames of all row convolutions together
+    # Of a number of utterances: the times of a frame of a layer, forward and backward, first on `LAYER_SMS`
+    # multiprocessors, then on the whole GPU.
     step_us: Callable[[int], Sequence[Sequence[float]]]
-    streams: Sequence[LayerStreams] = ()
-    max_sms: int | None = None
-    fixed: int = 0
+    streams: Sequence[LayerStreams] = ()  # of layers that run at the same time in a CUDA graph; none: the current one
+    max_sms: int | None = None  # multiprocessors of a layer in pieces; None: all
+    fixed: int = 0  # pieces of every batch, for tests; 0: the estimate decides
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Self:
@@ -196,13 +187,7 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
 def run_modules(
     modules: Sequence[RecurrentModule], x: Tensor, ragged: Ragged, context: PassContext, plan: Wavefront, count: int
 ) -> Tensor:
-    """Run modules on a batch in pieces; return (T, B, H), 0 past each length.
-
-    Args:
-        x: (T, B, D), 0 past each length.
-        ragged: of `x`.
-        count: pieces, at least 2.
-    """
+    """Run modules on a batch (T, B, D) in `count` pieces, at least 2; return (T, B, H). Both are 0 past each length."""
     for module in modules:
         for parameter in module.parameters():
             context.weight(parameter)  # copies are made on this stream, before the others start
@@ -352,11 +337,7 @@ class PieceContext:
 
 
 class PieceSink:
-    """Joins the products that the pieces of a layer add to the gradient of a matrix to one: a `GradientSink`.
-
-    Args:
-        pieces: as many products as one pass adds.
-    """
+    """Joins the products, one a piece, that a layer adds to the gradient of a matrix in a pass: a `GradientSink`."""
 
     def __init__(self, sink: GradientSink, pieces: int) -> None:
         self._sink, self._pieces = sink, pieces

@@ -48,8 +48,7 @@ _SOFT_HYPHEN = "\u00ad"  # where a line may break, within a word
 def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
     """Replace all characters but letters, marks and digits by spaces; delete soft hyphens, and apostrophes in words.
 
-    Args:
-        keep: characters to keep. If it has the plain apostrophe, typographic ones inside words become plain.
+    Characters of `keep` stay. If it has the plain apostrophe, typographic ones inside words become plain.
     """
     parts = []
     for index, character in enumerate(text):

@@ -134,10 +134,7 @@ def spell_numbers(text: str, language: str) -> str:
     """Return the text with numbers as words; a number that may be read in several ways stays as it is.
 
     Numbers that start with 0 or have more than twelve digits are read digit by digit. Hyphens and commas of number
-    words become spaces.
-
-    Args:
-        language: a language code: en, de, tr, pt_PT.
+    words become spaces. `language` is a code such as en, de, tr, pt_PT.
 
     Raises:
         NumbersError: unicode-rbnf is not installed or does not know the language.

@@ -250,16 +250,11 @@ class Crf:
 
     The labels follow an n-gram model; the denominator sums over all label sequences (Xiang and Ou 2019, "CRF-based
     single-stage acoustic modeling with CTC topology", equations 3 and 4).
-
-    Attributes:
-        model: of labels.
-        denominator: over the model.
-        label_log_probs: (U,) float64 of the transcript of each training utterance, in nats.
     """
 
-    model: NGram
-    denominator: Denominator
-    label_log_probs: Tensor
+    model: NGram  # of labels
+    denominator: Denominator  # over the model
+    label_log_probs: Tensor  # (U,) float64 of the transcript of each training utterance, in nats
 
     @classmethod
     def of(cls, train: TrainConfig, alphabet: Alphabet, utterances: Sequence[Utterance]) -> Self:

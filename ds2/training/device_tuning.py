@@ -83,8 +83,7 @@ def largest_budget(
         durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
         batching: whose buckets and order count.
         world: ranks that share a batch.
-        measure: see `Measure`.
-        available_bytes: bytes that passes may need.
+        available_bytes: that passes may need.
         max_s: an upper bound of the budget, also where more fits.
 
     Raises:
@@ -134,12 +133,7 @@ def largest_budget(
 
 
 def _bytes_of_budget(
-    budget_s: float,
-    durations_s: NDArray[np.float64],
-    batching: BatchingConfig,
-    seed: int,
-    world: int,
-    measure: Measure,
+    budget_s: float, durations_s: NDArray[np.float64], batching: BatchingConfig, seed: int, world: int, measure: Measure
 ) -> float:
     """Return the bytes that the worst batches of a budget need, infinity if they do not fit."""
     sizes = [0.0]
@@ -275,7 +269,7 @@ class MemoryProbe:
         features = copy.deepcopy(features)
         self._gradients = build_gradients(config, model, Communicator(device), autocast=autocast)
         self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast, crf=crf)
-        self._inputs = InputMaker(features, model, config, device, padded=padded, phones=phones)
+        self._inputs = InputMaker(features, model, config, padded=padded, phones=phones)
         self._own_bytes = torch.cuda.memory_allocated(device) - before
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._optimizer_bytes = _OPTIMIZER_TENSORS[config.optim.name] * weights_bytes

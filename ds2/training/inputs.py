@@ -38,32 +38,22 @@ _FIXED_COLUMNS = 8
 class Inputs:
     """The inputs of the passes of a batch, on the device: B utterances of up to N samples and L labels.
 
-    Attributes:
-        waveforms: (B, N) float32; samples after an utterance's frames are ignored.
-        numbers: (B, K) int64: frames, labels, feasible or not, the latter two of phones, bits of the labels' log-prob,
-            warp of time (2 columns), L labels, maybe as many phones, and for each view key of dropout, warp of
-            frequencies where there is one, masks.
-        views: V, copies of each utterance in the batch, each with its own masks and dropout.
-        label_columns: L.
-        has_phones: whether intermediate classifiers learn phones (`train.intermediate_lexicon`).
-        warps_time: whether time is warped.
-        warps_frequencies: whether frequencies are warped.
-        delay_penalty: of the epoch, `train.delay_penalty` or 0.
-        frequency_masks, time_masks: masks of SpecAugment an utterance.
-        infeasible: utterances with fewer frames than their labels need.
+    Columns of `numbers` are frames, labels, feasible or not, the latter two of phones, bits of the labels' log-prob,
+    warp of time (2 columns), L labels, maybe as many phones, and for each view key of dropout, warp of frequencies
+    where there is one, masks.
     """
 
-    waveforms: Tensor
-    numbers: Tensor
-    views: int
-    label_columns: int
-    has_phones: bool
+    waveforms: Tensor  # (B, N) float32; samples after an utterance's frames are ignored
+    numbers: Tensor  # (B, K) int64
+    views: int  # V, copies of each utterance in the batch, each with its own masks and dropout
+    label_columns: int  # L
+    has_phones: bool  # whether intermediate classifiers learn phones (`train.intermediate_lexicon`)
     warps_time: bool
     warps_frequencies: bool
-    delay_penalty: float
-    frequency_masks: int
+    delay_penalty: float  # of the epoch, `train.delay_penalty` or 0
+    frequency_masks: int  # of SpecAugment, an utterance
     time_masks: int
-    infeasible: int
+    infeasible: int  # utterances with fewer frames than their labels need
 
     @property
     def frames(self) -> Tensor:
@@ -148,7 +138,7 @@ class InputMaker:
     """Makes the inputs of batches: draws masks, finds infeasible utterances, pads, copies to the device.
 
     Args:
-        features, model: which give the numbers of frames and output frames.
+        features, model: which give the numbers of frames and output frames; the inputs go to the device of `features`.
         padded: pad waveforms to 28, 60, 92, ... frames, and labels to the frames that come out, so that
             the shape depends on the number of utterances and of these frames alone.
         label_log_probs: (U,) float64 of the transcript of each utterance, for CTC-CRF.
@@ -160,7 +150,6 @@ class InputMaker:
         features: Features,
         model: AcousticModel,
         config: Config,
-        device: torch.device,
         *,
         padded: bool,
         label_log_probs: Tensor | None = None,
@@ -168,9 +157,9 @@ class InputMaker:
     ) -> None:
         self.features, self.model, self.config = features, model, config
         self._label_log_probs, self._phones = label_log_probs, phones
-        self.device, self.padded = device, padded
+        self.device, self.padded = features.mean.device, padded
         # Kernels run during the copy of a batch: 29 MB, 64 utterances of 7 s, take half a millisecond.
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch, epoch: int) -> Inputs:
         """Make the inputs of a batch of an epoch."""
@@ -290,10 +279,7 @@ Plan = list[list[int]]
 class EpochBatches:
     """This rank's parts of the batches of epochs; the loader's workers continue from one epoch to the next.
 
-    Args:
-        loader: of the training utterances.
-        plan: the batches of an epoch, by its number.
-        comm: the ranks that share each batch.
+    `plan` returns the whole batches of an epoch, by its number.
     """
 
     def __init__(self, loader: SpeechLoader, plan: Callable[[int], Plan], last_epoch: int, comm: Communicator) -> None:
@@ -316,12 +302,7 @@ class EpochBatches:
 
 
 class PreparedBatches(Iterator[tuple[Batch, Inputs]]):
-    """Batches with their inputs; `prepare_next` makes the next inputs while the device is busy with the last.
-
-    Args:
-        batches: of a rank.
-        make_inputs: makes the inputs of a batch.
-    """
+    """A rank's batches with their inputs; `prepare_next` makes the next ones while the device is busy with the last."""
 
     def __init__(self, batches: Iterator[Batch], make_inputs: Callable[[Batch], Inputs]) -> None:
         self._batches, self._make_inputs = batches, make_inputs

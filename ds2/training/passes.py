@@ -195,11 +195,9 @@ class HostState(Protocol):
     @property
     def steady(self) -> bool:
         """Whether the next pass launches the same kernels as all later ones of its shape."""
-        ...
 
     def advance(self) -> None:
         """Change the numbers as a pass does; passes that are not replayed call it too."""
-        ...
 
 
 @dataclass

@@ -23,19 +23,12 @@ _MAX_STEPS = 1000  # after which the choice is made from what was measured
 
 @dataclass
 class StepNumbers:
-    """The numbers of a step over all ranks.
+    """The numbers of a step over all ranks."""
 
-    Attributes:
-        loss: summed over the utterances of all ranks, nats.
-        norm: of the gradients.
-        counts: sums of the ranks' counts.
-        finite: whether loss and norm are, on every rank.
-    """
-
-    loss: float
-    norm: float
-    counts: list[float]
-    finite: bool
+    loss: float  # summed over the utterances of all ranks, nats
+    norm: float  # of the gradients
+    counts: list[float]  # sums of the ranks' counts
+    finite: bool  # whether loss and norm are, on every rank
 
 
 class StepReport:
@@ -164,14 +157,11 @@ class OverlapChoice:
 
     Args:
         gradients: whose `overlap` and `copied` are set; where overlap is off, it stays so.
-
-    Attributes:
-        decided: whether the choice is made.
     """
 
     def __init__(self, gradients: GradientReducer) -> None:
         self._gradients = gradients
-        self.decided = not gradients.overlaps or gradients.comm.device.type != "cuda"
+        self.decided = not gradients.overlaps or gradients.comm.device.type != "cuda"  # whether the choice is made
         ways = list(_WAYS)[: 2 + (not self.decided and gradients.can_copy)]
         self._seconds: dict[str, list[float]] = {way: [] for way in ways}  # a second of audio, of each step
         self._way = ways[0]

@@ -193,13 +193,9 @@ class RunFiles:
     and writes its part of it; such a save is given up where a rank is lost before it is complete.
 
     Args:
-        run_dir: the folder.
-        config: of the run.
         state: what is written, as it is at each call.
-        alphabet: of the model.
-        precision: that it is trained in.
+        precision: that the model is trained in.
         dev: what the scores are measured on; None without a dev set.
-        comm: the ranks.
 
     Attributes:
         unsaved: whether the ranks have changed since a sharded save, which may not be complete: then the next step is

@@ -187,20 +187,13 @@ def state_file(run_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a rank in a state that all ranks write together, each a file of its own.
+    """The part of a rank in a state that all ranks write together, each a file of its own."""
 
-    Attributes:
-        save: a word that no other save has, so that a file of another one is never taken for one of this.
-        rank, world: of the process that writes it.
-        wait_s: how long rank 0 waits for the files of the others, from the end of its own.
-        is_broken: whether a rank is gone, so that the state will not be complete; called in the thread that writes.
-    """
-
-    save: str
-    rank: int
+    save: str  # a word that no other save has, so that a file of another one is never taken for one of this
+    rank: int  # of the process that writes it
     world: int
-    wait_s: float
-    is_broken: Callable[[], bool]
+    wait_s: float  # how long rank 0 waits for the files of the others, from the end of its own
+    is_broken: Callable[[], bool]  # whether a rank is gone, and the state stays incomplete; in the thread that writes
 
     def file(self, run_dir: Path, rank: int) -> Path:
         """The file of a rank: not *.safetensors, for it is no model or state by itself."""
@@ -252,9 +245,6 @@ def prepare_state(
     state before it holds. Shards that the state does not name are removed afterwards.
 
     Args:
-        run_dir: the folder.
-        state: what is written.
-        config: of the run.
         shard: the part of this rank.
         check: as in `ds2.system.tensor_file.save`, also for errors of the function.
         copies: of earlier calls, whose functions have returned.
@@ -300,7 +290,6 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
     """Read the trainer state of a run folder: tensors by part, and how far the run is.
 
     Args:
-        run_dir: the folder.
         config: of this process.
         fresh: made from it; the tensors must fit.
 
@@ -385,9 +374,7 @@ def _named(parts: Parts) -> dict[str, Tensor]:
 def forget_other_dev_set(progress: Progress, dev_set: str) -> None:
     """Forget the best scores if they are of another dev set, with a warning: scores of two sets do not compare.
 
-    Args:
-        progress: of the run; notes the dev set.
-        dev_set: a digest of the run's dev utterances.
+    `dev_set` is a digest of the run's dev utterances, which the progress notes.
     """
     if progress.dev_set not in ("", dev_set) and progress.best_epoch:
         scores = f"WER {100 * progress.best_wer:.2f} % and CER {100 * progress.best_cer:.2f} %"
@@ -441,9 +428,6 @@ def initial_state(
     Args:
         state: the fresh one of this process; its tensors and progress are changed.
         loader: of the training utterances, from which feature statistics are estimated.
-        alphabet: of the run.
-        config: of the run.
-        run_dir: its folder.
 
     Raises:
         CheckpointError: the state cannot be read, or the folder holds another run.
@@ -474,15 +458,10 @@ def initial_state(
 
 
 def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) -> None:
-    """Copy the weights of another model into a fresh one: those of the same name and shape, labels by their symbols.
+    """Copy weights of `source` into a fresh model: those of the same name and shape, those of labels by their symbols.
 
     Rows of classifiers whose symbol the other alphabet lacks, and weights that do not fit, stay as they were drawn.
     The log names them, and the symbols of the other alphabet that this one lacks.
-
-    Args:
-        model: changed in place.
-        alphabet: of `model`.
-        source: the model to start from.
 
     Raises:
         ConfigError: nothing fits.

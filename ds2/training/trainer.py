@@ -182,16 +182,9 @@ class Trainer:
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
         self._why_no_kernels = why_no_kernels(self.comm)
         self._prepare_steps()
+        parts = (config, self.utterances, self.alphabet, self.features)
         self.memory_probe = partial(
-            MemoryProbe,
-            config,
-            self.utterances,
-            self.alphabet,
-            self.features,
-            autocast=autocast,
-            padded=self.inputs.padded,
-            crf=self.crf,
-            phones=self.phones,
+            MemoryProbe, *parts, autocast=autocast, padded=self.inputs.padded, crf=self.crf, phones=self.phones
         )
         self.batching = choose_batching(config, self.progress, self.comm, self.durations_s, self.memory_probe)
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
@@ -221,20 +214,10 @@ class Trainer:
         )
         log_probs = self.crf.label_log_probs if self.crf is not None else None
         self.inputs = InputMaker(
-            self.features,
-            self.model,
-            config,
-            self.device,
-            padded=graphed,
-            label_log_probs=log_probs,
-            phones=self.phones,
+            self.features, self.model, config, padded=graphed, label_log_probs=log_probs, phones=self.phones
         )
         self.update = OptimizerStep(
-            self.optimizer,
-            self.gradients,
-            config.optim.clip_norm,
-            graphed=graphed,
-            why_no_kernels=self._why_no_kernels,
+            self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed, why_no_kernels=self._why_no_kernels
         )
         self._step_s = 0.0  # the time of the last step
         self._read_at_s = 0.0  # when its report was read

@@ -62,7 +62,6 @@ def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: S
     A file and offset that an earlier entry has is a problem: no manifest may list it twice.
 
     Args:
-        entries: utterances that the corpus lists.
         skip_bad: leave out utterances without usable audio, with a warning, instead of raising.
         problems: of lines that are not entries; treated the same.
     Raises:
@@ -192,14 +191,7 @@ def find_audio(listed: Path) -> Path | None:
 
 
 def corpus_folder(folder: str | Path, source: str = "") -> Path:
-    """Return the folder as an absolute path.
-
-    Args:
-        source: where the corpus can be had, for the message.
-
-    Raises:
-        ImporterError: it is not a folder.
-    """
+    """Return the folder as an absolute path; raises ImporterError, which says the corpus's `source`, if it is none."""
     path = Path(folder).expanduser().resolve()
     if not str(folder) or not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"

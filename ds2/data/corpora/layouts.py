@@ -250,12 +250,9 @@ def _log_columns(path: Path, header: list[str], column: Mapping[str, int | None]
             'manifest instead, a line of {"audio_filepath": "a.wav", "offset": 1.5, "duration": 2.0, "text": "..."} '
             "for each part; or remove the column"
         )
-    read = {kind: header[index] for kind, index in column.items() if index is not None}
-    unread = [name for index, name in enumerate(header) if index not in column.values()]
-    log.info(
-        "%s: columns %s; not used: %s",
-        path, ", ".join(f"{name} as {kind}" for kind, name in read.items()), ", ".join(unread) or "none",
-    )  # fmt: skip
+    read = ", ".join(f"{header[index]} as {kind}" for kind, index in column.items() if index is not None)
+    unread = ", ".join(name for index, name in enumerate(header) if index not in column.values())
+    log.info(f"{path}: columns {read}; not used: {unread or 'none'}")
 
 
 def _find_listed(folder: Path, listed: str) -> Path:

@@ -100,10 +100,9 @@ class Voice:
 def make_corpus(folder: str | Path) -> dict[str, list[Utterance]]:
     """Write spoken digits as 16-bit wav files and return the utterances of train, dev and test.
 
-    The files are the same each time. Speakers of the three parts differ. About 22 minutes of audio, 42 MB.
+    The files, in one folder a part, are the same each time. Speakers of the three parts differ. About 22 minutes of
+    audio, 42 MB.
 
-    Args:
-        folder: gets one folder a part; made where missing.
     Raises:
         ImporterError: a file cannot be written.
     """
@@ -135,8 +134,7 @@ def make_corpus(folder: str | Path) -> dict[str, list[Utterance]]:
 def speak(words: Sequence[str], voice: Voice, rng: np.random.Generator) -> NDArray[np.float32]:
     """Return words spoken by a voice as a waveform (N,) float32 in [-1, 1] at 16 kHz.
 
-    Args:
-        rng: draws pauses, durations, intonation and noise.
+    `rng` draws pauses, durations, intonation and noise.
     """
     phones = [_silence(rng, 0.1, 0.25)]
     for word in words:

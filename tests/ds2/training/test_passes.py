@@ -202,7 +202,7 @@ def test_intermediate_classifiers_of_phones_learn_those_of_each_word_and_skip_wh
     batch = next(iter(trainer.loader.epoch(PLACES, 1)))
     parameters = list(trainer.model.parameters())
     for padded in (False, True):
-        make = InputMaker(trainer.features, trainer.model, config, trainer.device, padded=padded, phones=trainer.phones)
+        make = InputMaker(trainer.features, trainer.model, config, padded=padded, phones=trainer.phones)
         inputs = make(batch, 1)
         _, objective = trainer.passes.losses(inputs)
         features = trainer.features.padded(inputs.waveforms, inputs.frames)
@@ -481,7 +481,7 @@ def test_padded_inputs_have_the_same_losses_and_gradients(tiny_config: MakeConfi
     batch = next(iter(trainer.loader.epoch([[0, 3, 5]], 1)))
     results, shapes = [], []
     for padded in (False, True):
-        make = InputMaker(trainer.features, trainer.model, config, trainer.device, padded=padded)
+        make = InputMaker(trainer.features, trainer.model, config, padded=padded)
         inputs = make(batch, 1)
         shapes.append(inputs.shape)
         losses, _ = trainer.passes.losses(inputs)
@@ -495,7 +495,7 @@ def test_padded_inputs_have_the_same_losses_and_gradients(tiny_config: MakeConfi
 def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> None:
     config = tiny_config()
     trainer = Trainer(config, Path(config.run_dir))
-    make = InputMaker(trainer.features, trainer.model, config, trainer.device, padded=True)
+    make = InputMaker(trainer.features, trainer.model, config, padded=True)
     shapes = [make(batch, 1).shape for batch in trainer.loader.epoch([[0, 1], [1, 2], [3, 7], [4, 5]], 1)]
     frames = {int(trainer.features.frames(shape[1])) for shape in shapes}
     assert len(set(shapes)) == len(frames) < len(shapes)
