@@ -13,7 +13,7 @@ from typing import Any
 from ds2.audio.read import MAX_CHANNELS
 from ds2.config.allowed import COUNT, Range
 from ds2.config.schema import ConfigError
-from ds2.decoding.phrases import ALLOWANCE, DEFAULT_ALLOWANCE, FALSE_ALARMS
+from ds2.decoding.phrases import ALLOWANCE, DEFAULT_ALLOWANCE
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.model.shipped import DEFAULT
 from ds2.system import USER_ERROR, UserError
@@ -166,17 +166,6 @@ def add_phrases(parser: argparse.ArgumentParser) -> None:
         metavar="NATS",
         help="how much less probable than other speech a phrase may be, natural log a letter: a larger value finds "
         f"more phrases, and more that nobody said (default {DEFAULT_ALLOWANCE})",
-    )
-
-
-def add_false_alarms(parser: argparse.ArgumentParser) -> None:
-    """Add --false-alarms, as `Recogniser.only_keywords` takes it."""
-    parser.add_argument(
-        "--false-alarms",
-        type=real(0, 1e6, above=True),
-        metavar="N",
-        help="how often an hour each keyword may be found that nobody said: a larger value finds more (default "
-        f"{FALSE_ALARMS}); needs a model whose settings have decode.keyword_alarms, and does not go with --allowance",
     )
 
 

@@ -407,11 +407,7 @@ def split_overrides(arguments: Sequence[str], section: str) -> tuple[list[str], 
 
 
 def refuse_search_settings(overrides: Sequence[str]) -> None:
-    """Refuse decoder settings beside --phrases, whose search is another one: they would have no effect.
-
-    Raises:
-        ConfigError: one other than `decode.times`, which captions ask for.
-    """
+    """Raise ConfigError for decoder settings beside --phrases, whose search has none; captions need `decode.times`."""
     unused = [override for override in overrides if not override.startswith("decode.times=")]
     if unused:
         raise ConfigError(f"--phrases has a search of its own, without {', '.join(unused)}: leave out one of the two")

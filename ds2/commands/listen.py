@@ -13,7 +13,7 @@ from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_false_alarms, add_model, add_phrases
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_device, add_model, add_phrases, real
 from ds2.commands.compose import refuse_search_settings, resolve_options
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -56,7 +56,13 @@ def make_parser() -> Parser:
         help="print these phrases only, each as soon as it is certain (with --false-alarms at the next pause), and "
         "nothing of other speech; may be repeated",
     )
-    add_false_alarms(parser)
+    parser.add_argument(
+        "--false-alarms",
+        type=real(0, 1e6, above=True),
+        metavar="N",
+        help="how often an hour each keyword may be found that nobody said: a larger value finds more (default "
+        f"{FALSE_ALARMS}); needs a model whose settings have decode.keyword_alarms, and does not go with --allowance",
+    )
     add_device(parser, precision=True)
     return parser
 
@@ -172,13 +178,9 @@ def _microphone(sounddevice: Any, name: str, wanted_hz: int) -> Iterator[tuple[i
             sounddevice.check_input_settings(device=chosen, channels=1, samplerate=rate_hz)
         except sounddevice.PortAudioError:  # its own rate then, which is resampled
             rate_hz = round(sounddevice.query_devices(chosen, "input")["default_samplerate"])
+        block = round(_CHUNK_S * rate_hz)
         stream = sounddevice.InputStream(
-            samplerate=rate_hz,
-            blocksize=round(_CHUNK_S * rate_hz),
-            device=chosen,
-            channels=1,
-            dtype="float32",
-            callback=record,
+            samplerate=rate_hz, blocksize=block, device=chosen, channels=1, dtype="float32", callback=record
         )
     except (sounddevice.PortAudioError, ValueError) as error:
         inputs = ", ".join(f"{d['index']}: {d['name']}" for d in sounddevice.query_devices() if d["max_input_channels"])

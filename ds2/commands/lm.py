@@ -129,14 +129,9 @@ def _build(args: argparse.Namespace) -> int:
     _refuse_repeated(args.text)
     check_writable(output, *filter(None, [args.arpa]), inputs=_inputs(args))
     reader = SentenceReader(args.text, args.unit, alphabet, args.unknown)
+    stored, memory = None if alphabet is None else alphabet.to_dict(), args.memory_mib << 20
     result = estimate(
-        reader,
-        args.order,
-        args.prune,
-        unit=args.unit,
-        alphabet=None if alphabet is None else alphabet.to_dict(),
-        memory_bytes=args.memory_mib << 20,
-        temp_dir=args.temp_dir,
+        reader, args.order, args.prune, unit=args.unit, alphabet=stored, memory_bytes=memory, temp_dir=args.temp_dir
     )
     print(f"read {reader.report()}")
     for n, (size, before, discounts) in enumerate(
@@ -160,13 +155,10 @@ def _add_train(commands: Any) -> None:
     for kind in (RecurrentShape, TrainingSettings):  # their comments are the help
         comments = setting_comments(sys.modules[kind.__module__])
         for field in fields(kind):
+            option, about = f"--{field.name.replace('_', '-')}", comments[kind.__name__, field.name]
             kind_of: Any = type(field.default)
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                type=NumberArgument(kind_of, field.metadata[ALLOWED]),
-                default=field.default,
-                help=comments[kind.__name__, field.name],
-            )
+            allowed = NumberArgument(kind_of, field.metadata[ALLOWED])
+            parser.add_argument(option, type=allowed, default=field.default, help=about)
     parser.add_argument(
         "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
         help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
@@ -442,11 +434,7 @@ def _inputs(args: argparse.Namespace) -> list[Path]:
 
 
 def _check_texts(args: argparse.Namespace) -> None:
-    """Refuse texts that are missing, and standard input twice; warn of held-out texts that the model is made of.
-
-    Raises:
-        LanguageModelError: names them.
-    """
+    """Raise LanguageModelError for missing texts or standard input twice; warn of held-out texts of the model's own."""
     missing = [str(path) for path in (*args.text, *args.heldout) if path != STANDARD_INPUT and not path.is_file()]
     if missing:
         raise LanguageModelError(f"there is no text {', '.join(missing)}: name files, or - for standard input")
@@ -459,10 +447,9 @@ def _check_texts(args: argparse.Namespace) -> None:
 
 
 def _refuse_repeated(texts: Sequence[Path]) -> None:
-    """Refuse a text that is listed twice: Kneser-Ney takes its discounts from how many n-grams were seen once or twice.
+    """Raise LanguageModelError for a text that is listed twice.
 
-    Raises:
-        LanguageModelError: names it.
+    Kneser-Ney takes its discounts from how many n-grams were seen once or twice.
     """
     first: dict[Path, Path] = {}
     for path in texts:

@@ -79,8 +79,7 @@ class CheckReport:
     def format(self, shown: int | None = None) -> str:
         """Return the report as text: the counts of findings, the findings of each kind, the verdict.
 
-        Args:
-            shown: number of findings printed of each kind, the worst ones where the kind has an order; None prints all.
+        Of each kind `shown` findings are printed, the worst ones where the kind has an order; None prints all.
         """
         lines = [f"{counted(self.utterances, 'utterance')}, {self.hours:.2f} h"]
         counts = sorted(self.counts.items())

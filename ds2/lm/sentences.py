@@ -70,11 +70,7 @@ class SentenceReader:
             )
 
     def __iter__(self) -> Iterator[list[str]]:
-        """Yield sentences.
-
-        Raises:
-            LanguageModelError: reserved tokens; with "stop" an unknown character, with "skip" one in every line.
-        """
+        """Yield sentences; LanguageModelError: reserved tokens, unknown characters ("stop", or "skip" in all lines)."""
         for path in self.paths:
             for number, line in read_lines(path):
                 self.lines += 1

@@ -114,16 +114,8 @@ class SequenceBatchNorm(nn.Module):
     def _launched(self, rows: Tensor, count: Count, context: PassContext, **options: Any) -> Tensor:
         """Run the kernels of `ds2_ops` on rows (..., C)."""
         running = RunningStatistics(self.running_mean, self.running_var, self._next_share())
-        return batch_norm(
-            rows,
-            context.weight(self.weight),
-            context.weight(self.bias),
-            count.over_ranks(self.reduce),
-            eps=self.eps,
-            running=running,
-            reduce=self.reduce,
-            **options,
-        )
+        parts = (rows, context.weight(self.weight), context.weight(self.bias), count.over_ranks(self.reduce))
+        return batch_norm(*parts, eps=self.eps, running=running, reduce=self.reduce, **options)
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """s and t of y = s x + t in evaluation, float64 (C,) each: s = weight / sqrt(var + eps), t = bias - s mean."""

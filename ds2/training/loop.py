@@ -213,11 +213,7 @@ def _run(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
 
 
 def _end(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
-    """Log the best scores and what the training did not reach; returns the exit status.
-
-    Raises:
-        TrainingError: it took no step.
-    """
+    """Log the best scores and what training did not reach; return the exit status. TrainingError: it took no step."""
     config, progress = trainer.config, trainer.progress
     epochs = progress.epoch - (progress.batch == 0)  # that took a step
     if epochs > 0 and not interrupts.agreed:

@@ -580,11 +580,7 @@ def build_state(
 
 
 def choose_wavefront(config: Config, precision: str, device: torch.device, *, graphed: bool) -> Wavefront | None:
-    """How layers run side by side (`train.wavefront`); None: one after the other.
-
-    Raises:
-        ConfigError: train.wavefront=on where they cannot.
-    """
+    """How layers run side by side; None: one after the other. Raises ConfigError for train.wavefront=on that cannot."""
     if config.train.wavefront == "off":
         return None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
