@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -49,6 +50,7 @@ _WORDS = re.compile(_QUOTED + r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
 _WORDS_OF_MAPPING = re.compile(_QUOTED + r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
 _NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
 _MARKS = re.compile(r"[~#!&;<>^`]")  # that Hydra allows in quotes only
+_DEEPEST = 50  # brackets within brackets: Hydra's parser recurses for each
 _HOME = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 
 
@@ -326,6 +328,10 @@ def parse_override(override: str) -> Override:
         raise ConfigError(f"{override!r} is not UTF-8, as settings must be: rename the file, or set LC_ALL=C.UTF-8")
     if "=" not in override and override.endswith(".jsonl"):
         raise ConfigError(f"{override!r} is no setting: name manifests by data.train=[{override}] or data.dev=[...]")
+    depth = max(accumulate((mark in "[{(") - (mark in "]})") for mark in override), default=0)
+    if depth > _DEEPEST:
+        key = override.partition("=")[0]
+        raise ConfigError(f"{key[:_DEEPEST]}: {depth} brackets within each other, allowed are 3, as of model.convs")
     try:
         return OverridesParser.create().parse_override(_quote_words(override))
     except (HydraException, ValueError) as error:

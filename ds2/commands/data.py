@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 _SHOWN_OF_A_KIND, _SHOWN_WORDS = 5, 10
 _BASE_SYMBOLS = " '"
 _MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used; without a quarter of its words it has more
-_MOST_WORDS = 50  # of a line of a text to be spoken
+_MOST_WORDS = 50  # of a line of a text to be spoken, and letters of a word
 
 
 def make_parser() -> Parser:
@@ -591,10 +591,14 @@ def _splice(args: argparse.Namespace) -> None:
 
 
 def _short_lines(paths: Sequence[Path]) -> Iterator[list[str]]:
-    """The words of each line; a line of more than 50 words, such as a paragraph, is several."""
+    """The words of each line; a line of more than 50 words, such as a paragraph, is several.
+
+    A word of more than 50 letters, as lines of scripts without spaces are, is several too.
+    """
     from ds2.lm.sentences import SentenceReader  # imported late, as above
 
-    for words in SentenceReader(paths, alphabet=None):
+    for line in SentenceReader(paths, alphabet=None):
+        words = [word[at : at + _MOST_WORDS] for word in line for at in range(0, len(word), _MOST_WORDS)]
         yield from (words[first : first + _MOST_WORDS] for first in range(0, len(words), _MOST_WORDS))
 
 

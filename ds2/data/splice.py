@@ -284,7 +284,7 @@ def write_spliced(
             for text, speaker, wav, count in filter(None, spoken):
                 if samples >= wanted:
                     break
-                path = folder / f"{len(written) // 1000:06d}" / f"{len(written):06d}.wav"
+                path = _file(folder, len(written))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with name_errors(path):
                     path.write_bytes(wav)
@@ -298,8 +298,16 @@ def write_spliced(
         log.warning("%d texts left out: they have labels that no recording has", failures)
     if not written:
         raise SpliceError("no text can be spoken with these recordings: the texts have labels that no recording has")
+    unlisted = len(written)  # of a longer attempt that was killed
+    while (path := _file(folder, unlisted)).exists():
+        path.unlink()
+        unlisted += 1
     write_manifest(folder / MANIFEST, written)
     return written
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number // 1000:06d}" / f"{number:06d}.wav"
 
 
 _splicer: Splicer

@@ -292,6 +292,12 @@ def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
     assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}
 
 
+@pytest.mark.parametrize("depth", [300, 900])
+def test_brackets_that_hydra_cannot_parse_are_counted(depth: int) -> None:
+    with pytest.raises(ConfigError, match=rf"decode.beam: {depth} brackets within each other, allowed are 3"):
+        compose_config(["run_dir=x", f"decode.beam={'[' * depth}{']' * depth}"])
+
+
 def test_letters_beyond_ascii_need_no_quotes() -> None:
     overrides = ["data.train=[ä b.jsonl,b.jsonl, 日本/ü.jsonl]", "run_dir=Läufe/é x", "alphabet.replace={x:é,y: ö}"]
     config = compose_config(overrides)

@@ -145,7 +145,11 @@ def test_a_killed_process_ends_the_command_with_a_reason(tmp_path: Path, monkeyp
 def test_texts_may_end_and_a_small_disk_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     splicer = splicer_of(tmp_path, [("abc", "ann")])
     few = [SplicedText(("ab",), labels_of("ab"))]
+    of_a_killed_attempt = tmp_path / "few" / "000000" / "000001.wav"
+    of_a_killed_attempt.parent.mkdir(parents=True)
+    of_a_killed_attempt.touch()
     assert len(write_spliced(splicer, iter(few), tmp_path / "few", 1, 1)) == 1
+    assert [path.name for path in of_a_killed_attempt.parent.iterdir()] == ["000000.wav"]
     with pytest.raises(splice.SpliceError, match="exists already"):  # its files would say what its manifest does not
         check_folder(tmp_path / "few", 1, RATE_HZ)
     with pytest.raises(splice.SpliceError, match="labels that no recording has"):
@@ -236,6 +240,15 @@ def test_a_paragraph_is_spoken_to_its_end_and_a_moment_of_speech_is_a_text(
     command[2] = str(tmp_path / "moment")
     assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "1e-9"]) == 0
     assert len(read_manifest(tmp_path / "moment" / MANIFEST)) == 1
+
+
+def test_a_line_without_spaces_is_several_texts(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_MOST_SURPRISE", 1e9)  # the model was not trained
+    (tmp_path / "text.txt").write_text("ab" * 1000, encoding="utf-8")
+    assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.001"]) == 0
+    assert {u.text for u in read_manifest(tmp_path / "out" / MANIFEST)} == {"ab" * 25}
 
 
 @pytest.mark.parametrize(
