@@ -39,7 +39,7 @@ from ds2.decoding.phrases import (
 from ds2.system.plain import short_repr
 from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
-_BEAM = 60.0  # natural log: paths that are less probable than the best one by more are dropped
+_BEAM = 60.0  # natural log: paths that are less probable than the best one by more are dropped, but for the best end
 _TRACE_S = 1.0
 _MAX_PENDING_S = 10.0  # paths that disagree for longer: the best one is final
 _NEVER = -math.inf
@@ -188,7 +188,10 @@ class _PhraseStream:
         self.free += float(best)
         relative = frame - best
         self.scores, moves = self.states.advance(self.scores, relative)
-        self.scores[self.scores < self.scores.max() - _BEAM] = _NEVER
+        alive = self.scores >= self.scores.max() - _BEAM
+        ends = self.states.ends
+        alive[ends[self.scores[ends].argmax()]] = True  # of a source that stops within a phrase, the phrases before
+        self.scores[~alive] = _NEVER
         self.moves.append(moves)
         self.losses.append((-relative).astype(np.float32))
         self.frames += 1
@@ -221,7 +224,7 @@ class _PhraseStream:
         """Return the best hypothesis so far; `at_end`: the best one of whole phrases."""
         s = self.states
         state = int(self.scores.argmax())
-        if at_end:
+        if at_end and np.isfinite(self.scores[s.ends]).any():
             state = int(s.ends[self.scores[s.ends].argmax()])
         reader = self.reader.copy()
         fixed = len(reader.words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ SOUNDS = Pronunciations.of({"ab": [("A", "B")], "b": [("B",)], "ba": [("B", "A")
 PHONES = Alphabet(("", *SOUNDS.phones), pronunciations=SOUNDS)
 READ = Pronunciations.of({"the": [("DH", "AH")], "read": [("R", "IY", "D"), ("R", "EH", "D")]})
 TWO_WAYS = Alphabet(("", *READ.phones), pronunciations=READ)
+SPELLED = Pronunciations.of({word: [tuple(word)] for word in ("turn", "the", "light", "lamp", "on", "off")})
+COMMAND_PHONES = Alphabet(("", *SPELLED.phones), pronunciations=SPELLED)  # a phone is a letter
 FRAME_S = 0.04
 
 
@@ -136,14 +139,12 @@ def test_a_network_of_phones_takes_every_pronunciation() -> None:
         compile_phrases(["read 2"], TWO_WAYS)
 
 
-def spoken(text: str, certainty: float) -> Tensor:
+def spoken(text: str, certainty: float, alphabet: Alphabet = LETTERS) -> Tensor:
     """Log-probs (T, 1, V) of letters that each last two frames and are followed by a blank; `_` is silence."""
-    labels = [
-        label
-        for c in text
-        for label in ([0] * 3 if c == "_" else [LETTERS.symbols.index(c), LETTERS.symbols.index(c), 0])
-    ]
-    probs = torch.full((len(labels), 1, len(LETTERS)), (1 - certainty) / (len(LETTERS) - 1), dtype=torch.float64)
+    symbols = alphabet.symbols
+    written = [c for c in text if c == "_" or c in symbols]
+    labels = [label for c in written for label in ([0] * 3 if c == "_" else [symbols.index(c), symbols.index(c), 0])]
+    probs = torch.full((len(labels), 1, len(symbols)), (1 - certainty) / (len(symbols) - 1), dtype=torch.float64)
     probs[torch.arange(len(labels)), 0, torch.tensor(labels)] = certainty
     return probs.log()
 
@@ -182,6 +183,27 @@ def test_phrases_are_distinguished_from_other_speech(said: str, heard: str, cert
         assert all(word.confidence == 1.0 for word in hypothesis.words)
     without = PhraseDecoder(COMMANDS, LETTERS, FRAME_S).decode(log_probs, lengths)[0][0]
     assert OTHERS not in without.text
+
+
+@pytest.mark.parametrize("alphabet", [LETTERS, COMMAND_PHONES], ids=["characters", "phones"])
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ("on turn l", "on"),
+        ("turn lamp on turn the li", "turn lamp on"),
+        ("turn the", ""),
+        ("on" + 120 * "_" + "tu", "on"),
+    ],
+)
+def test_a_source_that_stops_within_a_phrase_has_the_phrases_before(alphabet: Alphabet, said: str, heard: str) -> None:
+    log_probs = spoken(said, 1 - 1e-9, alphabet)
+    lengths = torch.tensor([len(log_probs)])
+    decoder = PhraseDecoder(["on", "turn [the] (light|lamp) (on|off)"], alphabet, FRAME_S)
+    hypothesis = decoder.decode(log_probs, lengths)[0][0]
+    assert hypothesis.text == " ".join(word.text for word in hypothesis.words)
+    assert hypothesis.text.startswith(heard)
+    assert re.fullmatch("(on ?|turn (the )?(light|lamp) (on|off) ?)*", hypothesis.text)
+    assert math.isfinite(hypothesis.score)
 
 
 @pytest.mark.parametrize("seed", range(3))
