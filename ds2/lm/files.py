@@ -58,6 +58,8 @@ _ABSENT_LOG10 = -100.0  # of -inf, and of <unk> in a file without it
 _BLOCK_LINES = 1 << 12
 _COUNT = re.compile(r"[0-9]{1,18}")
 _UNKNOWN_SPELLINGS = {"<UNK>": UNKNOWN}
+_Words = NDArray[np.int32]
+_Floats = NDArray[np.float64]
 
 
 def save_ngram(model: NGram, path: Path) -> None:
@@ -325,7 +327,7 @@ def _write(model: NGram, out: TextIO) -> None:
     levels = to_levels(model)
     out.write("\\data\\\n")
     out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
-    history: list[NDArray[np.int32]] = []  # columns with the words of the n-grams one order below
+    history: list[_Words] = []  # columns with the words of the n-grams one order below
     for n, level in enumerate(levels, start=1):
         out.write(f"\n\\{n}-grams:\n")
         for part in slices(len(level)):
@@ -409,9 +411,7 @@ class _Reader:
         unit = "character" if SPACE in self._ids and all(len(token) == 1 for token in letters) else "word"
         return from_levels(levels, list(self._ids), unit)
 
-    def _section(
-        self, n: int, count: int, top: bool
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]:
+    def _section(self, n: int, count: int, top: bool) -> tuple[_Words, _Floats, _Floats]:
         word_blocks, value_blocks = [], []  # grow with the lines that are read: a wrong count allocates nothing
         for part in slices(count, _BLOCK_LINES):
             numbered = [(number, line.split()) for number, line in islice(self._lines, part.stop - part.start)]
@@ -458,9 +458,7 @@ class _Reader:
                 f"the file ends {count - len(rows)} or more {n}-grams early: it is truncated, copy it again"
             )
 
-    def _specials(
-        self, log_prob: NDArray[np.float64], backoff: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _specials(self, log_prob: _Floats, backoff: _Floats) -> tuple[_Floats, _Floats]:
         missing = {START, END} - self._ids.keys()
         if missing:
             raise self._error(f"no unigram {' or '.join(sorted(missing))}: decoders need them")
@@ -469,9 +467,7 @@ class _Reader:
             log_prob, backoff = np.append(log_prob, _ABSENT_LOG10 * _LN10), np.append(backoff, 0.0)
         return log_prob, backoff
 
-    def _level(
-        self, words: NDArray[np.int32], log_prob: NDArray[np.float64], backoff: NDArray[np.float64], below: list[Level]
-    ) -> Level:
+    def _level(self, words: _Words, log_prob: _Floats, backoff: _Floats, below: list[Level]) -> Level:
         size = len(self._ids)
         prefix = np.zeros(len(words), np.int64)
         for column, level in enumerate(below):

@@ -44,8 +44,6 @@ class SequenceBatchNorm(nn.Module):
 
     def __init__(self, channels: int, momentum: float = 0.1, *, axis: int = -1) -> None:
         super().__init__()
-        if axis not in (-1, 1):
-            raise ValueError(f"axis is {axis}, allowed are -1 for (T, B, H) and 1 for (B, C, F, T)")
         self.momentum, self.axis = momentum, axis
         self.reduce: Reduce | None = None
         self.kernels = True

@@ -20,7 +20,7 @@ from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import Batch, SpeechLoader, padded_durations_s, plan_epoch
-from ds2.data.manifest import Utterance, corpus, hours
+from ds2.data.manifest import corpus, hours
 from ds2.data.splits import ScoredData, ensure_manifests, require_files, training_utterances
 from ds2.distributed.communicator import Communicator, settings
 from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View
@@ -158,18 +158,17 @@ class Trainer:
         self.precision = resolve_precision(config.train.precision, self.device)
         autocast = self.precision == "bf16"
         self.alphabet = Alphabet.from_config(config.alphabet)
-        features = Features(config.features, config.data.sample_rate_hz)
-        model = build_model(config, features, self.alphabet)
-        self.utterances, self.loader, self.dev = read_data(
-            config, self.alphabet, features, self.precision, partial(output_frames, features, model), self.comm
-        )
+        self.features = Features(config.features, config.data.sample_rate_hz)
+        torch.manual_seed(config.train.seed)  # of the weights, which are drawn on the CPU
+        self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
+        freeze(self.model, config.train.freeze)
+        self._read_data()
         self.crf = self._build_crf()
         self.phones = phones_of(config, self.alphabet, self.utterances)
         remedy = "give all hosts the same alphabet.lexicon and train.intermediate_lexicon"
         self.comm.agree(pronunciations_of_run(self.alphabet, self.phones), remedy)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
-        self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
-        self.model, self.features, self.optimizer = self.state.model, self.state.features, self.state.optimizer
+        self._make_state()
         if self.crf is not None and self.comm.rank == 0:
             # For decoding. Not before the state, which may be refused: the folder's own must stay then.
             save_ngram(self.crf.model, run_dir / "denominator.lm")
@@ -227,12 +226,39 @@ class Trainer:
         config, crf = self.config, self.crf
         longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
         samples = int(longest_s * config.data.sample_rate_hz)
-        max_frames = output_frames(self.features, self.model, samples) + FRAMES_MULTIPLE
+        max_frames = self._output_frames(samples) + FRAMES_MULTIPLE
         labels = max(len(self.alphabet), len(config.model.intermediate_phones) + 1)
         no_loss = why_no_loss(max_frames, labels, self.device)
         if crf is not None:
             no_loss = no_loss or crf.denominator.why_not(self.device)
         return use_graphs(config, self.comm, why_launched, no_loss, self.model.why_torch(self.precision))
+
+    def _output_frames(self, samples: int) -> int:
+        """Output frames of the model for a number of audio samples."""
+        return int(self.model.output_frames(self.features.frames(samples)))
+
+    def _read_data(self) -> None:
+        """Read the manifests, one rank of a host after the other, and check that all ranks have read the same."""
+        data, augment, seed = self.config.data, self.config.augment, self.config.train.seed
+        with self.comm.in_turn():
+            ensure_manifests(data)
+            require_files(self.config)
+            self.utterances = training_utterances(data, augment, self.alphabet, self._output_frames)
+            self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, augment, seed)
+            self.dev = DevEvaluator(data, self.features, self.alphabet, self.device, self.precision)
+        contents = corpus("training", self.utterances) | corpus("dev", self.dev.utterances)
+        self.comm.agree(contents, "give all hosts the same manifests")
+
+    def _make_state(self) -> None:
+        """Move model and features to the device; load the state that the run starts or resumes from on all ranks."""
+        config, comm = self.config, self.comm
+        self.model.to(comm.device)
+        self.features.to(comm.device)
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self.state = TrainState(self.model, self.features, self.optimizer)
+        start = (self.state, self.loader, self.alphabet, config, self.run_dir)
+        parts, progress = initial_state(*start) if comm.rank == 0 else ({}, Progress())
+        broadcast_state(self.state, parts, progress, config.train.average_decay, comm)
 
     def _build_crf(self) -> Crf | None:
         """Make what CTC-CRF needs, equal on all ranks."""
@@ -515,68 +541,12 @@ def why_no_kernels(comm: Communicator) -> str:
     return next((text for text in reasons if text), "")
 
 
-def build_model(config: Config, features: Features, alphabet: Alphabet) -> AcousticModel:
-    """Make the model with the weights that `train.seed` draws, on the CPU, its frozen parameters marked."""
-    torch.manual_seed(config.train.seed)
-    model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
-    freeze(model, config.train.freeze)
-    return model
-
-
-def output_frames(features: Features, model: AcousticModel, samples: int) -> int:
-    """Output frames of the model for a number of audio samples."""
-    return int(model.output_frames(features.frames(samples)))
-
-
-def read_data(
-    config: Config,
-    alphabet: Alphabet,
-    features: Features,
-    precision: str,
-    frames_of: Callable[[int], int],
-    comm: Communicator,
-) -> tuple[list[Utterance], SpeechLoader, DevEvaluator]:
-    """Read the manifests, one rank of a host after the other, and check that all ranks have read the same.
-
-    Returns:
-        The training utterances, what loads them, and what evaluates models on the dev set.
-    """
-    data = config.data
-    with comm.in_turn():
-        ensure_manifests(data)
-        require_files(config)
-        utterances = training_utterances(data, config.augment, alphabet, frames_of)
-        loader = SpeechLoader(utterances, data, comm.device, alphabet, config.augment, config.train.seed)
-        dev = DevEvaluator(data, features, alphabet, comm.device, precision)
-    contents = corpus("training", utterances) | corpus("dev", dev.utterances)
-    comm.agree(contents, "give all hosts the same manifests")
-    return utterances, loader, dev
-
-
 def pronunciations_of_run(alphabet: Alphabet, phones: Sequence[Tensor]) -> dict[str, object]:
     """Return digests of what lexicons give: words of the alphabet, and phones of the utterances, see `phones_of`."""
     words = alphabet.pronunciations.lines() if alphabet.pronunciations is not None else []
     of_utterances = b"".join(labels.numpy().tobytes() for labels in phones)
     content = {"pronunciations": "\n".join(words).encode(), "phones": of_utterances}
     return {name: hashlib.sha256(octets).hexdigest()[:12] for name, octets in content.items()}
-
-
-def build_state(
-    config: Config,
-    run_dir: Path,
-    model: AcousticModel,
-    features: Features,
-    loader: SpeechLoader,
-    alphabet: Alphabet,
-    comm: Communicator,
-) -> TrainState:
-    """Move model and features to the device, and load the state that the run starts or resumes from on all ranks."""
-    model.to(comm.device)
-    features.to(comm.device)
-    state = TrainState(model, features, make_optimizer(model, config.optim))
-    parts, progress = initial_state(state, loader, alphabet, config, run_dir) if comm.rank == 0 else ({}, Progress())
-    broadcast_state(state, parts, progress, config.train.average_decay, comm)
-    return state
 
 
 def choose_wavefront(config: Config, precision: str, device: torch.device, *, graphed: bool) -> Wavefront | None:

@@ -27,6 +27,7 @@ _CONTROL_S = 0.005
 _BANDWIDTHS_HZ = np.array([80.0, 110.0, 160.0])
 _FORMANT_GAINS = np.array([1.0, 0.6, 0.25])
 _TOP_HZ = 5000.0  # harmonics above carry nothing
+_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -163,13 +164,8 @@ def _silence(rng: np.random.Generator, low_s: float, high_s: float) -> Phone:
 
 
 def _voiced(
-    formants_hz: NDArray[np.float64],
-    strength: NDArray[np.float64],
-    control_s: NDArray[np.float64],
-    count: int,
-    voice: Voice,
-    rng: np.random.Generator,
-) -> NDArray[np.float64]:
+    formants_hz: _Floats, strength: _Floats, control_s: _Floats, count: int, voice: Voice, rng: np.random.Generator
+) -> _Floats:
     """Return the sum of harmonics (N,) under formants (C, 3) and the voice's strength (C,)."""
     # Pitch falls over the utterance, as in a statement, and wavers.
     waver = _smooth(rng.standard_normal((len(control_s), 1)), 41)[:, 0]
@@ -185,7 +181,7 @@ def _voiced(
     return speech
 
 
-def _hiss(phone: Phone, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+def _hiss(phone: Phone, count: int, rng: np.random.Generator) -> _Floats:
     """Return noise (N,) in the phone's band, faded at both ends."""
     frequency_hz = np.fft.rfftfreq(count, 1 / SAMPLE_RATE_HZ)
     band = np.exp(-0.5 * ((frequency_hz - phone.noise_hz) / phone.noise_width_hz) ** 2)
@@ -194,7 +190,7 @@ def _hiss(phone: Phone, count: int, rng: np.random.Generator) -> NDArray[np.floa
     return phone.noise * 2 * fade * noise / np.std(noise)
 
 
-def _smooth(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+def _smooth(values: _Floats, width: int) -> _Floats:
     """Return values (C, n) averaged over `width` control points, so that sounds glide into each other."""
     padded = np.pad(values, ((width // 2, width // 2), (0, 0)), mode="edge")
     return np.stack([np.convolve(column, np.full(width, 1 / width), "valid") for column in padded.T], axis=1)
