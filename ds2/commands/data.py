@@ -607,12 +607,6 @@ class _SpokenTexts:
 
     Each is of the words of lines in a row, with as many labels as one of the recordings, which is drawn; fewer where a
     line that cannot be spoken or the last line ends it.
-
-    Args:
-        total: number of short lines of the files.
-
-    Attributes:
-        lines, unusable: the lines that were read for texts, and those of them with words that have no labels.
     """
 
     def __init__(
@@ -627,8 +621,8 @@ class _SpokenTexts:
         self.paths, self.alphabet, self.draw = paths, replace(alphabet, unknown="stop"), random.Random(seed)
         self.lengths = [len(recording.times_s) for recording in recordings]
         wanted = 3600 * hours_wanted * len(recordings) / sum(recording.duration_s for recording in recordings)
-        self.every = total / max(1.0, wanted)  # lines from the begin of a text to that of the next
-        self.lines = self.unusable = 0
+        self.every = total / max(1.0, wanted)  # short lines from the begin of a text to that of the next
+        self.lines = self.unusable = 0  # that were read for texts, and of them those with words that have no labels
 
     def __iter__(self) -> Iterator[SplicedText]:
         while True:

@@ -120,19 +120,9 @@ class CacheFile:
         try:
             self._file = path.open("rb", buffering=0)
             weakref.finalize(self, self._file.close)
-            self._index = self._read_index()
+            self.index = self._read_index()  # (U, 5): first sample, samples (0: cheap to read), CRC-32, two half keys
         except OSError as error:
             raise CacheError(error.strerror or str(error)) from error
-
-    @property
-    def keys(self) -> NDArray[np.int64]:
-        """(U, 2): the two halves of each utterance's key."""
-        return self._index[:, 3:]
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """(U,): number of samples of each utterance; 0 for those that are cheap to read."""
-        return self._index[:, 1]
 
     def _read_index(self) -> NDArray[np.int64]:
         start = self._read(_SAMPLES_AT, 0)
@@ -155,7 +145,7 @@ class CacheFile:
 
     def samples(self, row: int) -> NDArray[np.int16]:
         """Return the samples (N,) of an utterance; raises CacheError where they are damaged."""
-        first, count, checksum = self._index[row, :3].tolist()
+        first, count, checksum = self.index[row, :3].tolist()
         try:
             content = self._read(2 * count, _SAMPLES_AT + 2 * first)
         except OSError as error:
@@ -330,10 +320,10 @@ def _locate(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: boo
     locations = np.full((len(keys), 2), _NOT_CACHED)
     if not files:
         return locations
-    cached, counts = np.concatenate([f.keys for f in files]), np.concatenate([f.counts for f in files])
-    rows = np.concatenate([np.stack([np.full(len(f.keys), n), np.arange(len(f.keys))], 1) for n, f in enumerate(files)])
-    chosen = slice(None) if cheap_too else counts > 0
-    cached, rows = cached[chosen], rows[chosen]
+    index, sizes = np.concatenate([file.index for file in files]), [len(file.index) for file in files]
+    rows = np.concatenate([np.stack([np.full(size, number), np.arange(size)], 1) for number, size in enumerate(sizes)])
+    chosen = slice(None) if cheap_too else index[:, 1] > 0
+    cached, rows = index[chosen, 3:], rows[chosen]
     order = np.argsort(cached[:, 0], kind="stable")
     at = np.searchsorted(cached[order, 0], requested[:, 0])
     inside = np.flatnonzero(at < len(order))

@@ -94,9 +94,6 @@ class DevEvaluator:
         data: names the manifests.
         features: of the model, by the time of `evaluate` on `device`.
 
-    Attributes:
-        utterances: in the order of the manifests.
-
     Raises:
         ManifestError: as `scored_utterances`.
     """
@@ -105,7 +102,7 @@ class DevEvaluator:
         self, data: DataConfig, features: Features, alphabet: Alphabet, device: torch.device, precision: str
     ) -> None:
         self.features, self.alphabet, self.device, self.precision = features, alphabet, device, precision
-        self.utterances = scored_utterances(data.dev, alphabet)
+        self.utterances = scored_utterances(data.dev, alphabet)  # in the order of the manifests
         if self.utterances and alphabet.pronunciations is not None:
             log.info(PHONES_ONLY)
         self.loader = SpeechLoader(self.utterances, data, device)

@@ -178,9 +178,6 @@ class OptimizerStep:
         clip_norm: the largest norm of all gradients together; 0 for no bound.
         graphed: whether to record the step.
         why_no_kernels: why all ranks use torch's kernels; '' if they use those of ds2_ops, which round differently.
-
-    Attributes:
-        norm: returns the norm of all gradients, a scalar on their device.
     """
 
     def __init__(
@@ -199,7 +196,7 @@ class OptimizerStep:
         self._fused: FusedUpdate | None = None
         reason = why_no_kernels or why_not(optimizer)
         self._fuses = not reason
-        self.norm: Callable[[], Tensor] = lambda: gradient_norm(gradients.buckets)
+        self.norm: Callable[[], Tensor] = lambda: gradient_norm(gradients.buckets)  # of all, a scalar on their device
         if self._fuses:
             self.norm = FusedNorm(gradients.buckets)
         elif gradients.comm.device.type == "cuda":

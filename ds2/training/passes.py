@@ -36,12 +36,9 @@ class Passes:
         train: the weights of further terms of the loss.
         autocast: whether to compute in bfloat16.
         crf: of `train.objective=ctc_crf`.
-
-    Attributes:
-        typical: whether the last passes took about as long as later ones of this shape will.
     """
 
-    typical = True
+    typical = True  # whether the last passes took about as long as later ones of this shape will
 
     def __init__(
         self,
@@ -228,17 +225,14 @@ class GraphedPasses(Passes):
     Args:
         args, options: those of `Passes`.
         records_sums: whether sums over ranks can be parts of a recording.
-
-    Attributes:
-        recordings: by shape and variant, in the order of their last use.
-        replays: passes that ran as graphs.
     """
 
     def __init__(self, *args: Any, records_sums: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
         self._records_sums = records_sums
+        # By shape and variant, in the order of their last use.
         self.recordings: OrderedDict[tuple[int, ...], RecordedPasses] = OrderedDict()
-        self.replays = 0
+        self.replays = 0  # passes that ran as graphs
         self._host_states = [part for part in (*self.model.modules(), self.gradients) if isinstance(part, HostState)]
         self._recorder = GraphRecorder()
         self._shapes: OrderedDict[tuple[int, ...], None] = OrderedDict()  # that have come, in the order of last use

@@ -42,9 +42,6 @@ class StepReport:
         losses: (B,) each, of this rank's utterances, in nats; all finite unless something went wrong.
         norm: () float32, of the gradients of all ranks, as this one adds up their squares.
         counts: further numbers to add up, as many on every rank.
-
-    Attributes:
-        norm: () float32 on the device: rank 0's norm, not finite where that of any rank or the loss is not.
     """
 
     def __init__(self, comm: Communicator, losses: Sequence[Tensor], norm: Tensor, counts: Sequence[float]) -> None:
@@ -55,6 +52,7 @@ class StepReport:
         share = norm.double() if comm.rank == 0 else 0.0 * norm.double()  # 0 times a non-finite value is NaN
         sums = torch.cat([torch.stack([loss.double(), share]), own])
         comm.sum_(sums)
+        # () float32 on the device: rank 0's norm, not finite where that of any rank or the loss is not.
         self.norm = (sums[1] + 0.0 * sums[0]).to(norm.dtype)
         self._numbers = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True) if on_gpu else sums
         self._copied: torch.cuda.Event | None = None
@@ -84,14 +82,11 @@ class NormStatistics:
         comm: the ranks; a single process changes nothing.
         shared: whether a batch is normalised by the statistics of all ranks' utterances, or of each rank's own.
         kernels: whether layers take the kernels of ds2_ops where these run.
-
-    Attributes:
-        idle: whether this rank's batch counts nothing.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, *, shared: bool, kernels: bool = True) -> None:
         self.comm = comm
-        self.idle = False
+        self.idle = False  # whether this rank's batch counts nothing
         self._backward = False
         norms = self._norms = [m for m in model.modules() if isinstance(m, SequenceBatchNorm)]
         shared = shared or comm.world == 1

@@ -196,13 +196,9 @@ class RunFiles:
         state: what is written, as it is at each call.
         precision: that the model is trained in.
         dev: what the scores are measured on; None without a dev set.
-
-    Attributes:
-        unsaved: whether the ranks have changed since a sharded save, which may not be complete: then the next step is
-            saved.
     """
 
-    unsaved = False
+    unsaved = False  # whether ranks have changed since a sharded save, which may be incomplete: the next step is saved
     _save_name = ""  # of the last sharded save by the present ranks
 
     def __init__(

@@ -72,15 +72,11 @@ class LastCommit:
     """What a run goes back to where a rank is lost: the progress and a model's buffers, which a step changes too early.
 
     The buffers are copied without state dicts, which take milliseconds of every step of a deep model.
-
-    Attributes:
-        number: counts commits; `JOINER` in a process that has not the state of the run.
-        progress: None before the first commit.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.number = JOINER
-        self.progress: Progress | None = None
+        self.number = JOINER  # counts commits; JOINER in a process that has not the state of the run
+        self.progress: Progress | None = None  # None before the first commit
         self._model, self._buffers = model, dict(model.named_buffers())
         self._copies = {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
         self._counting = counting_modules(model)
@@ -131,21 +127,11 @@ class TrainingError(UserError):
 
 
 class Trainer:
-    """The state of a run on one device, its steps and its evaluations.
+    """The state of a run on one device, its steps and its evaluations."""
 
-    Attributes:
-        state: model, features, optimizer, progress and average of weights.
-        dev_data: what scores are measured on; None without a dev set.
-        files: where the state is saved.
-        grad_norm: of the last step.
-        extra_sums: the sums over ranks of the last step's extra counts.
-        memory_probe: makes a `MemoryProbe` of this run.
-        logged: the numbers of the last step that were logged, on all ranks; None where no step was taken or read.
-    """
-
-    logged: Logged | None = None
-    grad_norm = 0.0
-    extra_sums: Sequence[float] = ()
+    logged: Logged | None = None  # of the last step that was logged, on all ranks; None: no step was taken or read
+    grad_norm = 0.0  # of the last step
+    extra_sums: Sequence[float] = ()  # over ranks, of the last step's extra counts
 
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
         """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
@@ -175,7 +161,7 @@ class Trainer:
         self._compare_dev_set()
         choose_factors(self.progress, self.comm)
         dev = self.dev.utterances
-        self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None
+        self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None  # what scores are of
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
         self.timer = StepTimer(self.device, self.comm.status.enter)
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
