@@ -23,19 +23,9 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ds2.config import convert
 from ds2.config.check import check
-from ds2.config.convert import (
-    FREE_FORM,
-    Inheritance,
-    config_from_dict,
-    inherit,
-    is_free_form,
-    raise_explained,
-    read_yaml,
-    text_keys,
-    to_config,
-    to_tree,
-)
+from ds2.config.convert import FREE_FORM, Inheritance, is_free_form, raise_explained, read_yaml, text_keys
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import did_you_mean
@@ -242,7 +232,7 @@ def read_config(
         PronunciationError: `train.intermediate_lexicon` cannot be read.
         CheckpointError: `checkpoint.init_from` is no model.
     """
-    config = to_config(composed)
+    config = convert.to_config(composed)
     settings = {override.key_or_group: override.value() for override in map(parse_override, overrides)}
     for section, name in (key.split(".") for key in FREE_FORM if settings.get(key) == {}):
         mapping = getattr(getattr(config, section), name)  # Hydra adds to that of the recipe, {} takes it away
@@ -256,7 +246,7 @@ def read_config(
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
     inheritance = Inheritance("", "")
     if config.checkpoint.init_from:
-        inheritance = inherit(config, _initial_config(config), overridden_keys(overrides))
+        inheritance = convert.inherit(config, _initial_config(config), overridden_keys(overrides))
         check(config)
     lexicon = config.train.intermediate_lexicon
     phones = list(read_pronunciations(Path(lexicon)).phones) if lexicon and config.model.intermediate else []
@@ -283,7 +273,7 @@ def _initial_config(config: Config) -> Config:
             "give a run folder, or its best.safetensors or last.safetensors"
         )
     try:
-        source = config_from_dict(metadata["config"])
+        source = convert.config_from_dict(metadata["config"])
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error}") from error
     if source.alphabet.lexicon and not resumed:
@@ -393,7 +383,7 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
 def register_schema() -> None:
     """Register the schema with Hydra as `schema`, the first default of the primary config, and folders of recipes."""
     Plugins.instance().register(ConfigFolder)
-    ConfigStore.instance().store(name="schema", node=to_tree(Config()))
+    ConfigStore.instance().store(name="schema", node=convert.to_tree(Config()))
 
 
 def split_overrides(arguments: Sequence[str], section: str) -> tuple[list[str], list[str]]:

@@ -12,35 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import (
-    ALL_SETTINGS,
-    ALPHABET_SETTINGS,
-    Parser,
-    add_channel,
-    add_command,
-    add_device,
-    real,
-    whole,
-)
+from ds2.commands import common
+from ds2.commands.common import ALL_SETTINGS, ALPHABET_SETTINGS, Parser, add_command, real, whole
 from ds2.commands.compose import compose_config, overridden_keys, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
+from ds2.data import manifest
 from ds2.data.check import check
 from ds2.data.corpora import FORMATS, RECIPES, import_corpus, prepare
 from ds2.data.corpora.kaldi import export_kaldi
-from ds2.data.manifest import (
-    UNITS,
-    Conditions,
-    amount,
-    draw,
-    hours,
-    read_manifest,
-    read_manifests,
-    select,
-    split,
-    statistics,
-    write_manifest,
-)
+from ds2.data.manifest import UNITS, Conditions, amount, hours, read_manifest, read_manifests, write_manifest
 from ds2.data.shards import MANIFEST, write_shards
 from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, check_folder, write_spliced
 from ds2.data.splits import ensure_manifests, require_files, scored_utterances, warn_of_other_corpus
@@ -235,7 +216,7 @@ def _split(args: argparse.Namespace) -> None:
     outputs = {name: args.out / f"{name}.jsonl" for name in shares}
     check_writable(*outputs.values(), inputs=args.manifests)
     utterances = read_manifests(args.manifests)
-    parts = split(utterances, shares, by=args.by, seed=args.seed)
+    parts = manifest.split(utterances, shares, by=args.by, seed=args.seed)
     total = hours(utterances)
     for name, part in parts.items():
         write_manifest(outputs[name], part)
@@ -261,12 +242,12 @@ def _add_stats(commands: Any) -> None:
 def _stats(args: argparse.Namespace) -> None:
     check_writable(*filter(None, (args.json, args.picture)), inputs=args.manifests)
     utterances = read_manifests(args.manifests)
-    facts = statistics(utterances)
+    facts = manifest.statistics(utterances)
     print(facts.format())
     if args.json:
         write_json(args.json, asdict(facts))
     if args.picture:
-        draw(utterances, args.picture)
+        manifest.draw(utterances, args.picture)
         print(f"wrote {args.picture}")
 
 
@@ -290,7 +271,7 @@ def _filter(args: argparse.Namespace) -> None:
     )  # fmt: skip
     check_writable(args.output, inputs=[args.manifest])
     utterances = read_manifests([args.manifest])
-    selected, dropped = select(utterances, conditions)
+    selected, dropped = manifest.select(utterances, conditions)
     write_manifest(args.output, selected)
     print(f"{args.output}: {len(selected)} of {len(utterances)} utterances, {hours(selected):.2f} h")
     for reason, count in dropped.most_common():
@@ -308,7 +289,7 @@ def _add_shards(commands: Any) -> None:
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
     rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
     parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz: data.sample_rate_hz")
-    add_channel(parser)
+    common.add_channel(parser)
     parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half")
     parser.add_argument("--skip-bad", action="store_true", help="leave out utterances that cannot be read")
 
@@ -540,7 +521,7 @@ def _add_splice(commands: Any) -> None:
         "--hours", type=real(0, 1e6, above=True), required=True, help="of speech to write; one takes 115 MB at 16 kHz"
     )
     parser.add_argument("--seed", type=whole(0, SEED), default=1, help="of what is drawn")
-    add_device(parser)
+    common.add_device(parser)
 
 
 def _splice(args: argparse.Namespace) -> None:

@@ -12,17 +12,8 @@ from typing import Any
 
 import torch
 
-from ds2.commands.common import (
-    DECODER_SETTINGS,
-    NumberArgument,
-    Parser,
-    add_command,
-    add_device,
-    add_model,
-    manifests_of,
-    real,
-    whole,
-)
+from ds2.commands import common
+from ds2.commands.common import DECODER_SETTINGS, NumberArgument, Parser, add_command, real, whole
 from ds2.commands.compose import resolve_options
 from ds2.config.allowed import ALLOWED, COUNT, UNLIMITED
 from ds2.config.convert import setting_comments
@@ -39,19 +30,11 @@ from ds2.lm.recurrent_training import StateFile, TrainingProgress, TrainingSetti
 from ds2.lm.sentences import SentenceReader, perplexity, tokenise
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import is_shipped
+from ds2.recognition import tuning
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
-from ds2.recognition.tuning import (
-    DevLogProbs,
-    TuningTrial,
-    choose,
-    draw,
-    search,
-    tune_confidence,
-    tune_keywords,
-    tune_rescoring,
-)
+from ds2.recognition.tuning import DevLogProbs, TuningTrial
 from ds2.system.files import STANDARD_INPUT, check_writable
 from ds2.system.machine import git_commit
 from ds2.system.plain import counted
@@ -164,7 +147,7 @@ def _add_train(commands: Any) -> None:
         help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
         "the training; 0: only then",
     )  # fmt: skip
-    add_device(parser)
+    common.add_device(parser)
     _add_text_options(parser)
 
 
@@ -274,14 +257,14 @@ def _add_tune(commands: Any) -> None:
         description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
         "decode.label_min_log_prob and decode.unknown_score stay as the model's config or the command line has them.",
     )
-    add_model(parser)
+    common.add_model(parser)
     parser.add_argument("lm", type=Path, help="binary or ARPA")
     parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
     parser.add_argument("--alphas", type=_range, help=_grid_help(0))
     parser.add_argument("--betas", type=_range, help=_grid_help(1))
     parser.add_argument("--beam", type=whole(1, 1_000_000), help="while alpha and beta are tried (default decode.beam)")
     parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
-    add_device(parser)
+    common.add_device(parser)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -298,7 +281,7 @@ def _tune(args: argparse.Namespace) -> int:
     target = tuned_file(file)
     picture = args.picture or target.with_suffix(".png")
     check_writable(target, picture)
-    manifests = manifests_of(file, args.manifests, loaded.config.data.dev, "data.dev")
+    manifests = common.manifests_of(file, args.manifests, loaded.config.data.dev, "data.dev")
     utterances = scored_utterances(manifests, loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
@@ -307,18 +290,18 @@ def _tune(args: argparse.Namespace) -> int:
     alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
     alphas, betas = args.alphas or alphas, args.betas or betas
     trials: list[TuningTrial] = []
-    for trial in search(dev, replace(options, rescore=""), alphas, betas):
+    for trial in tuning.search(dev, replace(options, rescore=""), alphas, betas):
         trials.append(trial)
         print(
             f"{len(trials):3d}  alpha {trial.alpha:<6g} beta {trial.beta:<6g} beam {trial.beam:<4d} "
-            f"WER {100 * trial.errors.rate:.2f} %, best {100 * choose(trials).errors.rate:.2f} %",
+            f"WER {100 * trial.errors.rate:.2f} %, best {100 * tuning.choose(trials).errors.rate:.2f} %",
             flush=True,
         )
-    best = choose(trials)
+    best = tuning.choose(trials)
     tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
     if options.rescore:
         tuned = _tune_rescoring(dev, tuned)
-    slope, offset = tune_confidence(dev, tuned)
+    slope, offset = tuning.tune_confidence(dev, tuned)
     tuned = replace(tuned, confidence=[round(slope, 4), round(offset, 4)], keyword_alarms=[])
     if tuned.method == "beam":
         tuned = _tune_keywords(dev, tuned)
@@ -327,13 +310,13 @@ def _tune(args: argparse.Namespace) -> int:
         f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
         f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"
     )
-    draw(trials, best, picture)
+    tuning.draw(trials, best, picture)
     print(f"wrote {picture}")
     return 0
 
 
 def _tune_rescoring(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
-    shares = tune_rescoring(dev, options, load_recurrent(Path(options.rescore), dev.device))
+    shares = tuning.tune_rescoring(dev, options, load_recurrent(Path(options.rescore), dev.device))
     for share, errors in shares:
         print(f"recurrent model's share {share:g}: WER {100 * errors.rate:.2f} %", flush=True)
     share, _ = min(shares, key=lambda pair: pair[1].errors)
@@ -341,7 +324,7 @@ def _tune_rescoring(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
 
 
 def _tune_keywords(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
-    keywords = tune_keywords(dev, replace(options, rescore=""))
+    keywords = tuning.tune_keywords(dev, replace(options, rescore=""))
     for keyword in keywords:
         print(
             f"keywords, bonus {keyword.bonus:g}: {100 * keyword.recall:.1f} % found, {keyword.alarms:.3g} false "

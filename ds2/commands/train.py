@@ -19,19 +19,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ds2.commands import compose
 from ds2.commands.common import report_errors
 from ds2.commands.compose import (
     PRIMARY_CONFIG,
-    check_sweep,
-    choices,
     compose_config,
     config_dir,
-    first_of_sweep,
     hydra_overrides,
-    parse_override,
     read_config,
-    register_schema,
-    split_config_dirs,
     with_search_path,
 )
 from ds2.config.convert import documented_keys
@@ -70,12 +65,12 @@ _SHORT = {"-sc": "--shell-completion", "-cn": "--config-name", "-cp": "--config-
 def run(arguments: Sequence[str]) -> int:
     """`ds2 train [OVERRIDE...] [--multirun]`: return the worst status of its runs."""
     if "--help" in arguments or "-h" in arguments:
-        print(help_text(split_config_dirs(arguments)[1]), end="")
+        print(help_text(compose.split_config_dirs(arguments)[1]), end="")
         return 0
     options, overrides = options_and_overrides(with_search_path(arguments))
-    config = compose_config(first_of_sweep(overrides) if is_sweep(options) else overrides)
+    config = compose_config(compose.first_of_sweep(overrides) if is_sweep(options) else overrides)
     if is_sweep(options):
-        check_sweep(overrides)
+        compose.check_sweep(overrides)
     jobs: list[Job] = []
     remaining: list[str] = []
 
@@ -98,10 +93,10 @@ def run(arguments: Sequence[str]) -> int:
         status = report_errors(train)
         jobs.append(Job(name or ALL, folder / "refused" if twins else folder, status))
 
-    register_schema()
+    compose.register_schema()
     OmegaConf.register_new_resolver("ds2.folder_name", folder_name, replace=True)
     # Runs are named by what differs; the last one of equal keys counts.
-    swept = {override.key_or_group: override.is_sweep_override() for override in map(parse_override, overrides)}
+    swept = {override.key_or_group: override.is_sweep_override() for override in map(compose.parse_override, overrides)}
     fixed = ",".join(key for key, differs in swept.items() if not differs)
     naming = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]"] if is_sweep(options) else []
     sys.argv = ["ds2 train", *options, *hydra_overrides(overrides), *naming]
@@ -180,8 +175,8 @@ def help_text(own: Sequence[Path]) -> str:
     lines = [_HEAD, "Groups and their choices (* yours):", ""]
     groups = sorted({path.parent.name for folder in (config_dir(), *own) for path in folder.glob("*/*.yaml")})
     for group in sorted(groups, key=lambda name: name != "recipe"):
-        theirs = choices(group, own)
-        shown = [*(f"{name}*" for name in theirs), *(name for name in choices(group) if name not in theirs)]
+        theirs = compose.choices(group, own)
+        shown = [*(f"{name}*" for name in theirs), *(name for name in compose.choices(group) if name not in theirs)]
         lines += textwrap.wrap(
             " | ".join(shown), _WIDTH, initial_indent=f"  {group + '=':<12}", subsequent_indent=" " * 14
         )

@@ -21,21 +21,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds2.lm.ngram import (
-    END,
-    RESERVED,
-    SPACE,
-    START,
-    TENSORS,
-    UNITS,
-    UNKNOWN,
-    LanguageModelError,
-    Level,
-    NGram,
-    from_levels,
-    slices,
-    to_levels,
-)
+from ds2.lm import ngram
+from ds2.lm.ngram import END, RESERVED, SPACE, START, TENSORS, UNITS, UNKNOWN, LanguageModelError, Level, NGram
 from ds2.system.files import PACKED_BY, atomic_file, cache_dir, new_text, read_lines, remove_stale, temporary_folder
 from ds2.system.plain import from_plain, parse_json
 from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header, write_tensors
@@ -191,7 +178,7 @@ class _CompressedHeader:
 
 def _compress(model: NGram, path: Path) -> None:
     """Write a header and, for each order, four columns of `_COLUMNS`: their first bytes, then their second ones, ..."""
-    levels = to_levels(model)
+    levels = ngram.to_levels(model)
     sizes = tuple(map(len, levels))
     alphabet = None if model.alphabet is None else dict(model.alphabet)
     header = _CompressedHeader(_COMPRESSED_FORMAT, _COMPRESSED, sizes, model.unit, alphabet, model.vocabulary)
@@ -245,7 +232,7 @@ def _expand(path: Path) -> NGram:
             )
         if file.read(1):
             raise ValueError(f"it goes on after its last column; {WAY_OUT}")
-    return from_levels(levels, header.vocabulary, header.unit, header.alphabet)
+    return ngram.from_levels(levels, header.vocabulary, header.unit, header.alphabet)
 
 
 def _column(file: IO[bytes], length: int, kind: type[np.int32 | np.int16]) -> NDArray[Any]:
@@ -324,13 +311,13 @@ def _write_errors(path: Path) -> Iterator[None]:
 
 def _write(model: NGram, out: TextIO) -> None:
     words = np.array(model.vocabulary, dtype=object)
-    levels = to_levels(model)
+    levels = ngram.to_levels(model)
     out.write("\\data\\\n")
     out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
     history: list[_Words] = []  # columns with the words of the n-grams one order below
     for n, level in enumerate(levels, start=1):
         out.write(f"\n\\{n}-grams:\n")
-        for part in slices(len(level)):
+        for part in ngram.slices(len(level)):
             columns = [words[c[level.prefix[part]]] for c in history] + [words[level.word[part]]]
             log_probs = (level.log_prob[part] / _LN10).tolist()
             texts = map(" ".join, zip(*columns, strict=True))
@@ -409,11 +396,11 @@ class _Reader:
             raise self._error(f"{line!r} instead of \\end\\: the header promises {counts} n-grams")
         letters = [token for token in self._ids if token not in (*RESERVED, SPACE)]
         unit = "character" if SPACE in self._ids and all(len(token) == 1 for token in letters) else "word"
-        return from_levels(levels, list(self._ids), unit)
+        return ngram.from_levels(levels, list(self._ids), unit)
 
     def _section(self, n: int, count: int, top: bool) -> tuple[_Words, _Floats, _Floats]:
         word_blocks, value_blocks = [], []  # grow with the lines that are read: a wrong count allocates nothing
-        for part in slices(count, _BLOCK_LINES):
+        for part in ngram.slices(count, _BLOCK_LINES):
             numbered = [(number, line.split()) for number, line in islice(self._lines, part.stop - part.start)]
             self._check(numbered, n, part.stop - part.start, top)
             rows = [fields for _, fields in numbered]

@@ -18,16 +18,9 @@ from ds2.config.allowed import COUNT, SEED, UNLIMITED, number
 from ds2.config.check import check_allowed
 from ds2.lm.ngram import SPACE, LanguageModelError
 from ds2.lm.recurrent import BOUNDARY, RecurrentLM, batches, pad_texts
+from ds2.system import tensor_file
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import (
-    CheckpointError,
-    load,
-    optimizer_tensors,
-    restore_optimizer,
-    save,
-    with_prefix,
-    without_prefix,
-)
+from ds2.system.tensor_file import CheckpointError, optimizer_tensors, restore_optimizer, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet
 
 _CLIP_NORM = 1.0
@@ -266,7 +259,7 @@ class StateFile:
     def save(self, model: RecurrentLM, optimizer: torch.optim.Optimizer, position: TrainingPosition) -> None:
         """Write the file atomically; raises CheckpointError where that fails."""
         tensors = with_prefix("model", model.state_dict()) | with_prefix("optimizer", optimizer_tensors(optimizer))
-        save(self.path, tensors, {"kind": _KIND, "position": asdict(position), "made_of": self._made_of})
+        tensor_file.save(self.path, tensors, {"kind": _KIND, "position": asdict(position), "made_of": self._made_of})
         self._saved_s = time.monotonic()
 
     def restore(self, model: RecurrentLM, optimizer: torch.optim.Optimizer) -> TrainingPosition:
@@ -284,7 +277,7 @@ class StateFile:
             raise CheckpointError(f"{self.path}: {reason}; delete this file to start from the beginning") from error
 
     def _restore(self, model: RecurrentLM, optimizer: torch.optim.Optimizer) -> TrainingPosition:
-        tensors, metadata = load(self.path)
+        tensors, metadata = tensor_file.load(self.path)
         if metadata.get("kind") != _KIND:
             raise CheckpointError(f"is a {metadata.get('kind')}, not the state of `ds2 lm train`")
         header = from_plain(_StateHeader, metadata, "metadata")

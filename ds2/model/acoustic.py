@@ -12,21 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
+from ds2.model import structure
 from ds2.model.convolution import ConvWeights, MaskedConv
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import RmsNorm, SequenceBatchNorm, fold_norm_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Count, Ragged
 from ds2.model.recurrent import ModuleWeights, RecurrentLayer, RecurrentModule, why_torch
-from ds2.model.structure import (
-    Size,
-    check_model,
-    lookahead_parts_ms,
-    module_plan,
-    operator_cell,
-    output_size,
-    time_stride,
-)
+from ds2.model.structure import Size, operator_cell, output_size
 from ds2.model.wavefront import Wavefront, run_modules
 
 
@@ -95,7 +88,7 @@ class AcousticModel(nn.Module):
 
     def __init__(self, config: ModelConfig, bins: int, labels: int, step_s: float = 0.01) -> None:
         super().__init__()
-        check_model(config, step_s)
+        structure.check_model(config, step_s)
         self.config, self.bins, self.labels, self.step_s = config, bins, labels, step_s
         channels = 1
         self.convs: nn.ModuleList = nn.ModuleList()
@@ -104,7 +97,7 @@ class AcousticModel(nn.Module):
             channels, bins = conv.channels, output_size(bins, conv.stride[0])
         width = channels * bins
         self.recurrent_modules = nn.ModuleList()
-        for index, (layers, row_convs) in enumerate(module_plan(config)):
+        for index, (layers, row_convs) in enumerate(structure.module_plan(config)):
             residual = config.skip > 0 and (index > 0 or config.skip_first == "projection")
             self.recurrent_modules.append(RecurrentModule(width, layers, row_convs, config, residual=residual))
             width = config.hidden
@@ -120,7 +113,7 @@ class AcousticModel(nn.Module):
     @property
     def time_stride(self) -> int:
         """Feature frames an output frame stands for."""
-        return time_stride(self.config)
+        return structure.time_stride(self.config)
 
     @property
     def lookahead_ms(self) -> float:
@@ -129,7 +122,7 @@ class AcousticModel(nn.Module):
         Output frame t belongs to feature frame t * time_stride. Time is counted from feature frame to feature frame;
         what the window of the last one overlaps beyond its step (window_s - step_s) comes on top.
         """
-        return sum(lookahead_parts_ms(self.config, self.step_s).values())
+        return sum(structure.lookahead_parts_ms(self.config, self.step_s).values())
 
     @property
     def layers_total(self) -> int:

@@ -15,17 +15,9 @@ from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
 from ds2.model.shipped import FOLDER, WEIGHTS, folder_of, looks_like_model, names
-from ds2.system import UserError
+from ds2.system import UserError, tensor_file
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import (
-    WAY_OUT,
-    CheckpointError,
-    load,
-    prepare_save,
-    read_metadata,
-    with_prefix,
-    without_prefix,
-)
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, read_metadata, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # types that weights may be stored in
@@ -81,7 +73,7 @@ def prepare_model(
         "alphabet": alphabet.to_dict(),
         "metrics": dict(metrics),
     }
-    return prepare_save(path, tensors, metadata, check)
+    return tensor_file.prepare_save(path, tensors, metadata, check)
 
 
 def find_model(path: Path) -> Path:
@@ -122,7 +114,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     kind = read_metadata(file).get("kind")  # first: the digest of an n-gram model does not cover its tensors
     if kind != "model":
         raise CheckpointError(f"{file} is of kind {kind}, not a model: give {' or '.join(WEIGHTS)}")
-    tensors, metadata = load(file)
+    tensors, metadata = tensor_file.load(file)
     try:
         header = from_plain(_ModelHeader, metadata, "metadata")
         config, alphabet = config_from_dict(header.config), Alphabet.from_dict(header.alphabet)

@@ -25,22 +25,9 @@ from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model
+from ds2.system import tensor_file
 from ds2.system.plain import FieldError, from_plain, short_repr
-from ds2.system.tensor_file import (
-    WAY_OUT,
-    CheckpointError,
-    TensorCopies,
-    counting_modules,
-    load,
-    optimizer_tensors,
-    read_digest,
-    restore_optimizer,
-    same_objects,
-    save,
-    with_prefix,
-    without_prefix,
-    write_copies,
-)
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, TensorCopies, counting_modules, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet
 from ds2.training.optim import WeightAverage, check_keys, longest_key
 
@@ -122,7 +109,7 @@ class TrainState:
         return {
             "model": self.model.state_dict(),
             "features": self.features.state_dict(),
-            "optimizer": optimizer_tensors(self.optimizer),
+            "optimizer": tensor_file.optimizer_tensors(self.optimizer),
             "average": self.average.model.state_dict() if self.average is not None else {},
         }
 
@@ -138,7 +125,7 @@ class TrainState:
         """List everything anew where the optimizer or the average is not as it was."""
         owners = [self.average, *(value for entry in self.optimizer.state.values() for value in entry.values())]
         last = self._listed
-        if last is None or not same_objects(owners, last.owners):
+        if last is None or not tensor_file.same_objects(owners, last.owners):
             models = {"model": self.model} | ({"average": self.average.model} if self.average is not None else {})
             counting = {
                 f"{part}.{name}": module
@@ -154,7 +141,7 @@ class TrainState:
         self.progress = progress
         self.model.load_state_dict(parts["model"])
         self.features.load_state_dict(parts["features"])
-        restore_optimizer(self.optimizer, parts["optimizer"])
+        tensor_file.restore_optimizer(self.optimizer, parts["optimizer"])
         if average_decay:
             self.average = self.average or WeightAverage(self.model, average_decay)
             self.average.model.load_state_dict(parts["average"] or parts["model"])
@@ -227,7 +214,7 @@ class Shard:
                 )
             time.sleep(_POLL_S)
             waited_s += _POLL_S
-        return {file.name: read_digest(file) for file in files}
+        return {file.name: tensor_file.read_digest(file) for file in files}
 
 
 def prepare_state(
@@ -264,12 +251,12 @@ def prepare_state(
     def write_state() -> None:
         if shard is None:
             with _replace_shards(run_dir, ()):
-                write_copies(file, fetch, content, check)
+                tensor_file.write_copies(file, fetch, content, check)
         elif not shard.is_broken():
-            write_copies(file, fetch, content, check)
+            tensor_file.write_copies(file, fetch, content, check)
             if shard.rank == 0 and (shards := shard.wait(run_dir)) is not None:
                 with _replace_shards(run_dir, shards):
-                    save(path, {}, {**metadata, "shards": shards}, check)
+                    tensor_file.save(path, {}, {**metadata, "shards": shards}, check)
 
     return write_state
 
@@ -294,7 +281,7 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
         fresh: made from it; the tensors must fit.
 
     Raises:
-        CheckpointError: as `load`, a file that is not a trainer state, damaged metadata, or tensors missing.
+        CheckpointError: as `tensor_file.load`, another kind of file, damaged metadata, or tensors missing.
         ConfigError: the state is of another model, features, alphabet or optimizer than `config` describes.
     """
     try:
@@ -307,7 +294,7 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
 
 
 def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:
-    tensors, metadata = load(path)
+    tensors, metadata = tensor_file.load(path)
     if metadata.get("kind") != "trainer":
         raise CheckpointError(f"{path} is a {metadata.get('kind')}, not a trainer state")
     try:

@@ -36,17 +36,10 @@ from ds2.system import UserError
 from ds2.system.plain import counted
 from ds2.system.tensor_file import counting_modules
 from ds2.text.alphabet import Alphabet
+from ds2.training import device_tuning
 from ds2.training.ctc import Crf
 from ds2.training.dev_set import DevEvaluator
-from ds2.training.device_tuning import (
-    MemoryProbe,
-    adopt_measurements,
-    check_batching,
-    choose_batching,
-    choose_factors,
-    choose_tiles,
-    out_of_memory_message,
-)
+from ds2.training.device_tuning import MemoryProbe, adopt_measurements, check_batching
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches, phones_of
 from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
@@ -159,7 +152,7 @@ class Trainer:
             # For decoding. Not before the state, which may be refused: the folder's own must stay then.
             save_ngram(self.crf.model, run_dir / "denominator.lm")
         self._compare_dev_set()
-        choose_factors(self.progress, self.comm)
+        device_tuning.choose_factors(self.progress, self.comm)
         dev = self.dev.utterances
         self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None  # what scores are of
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
@@ -171,10 +164,12 @@ class Trainer:
         self.memory_probe = partial(
             MemoryProbe, *parts, autocast=autocast, padded=self.inputs.padded, crf=self.crf, phones=self.phones
         )
-        self.batching = choose_batching(config, self.progress, self.comm, self.durations_s, self.memory_probe)
+        self.batching = device_tuning.choose_batching(
+            config, self.progress, self.comm, self.durations_s, self.memory_probe
+        )
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
-        choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
+        device_tuning.choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
         self._last_commit = LastCommit(self.model)
 
     def _prepare_steps(self) -> None:
@@ -442,7 +437,9 @@ class Trainer:
                 lengths_s = batch.sample_lengths / config.data.sample_rate_hz
                 where = f"{self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}"
                 raise TrainingError(
-                    out_of_memory_message(where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded)
+                    device_tuning.out_of_memory_message(
+                        where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded
+                    )
                 ) from error
             atypical += not self.passes.typical
             if not idle:

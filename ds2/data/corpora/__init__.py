@@ -6,17 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from ds2.data.corpora import layouts
 from ds2.data.corpora.common import ImporterError
 from ds2.data.corpora.kaldi import import_kaldi
-from ds2.data.corpora.layouts import (
-    import_an4,
-    import_csv,
-    import_deepspeech_pytorch,
-    import_folder,
-    import_librispeech,
-    libri_root,
-    parts,
-)
+from ds2.data.corpora.layouts import import_an4, import_librispeech
 from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.synthetic import make_corpus
 from ds2.data.manifest import Utterance, amount, read_manifest, write_manifest
@@ -28,12 +21,12 @@ _DEV_FRACTION = 0.05
 _DEV_SEED = 1
 _LEARNERS_HELD_OUT, _LJSPEECH_HELD_OUT = 25, 60  # speakers and utterances that recipe=english tests with
 FORMATS: dict[str, tuple[Callable[..., list[Utterance]], str]] = {
-    "folder": (import_folder, "encoding"),
-    "csv": (import_csv, ""),
+    "folder": (layouts.import_folder, "encoding"),
+    "csv": (layouts.import_csv, ""),
     "kaldi": (import_kaldi, ""),
     "librispeech": (import_librispeech, "split"),
     "an4": (import_an4, "split"),
-    "deepspeech_pytorch": (import_deepspeech_pytorch, "encoding"),
+    "deepspeech_pytorch": (layouts.import_deepspeech_pytorch, "encoding"),
     "webdataset": (import_webdataset, ""),
     "shar": (import_shar, ""),
 }
@@ -142,8 +135,8 @@ def _english(corpus: str | Path) -> dict[str, list[Utterance]]:
 
 
 def _librispeech(corpus: str | Path) -> dict[str, list[Utterance]]:
-    root = libri_root(corpus)
-    present = parts(root)
+    root = layouts.libri_root(corpus)
+    present = layouts.parts(root)
     train = [part for part in present if part.startswith("train-") and part != "train-clean-5"]
     if not train or "dev-clean" not in present or "test-clean" not in present:
         raise ImporterError(
@@ -155,8 +148,8 @@ def _librispeech(corpus: str | Path) -> dict[str, list[Utterance]]:
 
 
 def _librispeech_5h(corpus: str | Path) -> dict[str, list[Utterance]]:
-    root = libri_root(corpus)
-    present = parts(root)
+    root = layouts.libri_root(corpus)
+    present = layouts.parts(root)
     dev = next((part for part in ("dev", "dev-clean-2") if part in present), None)
     if "train-clean-5" not in present or dev is None:
         raise ImporterError(

@@ -16,15 +16,8 @@ import numpy as np
 import soundfile
 
 from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_info, check_rate
-from ds2.data.corpora.common import (
-    CorpusEntry,
-    ImporterError,
-    corpus_folder,
-    find_audio,
-    read_lines,
-    read_transcripts,
-    to_utterances,
-)
+from ds2.data.corpora import common
+from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, find_audio, read_lines, to_utterances
 from ds2.data.manifest import ManifestError, Utterance, write_manifest
 from ds2.system import files
 from ds2.system.plain import counted, parse_json
@@ -54,7 +47,7 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str =
     root = corpus_folder(folder)
     listed = [path for path in files.files_beneath(root) if not path.name.startswith(".")]
     transcripts = sorted(path for path in listed if path.suffix.lower() == ".txt")
-    texts, unread = read_transcripts(transcripts, encoding)
+    texts, unread = common.read_transcripts(transcripts, encoding)
     problems = [unread.get(path) or f"{path}: the transcript is empty" for path in transcripts if not texts.get(path)]
     entries = []
     for path, text in sorted(texts.items()):
@@ -229,7 +222,7 @@ def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False, encod
     path = Path(path).expanduser().resolve()
     pairs = _json_pairs(path) if path.suffix == ".json" else _csv_pairs(path)
     listed = [(source, audio, _find_listed(path.parent, transcript)) for source, audio, transcript in pairs]
-    texts, unread = read_transcripts(dict.fromkeys(transcript for _, _, transcript in listed), encoding)
+    texts, unread = common.read_transcripts(dict.fromkeys(transcript for _, _, transcript in listed), encoding)
     problems = [
         f"{source}: transcript {unread[transcript]}" for source, _, transcript in listed if transcript in unread
     ]
