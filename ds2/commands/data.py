@@ -344,6 +344,8 @@ def _alphabet(args: argparse.Namespace) -> None:
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
     rare = Counter({c: n for c, n in counts.items() if n < args.least})
     symbols = counts.keys() - digits.keys() - rare.keys()
+    if rare and not any(c.strip() for c in symbols):
+        raise ConfigError(f"--least {args.least}: no letter occurs so often, so the alphabet would be empty: lower it")
     content = "\n".join(alphabet_lines({*symbols, " "}, alphabet, alphabet.rules())) + "\n"
     print(content, end="")
     print(f"{counted(len(symbols), 'symbol')}, by count: {describe(Counter({c: counts[c] for c in symbols}))}")

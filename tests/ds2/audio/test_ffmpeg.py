@@ -17,7 +17,8 @@ import soundfile
 
 from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
 from ds2.data.check import probe
-from ds2.data.corpora import ImporterError, import_csv
+from ds2.data.corpora import ImporterError
+from ds2.data.corpora.layouts import import_csv
 from ds2.data.manifest import Utterance
 from ds2.system.terminal import warn_once
 

@@ -152,6 +152,9 @@ def test_alphabet_writes_one_that_a_run_can_use(
     assert main(["data", "alphabet", str(manifest), "alphabet.numbers=de", "--least", "7"]) == 0
     shown = capsys.readouterr().out
     assert "numbers: de" in shown and "left out, occurring less than 7 times" in shown
+    out.unlink()
+    assert main(["data", "alphabet", str(manifest), "--least", "1000", "--out", str(out)]) == 2
+    assert "--least 1000: no letter occurs so often" in capsys.readouterr().err and not out.exists()
 
 
 def test_normalise_shows_what_becomes_of_a_text(

@@ -114,7 +114,9 @@ def test_speakers_speak_as_often_as_they_have_speech(tmp_path: Path) -> None:
     splicer = splicer_of(tmp_path, [("abc" * 6, "ann"), *[("abc", "bob")] * 2])  # two thirds of the labels are ann's
     spoken = [splicer.speak(number, [SplicedText(("a",), ((1,),))], 1)[0] for number in range(600)]
     share = sum(speech is not None and speech[1] == "ann" for speech in spoken) / 600
-    assert share == pytest.approx(splicer.seconds["ann"] / sum(splicer.seconds.values()), abs=0.08)  # four standard deviations
+    assert share == pytest.approx(
+        splicer.seconds["ann"] / sum(splicer.seconds.values()), abs=0.08
+    )  # four standard deviations
 
 
 def test_files_depend_on_texts_and_seed_not_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

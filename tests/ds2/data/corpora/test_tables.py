@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 from support.corpora_cases import facts, write_audio, write_text
 
-from ds2.data.corpora import (
-    ImporterError,
-    import_csv,
-    import_deepspeech_pytorch,
-)
+from ds2.data.corpora import ImporterError
+from ds2.data.corpora.layouts import import_csv, import_deepspeech_pytorch
 from ds2.data.manifest import read_manifest, write_manifest
 
 
