@@ -263,7 +263,8 @@ class Crf:
         Raises:
             LanguageModelError: the text or the settings do not allow it; the message says what to change.
         """
-        transcripts = [u.text for u in utterances]
+        # Once each, not `data.repeats` times: n-grams that occur once say how to discount and what to prune.
+        transcripts = [u.text for u in dict.fromkeys(utterances)]
         texts = [Path(path) for path in train.denominator_text]
         model = label_model(
             alphabet, train.denominator_order, train.denominator_prune, texts=texts, transcripts=transcripts
@@ -272,7 +273,7 @@ class Crf:
         size = f"{len(graph.labels)} nodes and {len(graph.weights)} arcs"
         log.info(f"denominator of CTC-CRF: a {train.denominator_order}-gram of labels with {size}")
         scorer = LabelScorer(model, alphabet)
-        log_probs = torch.tensor([scorer(alphabet.encode(text)) for text in transcripts], dtype=torch.float64)
+        log_probs = torch.tensor([scorer(alphabet.encode(u.text)) for u in utterances], dtype=torch.float64)
         return cls(model, Denominator(graph, len(alphabet)), log_probs)
 
     @property

@@ -55,6 +55,14 @@ def test_the_loss_is_the_posterior_of_the_transcript(trainer: Trainer) -> None:
     assert total == pytest.approx(1, abs=1e-3)  # weights of the graph have 12 bits
 
 
+def test_repeats_do_not_change_the_model_of_labels(trainer: Trainer) -> None:
+    assert trainer.crf is not None
+    utterances = [u for u in trainer.utterances for _ in range(3)]  # as `data.repeats` makes them
+    repeated = Crf.of(trainer.config.train, trainer.alphabet, utterances)
+    assert repeated.digest == trainer.crf.digest
+    assert torch.equal(repeated.label_log_probs, trainer.crf.label_log_probs.repeat_interleave(3))
+
+
 def test_what_cannot_be_aligned_has_no_loss_and_no_gradient(trainer: Trainer) -> None:
     crf = trainer.crf
     assert crf is not None
