@@ -119,14 +119,11 @@ class NGram:
         ]
 
     def score_batch(self, states: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Score one word for each of N states, without synchronising with the device.
+        """Score one word for each of N states: (N,) float32 log-probs, (N,) int64 next states; the host does not wait.
 
         Args:
             states: (N,) int64 or int32 on the model's device.
             words: (N,) int64 vocabulary ids in 0 .. V - 1.
-
-        Returns:
-            (N,) float32 log-probs and (N,) int64 next states.
         """
         contexts, matches, depth = longest_match(
             self.keys, self.suffix, len(self.vocabulary), self.order, states, words

@@ -54,7 +54,7 @@ def sinks_of(parameters: Sequence[Tensor], context: PassContext) -> list[Gradien
 def linear(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, context: PassContext, biases: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Return x W^T + b, as `torch.nn.functional.linear`; the gradients of weights go to their sinks.
+    """Return x W^T + b (..., rows of W), as `torch.nn.functional.linear`; the gradients of weights go to their sinks.
 
     Args:
         x: (..., D).
@@ -62,9 +62,6 @@ def linear(
         bias: (rows of W,), computed from what the context has for its parameters; or None.
         biases: in place of `bias`, the parameters whose sum is the bias of a single weight; their gradients go to their
             sinks too.
-
-    Returns:
-        (..., rows of W)
     """
     copies = [context.weight(weight) for weight in weights]
     weight = copies[0] if len(copies) == 1 else torch.cat(copies)

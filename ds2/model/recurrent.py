@@ -111,16 +111,13 @@ class BaseRecurrentLayer(nn.Module):
     def recur(
         self, z: Tensor, carry: Carry, lengths: Tensor, context: PassContext, max_sms: int | None = None
     ) -> tuple[Tensor, Carry]:
-        """Run the recurrence of a layer of one direction.
+        """Run the recurrence of a layer of one direction; return y (T, B, H), 0 past each length, and the last states.
 
         Args:
             z: (T, B, G H) pre-activations.
             carry: the states before frame 0; empty: zeros.
             lengths: (B,) int32 on the device, valid frames.
             max_sms: multiprocessors to use at most; None: all.
-
-        Returns:
-            y (T, B, H), 0 past each length, and the states after each utterance's last frame.
         """
         [weight] = self.weights_hh()
         h, c = (*carry, None, None)[:2]

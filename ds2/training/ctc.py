@@ -92,15 +92,12 @@ def ctc_losses(
 
 
 def divergence(logits: Tensor) -> Tensor:
-    """Return the divergence of two views: 1/2 sum over t of KL(b || a) + KL(a || b), in nats.
+    """Return the divergence (B,) fp32 of two views: 1/2 sum over t of KL(b || a) + KL(a || b), in nats.
 
     Gradients flow into the second argument of each KL only, the first is detached (CR-CTC, Yao et al. 2025, (4)).
 
     Args:
         logits: (T, 2 B, V), all utterances in view a, then all in view b; equal past their lengths.
-
-    Returns:
-        (B,) fp32.
     """
     a, b = F.log_softmax(logits.float(), dim=-1).chunk(2, dim=1)
     both = F.kl_div(a, b.detach(), reduction="none", log_target=True)
@@ -286,7 +283,7 @@ class Crf:
         return digest.hexdigest()[:16]
 
     def losses(self, ctc: Tensor, logits: Tensor, frames: Tensor, log_probs: Tensor, feasible: Tensor) -> Tensor:
-        """The losses of CTC-CRF.
+        """The losses (B,) fp32 of CTC-CRF in nats, 0 and without gradient where no alignment exists.
 
         Args:
             ctc: (B,) the losses of CTC.
@@ -294,9 +291,6 @@ class Crf:
             frames: (B,) int64.
             log_probs: (B,) float64, the entry of `label_log_probs` of each utterance.
             feasible: (B,) bool.
-
-        Returns:
-            (B,) fp32 in nats, 0 and without gradient where no alignment exists.
         """
         losses = ctc + self.denominator(logits, frames) - log_probs
         return torch.where(feasible, losses.float(), 0.0)

@@ -102,15 +102,12 @@ class Passes:
         return losses, objective
 
     def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
-        """Run the forward pass.
+        """Run the forward pass; return the losses (B,), see `losses`.
 
         Args:
             utterances: of the whole step, over all ranks and batches; a step minimises their mean objective.
             last: whether it is the last pass of its step.
             idle: whether this batch has weight 0: it repeats another rank's utterance.
-
-        Returns:
-            The losses (B,), see `losses`.
         """
         losses, objective = self.losses(inputs, self.gradients.start_pass(last=last))
         self._objective = objective.sum() * 0.0 if idle else objective.sum() / utterances

@@ -356,7 +356,7 @@ class Trainer:
         group: Sequence[Sequence[int]],
         extra_counts: Callable[[], Sequence[float]] = list,
     ) -> float | None:
-        """Take one optimizer step over all ranks.
+        """Take one optimizer step over all ranks; return its mean loss, nats an utterance; None: not finite.
 
         Args:
             batches: this rank's parts of the batches, as `epoch` returns them; the inputs of the batch after the step's
@@ -364,9 +364,6 @@ class Trainer:
             group: the whole batches that make up the step, as utterance indices.
             extra_counts: returns further numbers of this rank; called once the passes are launched. `extra_sums` holds
                 their sums over ranks afterwards.
-
-        Returns:
-            The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
         utterances = sum(map(len, group))
         self.overlap.start_step()
@@ -511,13 +508,10 @@ def check_run(config: Config, comm: Communicator) -> None:
 
 
 def why_no_kernels(comm: Communicator) -> str:
-    """Why all ranks use torch's kernels, not those of ds2_ops, to update weights and the averages of batch norm.
+    """Why all ranks use torch's kernels, not those of ds2_ops, for weights and the averages of batch norm; or ''.
 
     These are the same on all ranks, and torch's kernels round differently. So one rank that cannot run those of ds2_ops
     decides for all, which call this together.
-
-    Returns:
-        The first such rank and its reason; '' if there is none.
     """
     reason = why_no_gpu(comm.device) if comm.device.type == "cuda" else None
     reasons = comm.allgather(f"rank {comm.rank}: {reason}" if reason else "")
