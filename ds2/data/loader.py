@@ -133,7 +133,7 @@ class SpeechLoader:
 
     Args:
         utterances: plans index this list.
-        device: of the training; for CUDA memory is pinned, and -1 workers means one per core.
+        device: of the training; for CUDA memory is pinned, and -1 workers mean some, see `worker_count`.
         alphabet: encodes the transcripts in the constructor; None leaves labels empty.
         seed: of the augmentation.
     Raises:

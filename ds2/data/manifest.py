@@ -176,15 +176,9 @@ def _to_utterance(record: dict[str, Any], folder: Path, source: str) -> Utteranc
     missing = [key for key in _REQUIRED if record.get(key) is None]
     if missing:
         raise ManifestError(f"without {', '.join(missing)}; every line needs {', '.join(_REQUIRED)}")
-    return Utterance(
-        _audio_path(_string(record, "audio_filepath"), folder),
-        _seconds(record, "duration"),
-        _string(record, "text"),
-        _seconds(record, "offset"),
-        _string(record, "speaker"),
-        _string(record, "lang"),
-        source,
-    )
+    audio = _audio_path(_string(record, "audio_filepath"), folder)
+    duration_s, text, offset_s = _seconds(record, "duration"), _string(record, "text"), _seconds(record, "offset")
+    return Utterance(audio, duration_s, text, offset_s, _string(record, "speaker"), _string(record, "lang"), source)
 
 
 def _audio_path(listed: str, folder: Path) -> Path:

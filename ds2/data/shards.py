@@ -166,13 +166,8 @@ def _flac(pcm: NDArray[np.int16], sample_rate_hz: int) -> bytes:
     return buffer.getvalue()
 
 
-def _facts(utterance: Utterance, duration_s: float) -> bytes:
-    facts = {
-        "text": utterance.text,
-        "duration": round(duration_s, 6),
-        "speaker": utterance.speaker,
-        "lang": utterance.lang,
-    }
+def _facts(u: Utterance, duration_s: float) -> bytes:
+    facts = {"text": u.text, "duration": round(duration_s, 6), "speaker": u.speaker, "lang": u.lang}
     return json.dumps({key: value for key, value in facts.items() if value}, ensure_ascii=False).encode()
 
 

@@ -67,13 +67,8 @@ def prepare_model(
 ) -> Callable[[], None]:
     """Copy a model, and return the function that writes its file; see `ds2.system.tensor_file.prepare_save`."""
     tensors = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
-    metadata = {
-        "kind": "model",
-        "config": config_to_dict(config),
-        "alphabet": alphabet.to_dict(),
-        "metrics": dict(metrics),
-    }
-    return tensor_file.prepare_save(path, tensors, metadata, check)
+    parts = {"config": config_to_dict(config), "alphabet": alphabet.to_dict(), "metrics": dict(metrics)}
+    return tensor_file.prepare_save(path, tensors, {"kind": "model", **parts}, check)
 
 
 def find_model(path: Path) -> Path:

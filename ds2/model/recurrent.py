@@ -96,15 +96,10 @@ class BaseRecurrentLayer(nn.Module):
         if len(weights) == 1:
             return self.recur(z, (), lengths, context)[0]
         biases_hn = self.biases_hn(context)
+        bias_hn = None if biases_hn is None else torch.stack(biases_hn)
+        stacked, sink = torch.stack([context.weight(weight) for weight in weights]), sinks_of(weights, context)
         outputs = bidirectional(
-            self.operator,
-            z,
-            torch.stack([context.weight(weight) for weight in weights]),
-            None if biases_hn is None else torch.stack(biases_hn),
-            lengths,
-            clip=self.clip,
-            backend=self.backend,
-            weight_sink=sinks_of(weights, context),
+            self.operator, z, stacked, bias_hn, lengths, clip=self.clip, backend=self.backend, weight_sink=sink
         )
         return outputs.sum(2)
 

@@ -349,13 +349,8 @@ class RunFiles:
         if self.comm.rank != 0:
             return
         state, progress = self.state, self.state.progress
-        facts: dict[str, Any] = {
-            **metrics,
-            "epoch": progress.epoch,
-            "step": progress.step,
-            "precision": self.precision,
-            "git_commit": git_commit(),
-        }
+        position = {"epoch": progress.epoch, "step": progress.step}
+        facts: dict[str, Any] = {**metrics, **position, "precision": self.precision, "git_commit": git_commit()}
         if self.dev is not None and metrics:
             facts["dev"] = asdict(self.dev)
         path = self.run_dir / f"{name}.safetensors"
