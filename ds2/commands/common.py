@@ -131,9 +131,8 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     """Add MODEL. An optional one is of a live command: without it `default_model` of ds2.model.shipped is meant."""
     kinds = "model file or run folder of a unidirectional model, or" if optional else "model file, run folder or"
     default = f" (default: {DEFAULT})" if optional else ""
-    parser.add_argument(
-        "model", type=Path, nargs="?" if optional else None, help=f"{kinds} a name of `ds2 models`{default}"
-    )
+    about = f"{kinds} a name of `ds2 models`{default}"
+    parser.add_argument("model", type=Path, nargs="?" if optional else None, help=about)
 
 
 def add_device(parser: argparse.ArgumentParser, *, precision: bool = False) -> None:

@@ -109,9 +109,8 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
 
 def _add_prepare(commands: Any) -> None:
     parser = add_command(commands, "prepare", "write the manifests of a recipe", _prepare, settings=ALL_SETTINGS)
-    parser.add_argument(
-        "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
-    )
+    about = f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
+    parser.add_argument("overrides", nargs="+", help=about)
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -127,9 +126,8 @@ def _add_import(commands: Any) -> None:
     parser.add_argument("manifest", type=Path, help="JSON-lines file to write")
     parser.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out what has no usable audio or text")
-    parser.add_argument(
-        "--encoding", default="", metavar="NAME", help="of transcript files that are not Unicode: cp1252, cp1254, ..."
-    )
+    about = "of transcript files that are not Unicode: cp1252, cp1254, ..."
+    parser.add_argument("--encoding", default="", metavar="NAME", help=about)
 
 
 def _import(args: argparse.Namespace) -> None:
@@ -140,18 +138,12 @@ def _import(args: argparse.Namespace) -> None:
 
 
 def _add_pieces(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "pieces",
-        "learn byte-pair pieces from the training transcripts, for alphabet.pieces_file",
-        _pieces,
-        settings=ALL_SETTINGS,
-    )
+    summary = "learn byte-pair pieces from the training transcripts, for alphabet.pieces_file"
+    parser = add_command(commands, "pieces", summary, _pieces, settings=ALL_SETTINGS)
     parser.add_argument("output", type=Path, help="text file to write, one piece a line")
     parser.add_argument("overrides", nargs="+", help="recipe=..., data.corpus=..., alphabet.symbols=...")
-    parser.add_argument(
-        "--count", type=whole(1, 1_000_000), required=True, help="labels of the network without the blank"
-    )
+    about = "labels of the network without the blank"
+    parser.add_argument("--count", type=whole(1, 1_000_000), required=True, help=about)
 
 
 def _pieces(args: argparse.Namespace) -> None:
@@ -310,19 +302,13 @@ def _shards(args: argparse.Namespace) -> None:
 
 
 def _add_alphabet(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "alphabet",
-        "the alphabet of manifests' transcripts, ready for conf/alphabet/",
-        _alphabet,
-        settings=ALPHABET_SETTINGS,
-        usage="%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]",
-    )
+    summary = "the alphabet of manifests' transcripts, ready for conf/alphabet/"
+    usage = "%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]"
+    parser = add_command(commands, "alphabet", summary, _alphabet, settings=ALPHABET_SETTINGS, usage=usage)
     parser.add_argument("manifests", type=Path, nargs="+", metavar="MANIFEST", help="their texts are normalised")
     parser.add_argument("--out", type=Path, help="my_conf/alphabet/NAME.yaml, for --config-dir my_conf alphabet=NAME")
-    parser.add_argument(
-        "--least", type=whole(1, COUNT), default=1, metavar="N", help="characters that occur less often are left out"
-    )
+    about = "characters that occur less often are left out"
+    parser.add_argument("--least", type=whole(1, COUNT), default=1, metavar="N", help=about)
 
 
 def _alphabet(args: argparse.Namespace) -> None:
@@ -372,14 +358,9 @@ def _alphabet(args: argparse.Namespace) -> None:
 
 
 def _add_normalise(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "normalise",
-        "show a text as an alphabet normalises it: ds2 data normalise 'in 1995' alphabet=english_text",
-        _normalise,
-        settings=ALPHABET_SETTINGS,
-        usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
-    )
+    summary = "show a text as an alphabet normalises it: ds2 data normalise 'in 1995' alphabet=english_text"
+    usage = "%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]"
+    parser = add_command(commands, "normalise", summary, _normalise, settings=ALPHABET_SETTINGS, usage=usage)
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="- reads lines from standard input")
 
 
@@ -412,17 +393,15 @@ def _add_lexicon(commands: Any) -> None:
         "alphabet.symbols has the marks that stay in them.",
     )
     parser.add_argument("output", type=Path, help="file to write in the format of CMUdict")
-    parser.add_argument(
-        "--dictionary", type=Path, required=True, help="pronunciations in that format, or a model of phones, as english"
-    )
+    about = "pronunciations in that format, or a model of phones, as english"
+    parser.add_argument("--dictionary", type=Path, required=True, help=about)
     parser.add_argument(
         "--words", type=Path, nargs="+", default=[], metavar="FILE",
         help="texts and manifests whose words are needed, and word models (.lm, .lm.xz, .arpa); none: all its words",
     )  # fmt: skip
     parser.add_argument("--keep-stress", action="store_true", help="keep the 0, 1 or 2 at the end of phones")
-    parser.add_argument(
-        "--no-guess", action="store_true", help="leave out words that the dictionary lacks, instead of a guess"
-    )
+    about = "leave out words that the dictionary lacks, instead of a guess"
+    parser.add_argument("--no-guess", action="store_true", help=about)
 
 
 def _lexicon(args: argparse.Namespace) -> None:
@@ -513,15 +492,12 @@ def _add_splice(commands: Any) -> None:
     parser = add_command(commands, "splice", "speech that says a text, made of pieces of recordings", _splice)
     parser.add_argument("folder", type=Path, help="folder for the speech and manifest.jsonl, to train with")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests of the recordings")
-    parser.add_argument(
-        "--model", type=Path, required=True, help="of phones: aligns the recordings, and has the phones of words"
-    )
-    parser.add_argument(
-        "--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts and manifests; lines are sentences"
-    )
-    parser.add_argument(
-        "--hours", type=real(0, 1e6, above=True), required=True, help="of speech to write; one takes 115 MB at 16 kHz"
-    )
+    about = "of phones: aligns the recordings, and has the phones of words"
+    parser.add_argument("--model", type=Path, required=True, help=about)
+    about = "texts and manifests; lines are sentences"
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help=about)
+    about = "of speech to write; one takes 115 MB at 16 kHz"
+    parser.add_argument("--hours", type=real(0, 1e6, above=True), required=True, help=about)
     parser.add_argument("--seed", type=whole(0, SEED), default=1, help="of what is drawn")
     common.add_device(parser)
 

@@ -61,9 +61,8 @@ def make_parser() -> Parser:
     add_device(parser, precision=True)
     about = "padded audio per batch; lower it if memory runs out"
     parser.add_argument("--batch-audio-s", type=real(0, UNLIMITED, above=True), help=about)
-    parser.add_argument(
-        "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
-    )
+    about = "processes that read audio; -1 chooses, 0 none"
+    parser.add_argument("--workers", type=whole(-1, 1024), default=-1, help=about)
     return parser
 
 

@@ -365,15 +365,12 @@ def _grid_help(axis: int) -> str:
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:
     defaults = AlphabetConfig()
-    parser.add_argument(
-        "--heldout", type=Path, nargs="+", default=[], metavar="TEXT", help="print perplexity and OOV rate of this text"
-    )
-    parser.add_argument(
-        "--model", type=Path, help="normalise as this network's alphabet does (model file or run folder)"
-    )
-    parser.add_argument(
-        "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
-    )
+    about = "print perplexity and OOV rate of this text"
+    parser.add_argument("--heldout", type=Path, nargs="+", default=[], metavar="TEXT", help=about)
+    about = "normalise as this network's alphabet does (model file or run folder)"
+    parser.add_argument("--model", type=Path, help=about)
+    about = f"the alphabet without --model (default {defaults.symbols!r})"
+    parser.add_argument("--symbols", default=defaults.symbols, help=about)
     about = "byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece"
     parser.add_argument("--pieces", type=Path, help=about)
     parser.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")

@@ -84,9 +84,8 @@ def make_parser() -> Parser:
     )
     about = "most sessions in a batch; 1: no batches; by default all that wait"
     parser.add_argument("--batch", type=whole(1, 1 << 20), default=1 << 20, help=about)
-    parser.add_argument(
-        "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
-    )
+    about = "log what is said; without it no log holds any of it"
+    parser.add_argument("--log-transcripts", action="store_true", help=about)
     add_device(parser, precision=True)
     return parser
 

@@ -69,9 +69,8 @@ def make_parser() -> Parser:
         help="as live recognition: a line or JSON object for each segment as soon as its speaker pauses; - is then "
         "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
     )
-    parser.add_argument(
-        "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
-    )
+    about = "samples a second of - with --stream; default: the model's"
+    parser.add_argument("--rate", type=whole(*RATES_HZ), help=about)
     add_phrases(parser)
     add_channel(parser)
     add_device(parser, precision=True)
