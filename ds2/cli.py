@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ds2.system import USER_ERROR
-from ds2.system.machine import VERSION
+from ds2.system.machine import VERSION, quick_imports, skip_last_collection
 from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
 from ds2.system.terminal import VisibleFormatter, open_missing_streams, safe_output
@@ -63,15 +62,6 @@ COMMANDS = ("init", "train", "info", "evaluate", "wer", "transcribe", "serve", "
 _SPINS = "1000"  # of a waiting OpenMP thread before it sleeps; the default is 300,000: docs/results/accuracy.md
 
 
-def _skip_last_collection() -> None:
-    """Else Python traverses a million objects of torch at exit, which takes a second.
-
-    Not with Triton, which lists hundreds of "leaked" objects where that is skipped; the optimizers import it.
-    """
-    if "triton" not in sys.modules:
-        gc.freeze()
-
-
 def let_waiting_threads_sleep() -> None:
     """Leave cores to others where OpenMP's threads wait, unless the user says how; read when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -95,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ds2: unknown command {name!r}{listed} {', '.join(COMMANDS)}", file=sys.stderr)
         return USER_ERROR
     let_waiting_threads_sleep()
-    atexit.register(_skip_last_collection)
+    atexit.register(skip_last_collection)
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[terminal])
@@ -107,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             terminal.setLevel(logging.ERROR)  # rank 0 says the same; `ds2 train` logs each rank to a file
 
     def run() -> int:
-        with default_signals():
+        with default_signals(), quick_imports():
             command = import_module(f"ds2.commands.{name}")
         status: int = command.run(rest)
         return status

@@ -23,6 +23,8 @@ from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 
+gc.disable()  # until all tests are collected: what is imported stays
+
 with suppress(ImportError):  # a GPU machine may lack it: no GPU test draws examples
     from hypothesis import HealthCheck, settings
 
@@ -93,6 +95,7 @@ def pytest_collection_finish() -> None:
             import torch._dynamo
             import torch.utils.tensorboard  # noqa: F401
     gc.freeze()
+    gc.enable()
 
 
 TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}

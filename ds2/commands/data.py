@@ -27,6 +27,7 @@ from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer
 from ds2.data.splits import ensure_manifests, require_files, scored_utterances, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, write_json, write_text
+from ds2.system.machine import quick_imports
 from ds2.system.plain import counted, shortened
 from ds2.system.signals import default_signals
 from ds2.text.alphabet import Alphabet, AlphabetError, describe, unread_message
@@ -79,7 +80,7 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
-    with default_signals():
+    with default_signals(), quick_imports():
         import torch  # imported here, since the other commands do not need it
 
         from ds2.audio.features import Features

@@ -33,6 +33,7 @@ from ds2.config.convert import documented_keys
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import launched
 from ds2.system.files import PictureError, new_figure, read_log, save_picture, write_text
+from ds2.system.machine import quick_imports
 from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
 
@@ -135,7 +136,7 @@ def _train(composed: DictConfig) -> int:
         log.info("as in %s: %s", config.checkpoint.init_from, inheritance.replaced)
     if inheritance.differing:
         log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, inheritance.differing)
-    with default_signals():  # mistakes in the settings were reported before torch is loaded
+    with default_signals(), quick_imports():  # mistakes in the settings were reported before torch is loaded
         from ds2.training.loop import train
 
     return train(config, Path(config.run_dir))

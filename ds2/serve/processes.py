@@ -12,11 +12,13 @@ and so are all answers of a batch.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
 import multiprocessing
 import os
+import pickle
 import selectors
 import signal
 import socket
@@ -50,7 +52,7 @@ from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
 from ds2.system.files import temporary_folder
-from ds2.system.machine import short_collections
+from ds2.system.machine import call_pickled, short_collections
 from ds2.system.messages import decode, encode
 from ds2.system.signals import handle_signals, stop_signals
 from ds2.text.alphabet import Alphabet
@@ -465,12 +467,12 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
 
 
 def _run_worker(
-    end: socket.socket,
     address: tuple[str, int],
     alphabet: Alphabet,
     hot_characters: frozenset[str],
     sample_rate_hz: int,
     limits: Limits,
+    end: socket.socket,
 ) -> None:
     """Serve on an address that others share, until SIGTERM or until the engine's process has ended."""
     os.setpgrp()  # the first process handles Ctrl-C and ends the others in order
@@ -562,7 +564,8 @@ class Workers(_Parent):
         self.engine = Engine(recogniser, limits)
         hot_characters = recogniser.decoder.hot_characters
         share = replace(limits, uploads_bytes=limits.uploads_bytes // count)
-        self._arguments = (address, recogniser.alphabet, hot_characters, recogniser.features.sample_rate_hz, share)
+        settings = (address, recogniser.alphabet, hot_characters, recogniser.features.sample_rate_hz, share)
+        self._work = pickle.dumps(functools.partial(_run_worker, *settings))
         self._processes: dict[WorkerLink, BaseProcess] = {}
         self._selector = selectors.DefaultSelector()
         for _ in range(count):
@@ -582,7 +585,7 @@ class Workers(_Parent):
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         process = multiprocessing.get_context("spawn").Process(
-            target=_run_worker, args=(theirs, *self._arguments), name="ds2 serve", daemon=True
+            target=call_pickled, args=(self._work, theirs), name="ds2 serve", daemon=True
         )
         process.start()
         theirs.close()
@@ -653,7 +656,7 @@ class Recognisers(_Parent):
     ) -> None:
         super().__init__()
         share = replace(limits, sessions=-(-limits.sessions // count), uploads_bytes=limits.uploads_bytes // count)
-        self._arguments = make, share, address, workers
+        self._work = pickle.dumps(functools.partial(_run_recogniser, make, share, address, workers))
         self._open = ExitStack()
         folder = self._open.enter_context(temporary_folder(Path(tempfile.gettempdir()), "ds2-serve"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # all count there, so that each can report the sum
@@ -680,7 +683,7 @@ class Recognisers(_Parent):
     def _start(self) -> tuple[BaseProcess, Connection]:
         ready, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("spawn").Process(
-            target=_run_recogniser, args=(*self._arguments, theirs), name="ds2 serve: a recogniser"
+            target=call_pickled, args=(self._work, theirs), name="ds2 serve: a recogniser"
         )
         process.start()
         theirs.close()

@@ -45,6 +45,16 @@ def test_the_end_does_not_wait_for_a_last_collection() -> None:
     assert run.stdout == "True\n"
 
 
+def test_libraries_are_imported_without_collections() -> None:
+    code = (
+        "import gc, sys\nfrom types import SimpleNamespace\nfrom ds2.cli import main\n"
+        "note = lambda name, *_: print(gc.isenabled()) if name == 'ds2.commands.wer' else None\n"
+        "sys.meta_path.insert(0, SimpleNamespace(find_spec=note))\nmain(['wer', 'none', 'none'])\nprint(gc.isenabled())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "False\nTrue\n", run.stderr
+
+
 def test_triton_gets_its_last_collection() -> None:
     code = (
         "import atexit, gc, sys\nfrom ds2.cli import main\natexit.register(lambda: print(gc.get_freeze_count()))\n"

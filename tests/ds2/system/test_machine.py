@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from ds2.system.machine import commit_of, short_collections, thread_pool
+from ds2.system.machine import call_pickled, commit_of, quick_imports, short_collections, thread_pool
 
 
 def test_the_commit_is_named_without_a_write_to_the_repository(tmp_path: Path) -> None:
@@ -83,3 +86,39 @@ def test_what_was_frozen_before_stays_frozen() -> None:
         with short_collections():
             assert before // 2 < gc.get_freeze_count() <= before  # frozen objects may go, none are added
     assert before // 2 < gc.get_freeze_count() <= before
+
+
+def test_what_is_imported_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    collections = list[int]()
+    gc.callbacks.append(note := lambda phase, facts: collections.append(facts["generation"]))
+    try:
+        with quick_imports():
+            rows = [[number] for number in range(10_000)]
+        assert gc.isenabled() and not collections
+        assert any(one is rows for one in gc.get_objects(2))
+    finally:
+        gc.callbacks.remove(note)
+        gc.freeze()  # as before this test
+
+
+class _Import:
+    """A function that notes, where it is unpickled and where it is called, whether collections may come."""
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[[list[bool]], None]], tuple[()]]:
+        return _imported, ()
+
+
+def _imported() -> Callable[[list[bool]], None]:
+    before = gc.isenabled()
+    return lambda notes: notes.extend((before, gc.isenabled()))
+
+
+def test_a_process_unpickles_its_function_without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    notes = list[bool]()
+    try:
+        call_pickled(pickle.dumps(_Import()), notes)
+    finally:
+        gc.freeze()  # as before this test
+    assert notes == [False, True]
