@@ -30,8 +30,9 @@ _MEL_PER_LOG_HZ = 27.0 / math.log(6.4)
 # (2^-30 / 12 = 7.8e-11): digital silence stays finite, and audio cached as 16-bit samples has the original's features.
 POWER_FLOOR = 1e-9
 # Smallest deviation (natural log of power) that a bin is divided by. Some bins are empty in the whole training set, as
-# the upper ones of upsampled telephone speech; they must not be amplified when later audio has content in them.
-MIN_STD = 0.1
+# the upper ones of upsampled telephone speech, and the last three of resampled 44.1 kHz: they must not be amplified
+# when later audio has content in them. Bins with speech have deviations above 2.
+MIN_STD = 1.0
 _MAX_FILTER_WEIGHTS = 50_000_000  # of all mel filters together, zeros included
 
 

@@ -110,6 +110,16 @@ def test_digital_silence_is_finite_after_normalisation() -> None:
     assert torch.equal(features.std, torch.full((161,), MIN_STD))
 
 
+def test_bins_that_were_empty_in_training_are_not_amplified() -> None:
+    loud = noise(RATE, scale=0.05)
+    spectrum = torch.fft.rfft(loud)
+    spectrum[7000:] = 0.0  # Hz
+    features = Features(FeaturesConfig(), RATE)
+    features.estimate([torch.fft.irfft(spectrum)])
+    of_loud, of_quiet = (features((gain * loud)[None], torch.tensor([RATE]))[0][0, 150:] for gain in (1.0, 0.5))
+    assert float((of_loud - of_quiet).max()) <= 2 * math.log(2) + 1e-5  # the difference of their log powers
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_statistics_give_zero_mean_and_unit_deviation(autocast: bool) -> None:
     features = Features(FeaturesConfig(), RATE)
