@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -298,17 +298,10 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
-    """Replace every sweep (`a=1,2`) by its first value, so that a multirun can be checked before it starts.
-
-    Raises:
-        ConfigError: an override is not in Hydra's grammar.
-    """
-    parsed = [parse_override(override) for override in overrides]
+    """Replace every sweep (`a=1,2`) by its first value, to check a multirun; raises as `parse_override`."""
     return [
-        f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
-        if override.is_sweep_override()
-        else cast(str, override.input_line)
-        for override in parsed
+        f"{o.get_key_element()}={next(iter(o.sweep_string_iterator()))}" if o.is_sweep_override() else str(o.input_line)
+        for o in map(parse_override, overrides)
     ]
 
 

@@ -71,7 +71,10 @@ def export_kaldi(utterances: Sequence[Utterance], folder: str | Path) -> None:
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    names = _unique([_identifier(u) for u in utterances])
+    # Two speakers may differ in blanks only, and Kaldi's names have none.
+    speakers = list(dict.fromkeys(u.speaker.strip() for u in utterances))
+    speaker_of = dict(zip(speakers, _unique([_clean(speaker) for speaker in speakers]), strict=True))
+    names = _unique([_identifier(u, speaker_of[u.speaker.strip()]) for u in utterances])
     per_file = Counter(u.audio_filepath for u in utterances)
     segmented = any(u.offset_s for u in utterances) or len(per_file) < len(utterances)
     files = list(per_file)
@@ -82,7 +85,7 @@ def export_kaldi(utterances: Sequence[Utterance], folder: str | Path) -> None:
         recording = by_file[u.audio_filepath] if segmented else name
         tables["wav.scp"][recording] = _wav_entry(u.audio_filepath)
         tables["text"][name] = " ".join(u.text.split())
-        tables["utt2spk"][name] = _clean(u.speaker) or name
+        tables["utt2spk"][name] = speaker_of[u.speaker.strip()] or name
         tables["utt2dur"][name] = f"{u.duration_s:.6f}"
         by_speaker[tables["utt2spk"][name]].append(name)
         if segmented:
@@ -161,11 +164,10 @@ def _wav_entry(path: Path) -> str:
     return f"ffmpeg -nostdin -v error -i {shlex.quote(str(path))} -f wav - |"
 
 
-def _identifier(u: Utterance) -> str:
+def _identifier(u: Utterance, speaker: str) -> str:
     stem = _clean(u.audio_filepath.stem)
     if u.offset_s:
         stem += f"-{round(u.offset_s * 1000):07d}"
-    speaker = _clean(u.speaker)
     return stem if not speaker or stem.startswith(f"{speaker}-") else f"{speaker}-{stem}"
 
 

@@ -87,6 +87,14 @@ def test_export_to_kaldi_comes_back(tmp_path: Path) -> None:
     assert all(name.startswith(speaker) for name, speaker in speakers)
 
 
+def test_export_to_kaldi_keeps_speakers_apart(tmp_path: Path) -> None:
+    speakers = ["a b", "a_b", "a\tb", " ", "a b"]
+    utterances = [Utterance(tmp_path / f"{n}.wav", 1.0, "A", speaker=speaker) for n, speaker in enumerate(speakers)]
+    export_kaldi(utterances, tmp_path / "data")
+    lines = (tmp_path / "data" / "utt2spk").read_text().splitlines()
+    assert lines == ["3 3", "a_b-0 a_b", "a_b-2-1 a_b-2", "a_b-3-2 a_b-3", "a_b-4 a_b"]
+
+
 def test_export_to_kaldi_refuses_names_with_line_breaks(tmp_path: Path) -> None:
     with pytest.raises(ImporterError, match="has a line break"):
         export_kaldi([Utterance(tmp_path / "a\nb.wav", 1.0, "a")], tmp_path / "kaldi")
