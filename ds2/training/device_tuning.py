@@ -30,8 +30,9 @@ from ds2.model.structure import operator_cell
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import Crf
 from ds2.training.inputs import InputMaker
+from ds2.training.optim import freeze
 from ds2.training.passes import Passes, build_gradients
-from ds2.training.state import Progress, freeze
+from ds2.training.state import Progress
 
 log = logging.getLogger(__name__)
 

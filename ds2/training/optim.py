@@ -1,9 +1,9 @@
-"""Optimizers, learning-rate schedules, the step of an optimizer, and averages of weights."""
+"""Optimizers, frozen weights, learning-rate schedules, the step of an optimizer, and averages of weights."""
 
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -110,6 +110,23 @@ def check_keys(setting: str, keys: Iterable[str], model: nn.Module) -> None:
         f"{setting} has {unused}: no weight's name starts or ends so; this model has "
         f"{', '.join(dict.fromkeys([*parts, *named]))}"
     )
+
+
+def freeze(model: nn.Module, keys: Sequence[str]) -> None:
+    """Freeze the weights whose names start or end with one of `keys`; running statistics still change.
+
+    Raises:
+        ConfigError: a key that selects no weight, or nothing left to train.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(longest_key(name, keys) is None)
+    check_keys("train.freeze", keys, model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"train.freeze={list(keys)} leaves nothing to train: freeze fewer parts")
+    if keys:
+        total = sum(p.numel() for p in model.parameters())
+        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        log.info(f"train.freeze: {frozen:,} of {total:,} parameters stay as they are")
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ from ds2.system import tensor_file
 from ds2.system.plain import FieldError, from_plain, short_repr
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, TensorCopies, counting_modules, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet
-from ds2.training.optim import WeightAverage, check_keys, longest_key
+from ds2.training.optim import WeightAverage
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
@@ -67,6 +67,19 @@ class Progress:
     tiles: dict[str, str] = field(default_factory=dict)  # of recurrent kernels, where they were calibrated
     # GPU -> design -> link -> factor of the planner's constants, where they were fitted: `ds2_ops.recurrent.calibrate`.
     factors: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+    def note_dev_set(self, dev_set: str) -> None:
+        """Note the digest of the dev utterances; forget best scores of another dev set, as the two do not compare."""
+        if self.dev_set not in ("", dev_set) and self.best_epoch:
+            scores = f"WER {100 * self.best_wer:.2f} % and CER {100 * self.best_cer:.2f} %"
+            log.warning(
+                f"the dev set has changed: the best score so far, {scores} in epoch {self.best_epoch}, is of the other "
+                "set and no longer counts. The next evaluation replaces best.safetensors; copy that file first to keep "
+                "it"
+            )
+            self.best_wer = self.best_cer = float("inf")
+            self.best_epoch = 0
+        self.dev_set = dev_set
 
 
 @dataclass
@@ -358,22 +371,6 @@ def _named(parts: Parts) -> dict[str, Tensor]:
     return {name: value for key, values in parts.items() for name, value in with_prefix(key, values).items()}
 
 
-def forget_other_dev_set(progress: Progress, dev_set: str) -> None:
-    """Forget the best scores if they are of another dev set, with a warning: scores of two sets do not compare.
-
-    `dev_set` is a digest of the run's dev utterances, which the progress notes.
-    """
-    if progress.dev_set not in ("", dev_set) and progress.best_epoch:
-        scores = f"WER {100 * progress.best_wer:.2f} % and CER {100 * progress.best_cer:.2f} %"
-        log.warning(
-            f"the dev set has changed: the best score so far, {scores} in epoch {progress.best_epoch}, is of the other "
-            "set and no longer counts. The next evaluation replaces best.safetensors; copy that file first to keep it"
-        )
-        progress.best_wer = progress.best_cer = float("inf")
-        progress.best_epoch = 0
-    progress.dev_set = dev_set
-
-
 def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utterances: Sequence[Utterance]) -> None:
     """Make `progress.batch` a position in the plan of the running epoch, and note which plan that is.
 
@@ -491,22 +488,6 @@ def _symbols(model: AcousticModel, alphabet: Alphabet, of_heads: bool) -> tuple[
     """Return what the rows of the last classifier stand for, or those of the intermediate ones."""
     phones = model.config.intermediate_phones if of_heads else []
     return ("", *phones) if phones else alphabet.symbols
-
-
-def freeze(model: AcousticModel, keys: Sequence[str]) -> None:
-    """Freeze the weights whose names start or end with one of `keys`; running statistics still change.
-
-    Raises:
-        ConfigError: a key that selects no weight, or nothing left to train.
-    """
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(longest_key(name, keys) is None)
-    check_keys("train.freeze", keys, model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"train.freeze={list(keys)} leaves nothing to train: freeze fewer parts")
-    if keys:
-        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        log.info("train.freeze: %s of %s parameters stay as they are", f"{frozen:,}", f"{model.parameter_count:,}")
 
 
 def _same_features(mine: Features, theirs: Features) -> bool:

@@ -42,20 +42,11 @@ from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import MemoryProbe, adopt_measurements, check_batching
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches, phones_of
 from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
-from ds2.training.optim import OptimizerStep, make_optimizer
+from ds2.training.optim import OptimizerStep, freeze, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs, why_sums_are_launched
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
-from ds2.training.state import (
-    Progress,
-    TrainState,
-    broadcast_state,
-    forget_other_dev_set,
-    freeze,
-    initial_state,
-    read_state,
-    state_file,
-)
+from ds2.training.state import Progress, TrainState, broadcast_state, initial_state, read_state, state_file
 from ds2.training.stopping import Interrupts
 
 log = logging.getLogger(__name__)
@@ -327,7 +318,7 @@ class Trainer:
 
     def _compare_dev_set(self) -> None:
         if self.dev.utterances:
-            forget_other_dev_set(self.progress, str(corpus("dev", self.dev.utterances)["dev"]))
+            self.progress.note_dev_set(str(corpus("dev", self.dev.utterances)["dev"]))
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
