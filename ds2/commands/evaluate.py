@@ -69,10 +69,9 @@ def make_parser() -> Parser:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(arguments)
-    if args.robustness is not None and launched().world > 1:
-        parser.error("--robustness runs in one process: start it without a launcher")
-    if args.latency and launched().world > 1:
-        parser.error("--latency runs in one process: start it without a launcher")
+    alone = "--robustness" if args.robustness is not None else "--latency" if args.latency else ""
+    if alone and launched().world > 1:
+        parser.error(f"{alone} runs in one process: start it without a launcher")
     if args.latency and args.robustness is not None:
         parser.error("--robustness has no latency: leave one of them out")
     if args.word_times is not None and not args.latency:
