@@ -1,42 +1,14 @@
-"""What all tests share: a tiny corpus of tone words, the smallest configuration that learns it, unhurried examples."""
+"""How tests are collected and where they run; their fixtures are in `support.fixtures`."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
-import itertools
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
-import torch
-from ds2_ops.jit.runtime import capability
 from support.gpus import use_gpu_in_turn
-from support.tiny import RATE_HZ, tiny_overrides_in, write_untrained
-
-from ds2.commands.compose import compose_config
-from ds2.config.schema import Config
-from ds2.data.manifest import Utterance, read_manifest, write_manifest
-
-gc.disable()  # until all tests are collected: what is imported stays
-
-with suppress(ImportError):  # a GPU machine may lack it: no GPU test draws examples
-    from hypothesis import HealthCheck, settings
-
-    # Examples have no deadline: the machine may be busy. They are the same on every run, so that a failure repeats;
-    # other examples: DS2_FUZZ_SEED=7 python -m pytest --hypothesis-seed=7.
-    settings.register_profile(
-        "no_deadline",
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-        derandomize="DS2_FUZZ_SEED" not in os.environ,
-    )
-    settings.load_profile("no_deadline")
 
 # GPUs that are not there, by which tests plan, cannot be measured; a GPU that is there runs the tiles of the constants.
 os.environ.setdefault("DS2_OPS_CALIBRATE", "0")
@@ -44,9 +16,7 @@ os.environ.setdefault("DS2_OPS_CALIBRATE", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     use_gpu_in_turn(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
     # Workers side by side, and the jobs they start, compute on one thread each: more only wait for each other.
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is imported later
 
 
 def _on_a_gpu(config: pytest.Config) -> bool:
@@ -66,7 +36,10 @@ class _FailuresAtOnce:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `-m gpu...`, print failures at once."""
+    """Import the fixtures, but not where other processes run the tests; with `-m gpu...`, print failures at once."""
+    if "PYTEST_XDIST_WORKER" in os.environ or config.getoption("dist", "no") == "no":
+        gc.disable()  # until all tests are collected: what is imported stays
+        config.pluginmanager.import_plugin("support.fixtures")
     if _on_a_gpu(config):
         config.pluginmanager.register(_FailuresAtOnce(config))
 
@@ -75,6 +48,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of kernels that the GPU, or the one that it stands for by $DS2_OPS_CAPABILITY, does not run."""
     needs = [name for name in ("hopper", "since_hopper") if item.get_closest_marker(name)]
     if needs:
+        from ds2_ops.jit.runtime import capability
+
         version = capability(0)
         if version < (9, 0) or (version > (9, 0) and "hopper" in needs):
             pytest.skip(f"its kernels need compute capability 9.0, kernels are built for {version[0]}.{version[1]}")
@@ -96,110 +71,3 @@ def pytest_collection_finish() -> None:
             import torch.utils.tensorboard  # noqa: F401
     gc.freeze()
     gc.enable()
-
-
-TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}
-
-
-def write_tones(path: Path, text: str, rng: np.random.Generator) -> float:
-    """Write one tone of 0.15 s a letter, a pause of 0.08 s after each; returns the duration in seconds."""
-    parts = []
-    for letter in text:
-        time_s = np.arange(int(0.15 * RATE_HZ)) / RATE_HZ
-        tone = np.zeros_like(time_s) if letter == " " else np.sin(2 * np.pi * TONES_HZ[letter] * time_s)
-        parts += [0.3 * tone, np.zeros(int(0.08 * RATE_HZ))]
-    samples = np.concatenate(parts)
-    soundfile.write(path, samples + 0.001 * rng.standard_normal(len(samples)), RATE_HZ)
-    return len(samples) / RATE_HZ
-
-
-_CACHES = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def _the_same_draws_on_every_run() -> None:
-    """Seed what a test draws without a generator of its own, so that one that fails fails again."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what a test converts out of the user's cache; few tests make the folder."""
-    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache{next(_CACHES)}"))
-
-
-@pytest.fixture
-def cache_of_english(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expand the language model of English, which takes seconds, once for all tests and workers."""
-    base = tmp_path_factory.getbasetemp()
-    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    monkeypatch.setenv("DS2_CACHE_DIR", str(folder / "cache_of_english"))
-
-
-@pytest.fixture(scope="session")
-def tone_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A manifest of ten utterances of two to five letters."""
-    folder = tmp_path_factory.mktemp("tones")
-    rng = np.random.default_rng(5)
-    utterances = []
-    for index in range(10):
-        text = "".join(rng.choice(list("abc"), size=2 + index % 4))
-        path = folder / f"tones{index}.wav"
-        utterances.append(Utterance(path, write_tones(path, text, rng), text, speaker=f"s{index % 2}"))
-    write_manifest(folder / "tones.jsonl", utterances)
-    return folder / "tones.jsonl"
-
-
-@pytest.fixture
-def tone_lexicon(tone_manifest: Path, tmp_path: Path) -> Path:
-    """Two phones, such as A1 A2, for each letter of the tone corpus."""
-    texts = sorted({utterance.text for utterance in read_manifest(tone_manifest)})
-    lines = (f"{text} {' '.join(f'{letter.upper()}1 {letter.upper()}2' for letter in text)}\n" for text in texts)
-    (tmp_path / "tones.txt").write_text("".join(lines), encoding="utf-8")
-    return tmp_path / "tones.txt"
-
-
-@pytest.fixture
-def tiny_overrides(tone_manifest: Path, tmp_path: Path) -> list[str]:
-    """Overrides of a model of a few thousand parameters on the tone corpus."""
-    return tiny_overrides_in(tmp_path, tone_manifest)
-
-
-@pytest.fixture(scope="session")
-def compose_once() -> Callable[..., Config]:
-    """Compose overrides, the same ones only once: Hydra takes a tenth of a second."""
-    composed = functools.cache(compose_config)
-    return lambda *overrides: copy.deepcopy(composed(overrides))
-
-
-@pytest.fixture
-def tiny_config(tone_manifest: Path, tmp_path: Path, compose_once: Callable[..., Config]) -> Callable[..., Config]:
-    """Compose the tiny configuration with further overrides; it works and runs below `tmp_path`."""
-
-    def compose(*overrides: str) -> Config:
-        everywhere = tiny_overrides_in(Path("FOLDER"), tone_manifest)
-        config = compose_once(*everywhere, *overrides)
-        config.data.work_dir = config.data.work_dir.replace("FOLDER", str(tmp_path))
-        config.run_dir = config.run_dir.replace("FOLDER", str(tmp_path))
-        return config
-
-    return compose
-
-
-@pytest.fixture
-def make_model(tiny_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Path]:
-    """Write a model that was never trained, see `write_untrained`."""
-
-    def make(*overrides: str) -> Path:
-        return write_untrained(tiny_config(*overrides), tmp_path / "model.safetensors")
-
-    return make
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """Three seconds of tones that change."""
-    time_s = np.arange(3 * RATE_HZ) / RATE_HZ
-    pitch_hz = np.repeat(np.random.default_rng(4).uniform(200, 3000, size=30), len(time_s) // 30)
-    soundfile.write(tmp_path / "recording.wav", 0.4 * np.sin(2 * np.pi * pitch_hz * time_s), RATE_HZ)
-    return tmp_path / "recording.wav"

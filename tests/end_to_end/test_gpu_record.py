@@ -156,6 +156,7 @@ def test_a_worker_of_pytest_chooses_its_gpu_before_cuda_starts() -> None:
     code = f"""
 import os, runpy, torch
 runpy.run_path({str(ROOT / "tests" / "conftest.py")!r})
+import support.fixtures
 print(os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized())
 """
     environment = {**os.environ, "PYTEST_XDIST_WORKER": "gw3", "CUDA_VISIBLE_DEVICES": "6,7"}

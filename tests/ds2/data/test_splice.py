@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from conftest import RATE_HZ, TONES_HZ, write_tones
+from support.fixtures import RATE_HZ, TONES_HZ, write_tones
 
 from ds2.cli import main
 from ds2.commands import data
