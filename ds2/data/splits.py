@@ -104,18 +104,19 @@ def training_utterances(
             f"words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): {words}"
         )
     if refused:
-        lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused]
+        lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused[:_MAX_SHOWN]]
+        more = [f"  ... and {len(refused) - _MAX_SHOWN} more (`ds2 data check --all`)"] * (len(refused) > _MAX_SHOWN)
+        shown = "\n".join([*lines, *more])
         if data.on_bad_utterance == "stop":
-            listed = "\n".join(lines[:_MAX_SHOWN]) + ("\n  ..." if len(lines) > _MAX_SHOWN else "")
             proposal = ""
             if alphabet.unknown == "stop" and unfit:
                 proposal = f"\n\n{propose_alphabet(unfit, alphabet, (u.text for u in utterances))}"
             raise ManifestError(
-                f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
+                f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{shown}\n"
                 "Correct the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
                 + proposal
             )
-        log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
+        log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), shown)
     if not usable:
         raise ManifestError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
     repeats = [n for n, listed in zip(data.repeats or [1] * len(manifests), manifests, strict=True) for _ in listed]

@@ -100,3 +100,16 @@ def test_a_missing_file_is_named_with_its_setting(
     for path in (tmp_path / "none", tmp_path):
         assert main([*command, *tiny_overrides, needs, f"{setting}=[{path}]"]) == 2
         assert f"ds2: {setting} names {path}, no file: it takes" in capsys.readouterr().err
+
+
+def test_of_many_utterances_that_are_left_out_the_first_are_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    durations_s = [1.0] + [100.0] * 25
+    utterances = [Utterance(tmp_path / f"{n}.wav", s, "a") for n, s in enumerate(durations_s)]
+    write_manifest(tmp_path / "a.jsonl", utterances)
+    data = DataConfig(train=[str(tmp_path / "a.jsonl")], on_bad_utterance="skip")
+    assert len(training_utterances(data, AugmentConfig(), Alphabet(("", "a")), lambda samples: samples)) == 1
+    assert "25 of 26 training utterances left out" in caplog.text
+    assert caplog.text.count("is outside data.min_duration_s") == 20
+    assert "... and 5 more (`ds2 data check --all`)" in caplog.text
