@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds2.system.machine import git_commit
+from ds2.system.machine import git_commit, quick_imports
 
 
 def dispatch(package: str, commands: Sequence[str], description: str | None) -> int | None:
@@ -23,7 +23,9 @@ def dispatch(package: str, commands: Sequence[str], description: str | None) -> 
     command, *arguments = sys.argv[1:] or [""]
     if command in commands:
         sys.argv[0] += f" {command}"  # argparse names the program by it
-        return importlib.import_module(f"{package}.{command.replace('-', '_')}").main(arguments)
+        with quick_imports():
+            module = importlib.import_module(f"{package}.{command.replace('-', '_')}")
+        return module.main(arguments)
     parser = plain_parser(description)
     parser.add_argument("command", choices=commands)
     parser.parse_args()  # shows the help, or says that the command is missing or unknown
