@@ -23,7 +23,7 @@ from ds2.data.corpora import FORMATS, RECIPES, import_corpus, prepare
 from ds2.data.corpora.kaldi import export_kaldi
 from ds2.data.manifest import UNITS, Conditions, amount, hours, read_manifest, read_manifests, write_manifest
 from ds2.data.shards import MANIFEST, write_shards
-from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, check_folder, write_spliced
+from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, sole_use, write_spliced
 from ds2.data.splits import ensure_manifests, require_files, scored_utterances, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, write_json, write_text
@@ -527,27 +527,27 @@ def _splice(args: argparse.Namespace) -> None:
             f"{file} writes characters: where letters have several sounds, as in English, their pieces say other "
             "words; take a model of phones"
         )
-    check_folder(args.folder, args.hours, loaded.config.data.sample_rate_hz)
-    utterances = scored_utterances(args.manifests, alphabet)
-    loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
-    aligned, _ = align_utterances(Recogniser.of(loaded, DecodeConfig(), device), loader)
-    recordings = []
-    for position, (utterance, transcript) in enumerate(zip(utterances, aligned, strict=True)):
-        labels = tuple(tuple(alphabet.spell(word.text)) for word in transcript.words)
-        times_s = tuple((label.start_s, label.end_s) for label in transcript.labels)
-        if times_s and transcript.surprise <= _MOST_SURPRISE and sum(map(len, labels)) == len(times_s):
-            recording = LabelledRecording(position, utterance.speaker, labels, times_s, utterance.duration_s)
-            recordings.append(recording)
-    if len(recordings) < len(utterances):
-        unused = f"{len(utterances) - len(recordings)} of {len(utterances)} recordings"
-        log.warning(f"{unused} are not used, as the model hears other words in them (`ds2 align --out`: surprise)")
-    splicer = Splicer(recordings, loader.audio)
-    texts = _SpokenTexts(args.text, lines, alphabet, recordings, args.hours, args.seed)
-    written = write_spliced(splicer, iter(texts), args.folder, args.hours, args.seed)
-    print(f"{args.folder / MANIFEST}: {amount(written)}")
-    if texts.unusable:
-        total = counted(texts.lines, "line")
-        print(f"not used: {texts.unusable} of {total} of the texts, with words for which {file} has no labels")
+    with sole_use(args.folder, args.hours, loaded.config.data.sample_rate_hz):
+        utterances = scored_utterances(args.manifests, alphabet)
+        loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
+        aligned, _ = align_utterances(Recogniser.of(loaded, DecodeConfig(), device), loader)
+        recordings = []
+        for position, (utterance, transcript) in enumerate(zip(utterances, aligned, strict=True)):
+            labels = tuple(tuple(alphabet.spell(word.text)) for word in transcript.words)
+            times_s = tuple((label.start_s, label.end_s) for label in transcript.labels)
+            if times_s and transcript.surprise <= _MOST_SURPRISE and sum(map(len, labels)) == len(times_s):
+                recording = LabelledRecording(position, utterance.speaker, labels, times_s, utterance.duration_s)
+                recordings.append(recording)
+        if len(recordings) < len(utterances):
+            unused = f"{len(utterances) - len(recordings)} of {len(utterances)} recordings"
+            log.warning(f"{unused} are not used, as the model hears other words in them (`ds2 align --out`: surprise)")
+        splicer = Splicer(recordings, loader.audio)
+        texts = _SpokenTexts(args.text, lines, alphabet, recordings, args.hours, args.seed)
+        written = write_spliced(splicer, iter(texts), args.folder, args.hours, args.seed)
+        print(f"{args.folder / MANIFEST}: {amount(written)}")
+        if texts.unusable:
+            total = counted(texts.lines, "line")
+            print(f"not used: {texts.unusable} of {total} of the texts, with words for which {file} has no labels")
 
 
 def _short_lines(paths: Sequence[Path]) -> Iterator[list[str]]:

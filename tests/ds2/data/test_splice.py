@@ -21,7 +21,7 @@ from ds2.data import splice
 from ds2.data.audio_cache import AudioStore
 from ds2.data.manifest import Utterance, read_manifest
 from ds2.data.shards import MANIFEST
-from ds2.data.splice import LabelledRecording, SplicedText, Splicer, check_folder, write_spliced
+from ds2.data.splice import LabelledRecording, SplicedText, Splicer, sole_use, write_spliced
 
 LETTER_S, TONE_S = 0.23, 0.15  # of write_tones
 FRAME = RATE_HZ // 50
@@ -152,17 +152,28 @@ def test_texts_may_end_and_a_small_disk_is_named_at_once(tmp_path: Path, monkeyp
     of_a_killed_attempt.touch()
     assert len(write_spliced(splicer, iter(few), tmp_path / "few", 1, 1)) == 1
     assert [path.name for path in of_a_killed_attempt.parent.iterdir()] == ["000000.wav"]
-    with pytest.raises(splice.SpliceError, match="exists already"):  # its files would say what its manifest does not
-        check_folder(tmp_path / "few", 1, RATE_HZ)
+    with (
+        pytest.raises(splice.SpliceError, match="exists already"),
+        sole_use(tmp_path / "few", 1, RATE_HZ),
+    ):  # its files would say what its manifest does not
+        pass
     with pytest.raises(splice.SpliceError, match="labels that no recording has"):
         write_spliced(splicer, iter([SplicedText(("d",), ((4,),))]), tmp_path / "none", 1, 1)
     monkeypatch.setattr(splice.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**9}))
-    with pytest.raises(splice.SpliceError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"):
-        check_folder(tmp_path / "big", 100, RATE_HZ)
+    with (
+        pytest.raises(splice.SpliceError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"),
+        sole_use(tmp_path / "big", 100, RATE_HZ),
+    ):
+        pass
     (tmp_path / "big" / "000000").mkdir()
     with (tmp_path / "big" / "000000" / "000000.wav").open("wb") as file:
         file.truncate(11 * 10**9)  # of an attempt that was killed
-    check_folder(tmp_path / "big", 100, RATE_HZ)
+    with (
+        sole_use(tmp_path / "big", 100, RATE_HZ),
+        pytest.raises(splice.SpliceError, match="is written by another process"),
+        sole_use(tmp_path / "big", 100, RATE_HZ),
+    ):
+        pass
 
 
 def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
