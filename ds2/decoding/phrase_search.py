@@ -80,8 +80,8 @@ class PhraseStates:
 
         endings = np.stack([self.last, blank[self.last]])  # (2, W) states at the end of each word
         exits = endings[:, [n for n, word in enumerate(words) if END in graph.reached[word.end]]]
-        # States in which a stream may end.
-        self.ends = np.array([self.root_quiet, self.root_space, self.other, self.other_first, *exits.flat])
+        # States in which a stream may end; of equally good ones the first counts, so no [unk] after a phrase.
+        self.ends = np.array([self.root_quiet, self.root_space, *exits.flat, self.other, self.other_first])
         others = [self.other, self.other_first]
         before_phrase = [self.root_space, self.root_quiet] if spaces else [self.root_quiet, *others]
         after_word = np.stack([space, quiet]) if spaces else endings

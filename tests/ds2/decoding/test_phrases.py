@@ -240,3 +240,10 @@ def test_an_allowance_that_would_make_nonsense_is_refused(allowance: Any) -> Non
 def test_hot_words_are_refused() -> None:
     with pytest.raises(LexiconError):
         PhraseDecoder(["stop"], LETTERS, FRAME_S).start(1, {"stop": 3.0})
+
+
+@pytest.mark.parametrize("alphabet", [LETTERS, COMMAND_PHONES], ids=["characters", "phones"])
+def test_no_other_speech_follows_a_phrase_in_silence(alphabet: Alphabet) -> None:
+    log_probs = spoken("_turn lamp on__", 1 - 1e-9, alphabet)
+    decoder = PhraseDecoder(["turn lamp (on|off)", OTHERS], alphabet, FRAME_S)
+    assert decoder.decode(log_probs, torch.tensor([len(log_probs)]))[0][0].text == "turn lamp on"
