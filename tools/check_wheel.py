@@ -46,14 +46,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     paths = expected()
-    failed = False
-    for wheel in parser.parse_args().wheels:
-        absent = missing(wheel, paths)
-        failed |= bool(absent)
-        print(f"{wheel.name}: {len(paths) - len(absent)} of {len(paths)} files of the checkout")
-        for path in absent:
-            print(f"  missing: {path}", file=sys.stderr)
-    return int(failed)
+    absent = [path for wheel in parser.parse_args().wheels for path in missing(wheel, paths)]
+    print(f"{len(paths)} files of the checkout")
+    print("".join(f"missing: {path}\n" for path in absent), end="", file=sys.stderr)
+    return int(bool(absent))
 
 
 if __name__ == "__main__":

@@ -120,30 +120,11 @@ def judge(
     return result
 
 
-def worst(problems: list[Measured], constants: Constants | None, count: int) -> None:
-    """Print the problems whose first choice is furthest from the fastest."""
-
-    def cost(choice: Choice) -> float:
-        return step_us(choice.work, constants)
-
-    for measured in sorted(problems, key=lambda m: -m.regret(cost, 1))[:count]:
-        ranked = sorted(measured.times, key=lambda entry: cost(entry[0]))
-        best = min(measured.times, key=lambda entry: entry[1])
-        chosen, p = ranked[0], measured.problem
-        print(
-            f"  {p.nonlinearity} H {p.hidden} B {p.batch} {'backward' if p.backward else 'forward'}: "
-            f"{measured.regret(cost, 1):.3f}, top-5 {measured.regret(cost, 5):.3f}; chosen {chosen[0].name} "
-            f"{chosen[1]:.3f} (estimated {cost(chosen[0]):.3f}), fastest {best[0].name} {best[1]:.3f} "
-            f"({cost(best[0]):.3f})"
-        )
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Fit if asked to, then judge."""
     parser = plain_parser(__doc__)
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--worst", type=int, default=8, help="print this many problems whose choice is furthest off")
     options = parser.parse_args(arguments)
     whole = [read(path) for path in options.records]
     records = [halves(record.problems) for record in whole]
@@ -155,7 +136,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(name, judge(problems, constants))
     if constants is None and (unseen := held_out(whole)):
         print("held out", judge(unseen))
-    worst(judged_by, constants, options.worst)
     if constants is not None:
         path = Path(str(importlib.resources.files("ds2_ops.recurrent.plan").joinpath("constants.json")))
         lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in constants.items()]
