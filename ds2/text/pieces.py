@@ -36,7 +36,7 @@ def learn_pieces(texts: Iterable[str], alphabet: Alphabet, count: int) -> list[s
         hard_vocab_limit=False,
         character_coverage=1.0,
         normalization_rule_name="identity",
-        required_chars="".join(characters[:-1]),
+        required_chars="".join(characters).replace(WORD_MARK, ""),  # with it sentencepiece requires none
         unk_id=0,
         bos_id=-1,
         eos_id=-1,

@@ -58,6 +58,8 @@ def test_every_character_of_the_alphabet_is_a_piece() -> None:
     assert len(ours) == 41
     assert ours.decode(ours.encode("quiz")) == f"{WORD_MARK}quiz"
     assert ours.normalise("hé the")[1] == {"é": 1}
+    japanese = Alphabet(("", *" あいう龍"))  # which come after the word mark
+    assert set("あいう龍") <= set(learn_pieces(["あい う"] * 9, japanese, 12))
     with pytest.raises(AlphabetError, match="use more"):
         alphabet(28)
     with pytest.raises(AlphabetError, match="no text"):
