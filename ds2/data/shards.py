@@ -24,6 +24,7 @@ from ds2.data.audio_cache import content_keys, decode, summarise_errors
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.files import atomic_file
 from ds2.system.machine import thread_pool, usable_cores
+from ds2.system.plain import counted
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,12 @@ def write_shards(
             summarise_errors(errors, len(utterances)) + "\nCorrect the corpus, or leave them out (--skip-bad)"
         )
     write_manifest(folder / MANIFEST, made)
+    numbered = sorted(path.name for path in folder.glob(f"{'[0-9]' * 6}.tar"))
+    if stale := [name for name in numbered if int(name[:6]) >= len(parts)]:
+        log.warning(
+            f"{folder} has {counted(len(stale), 'shard')} of an earlier command, such as {stale[0]}, that its manifest "
+            "does not list: remove them before another program reads the folder"
+        )
     return WrittenShards(made, len(parts), reused, errors)
 
 

@@ -227,6 +227,15 @@ def test_writing_goes_on_where_it_was_stopped(
     ]
 
 
+def test_shards_of_an_earlier_command_are_named(
+    tmp_path: Path, utterances: list[Utterance], caplog: pytest.LogCaptureFixture
+) -> None:
+    packed(utterances, tmp_path)
+    assert "of an earlier command" not in caplog.text
+    packed(utterances, tmp_path, 1000)
+    assert "of an earlier command, such as 000001.tar, that its manifest does not list" in caplog.text
+
+
 def test_the_command_names_and_leaves_out_what_cannot_be_read(
     tmp_path: Path, utterances: list[Utterance], capsys: pytest.CaptureFixture[str]
 ) -> None:
