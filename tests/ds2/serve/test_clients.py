@@ -94,7 +94,7 @@ def test_vosks_word_for_anything_else_is_dropped(shared: Callable[..., Running])
 
 @pytest.mark.parametrize("ends", ["duration", "idle"])
 def test_a_session_that_runs_out_gets_its_last_words(serve: Callable[..., Running], ends: str) -> None:
-    limits = {"duration_s": 1.1} if ends == "duration" else {"idle_s": 2.0}
+    limits = {"duration_s": 1.1} if ends == "duration" else {"idle_s": 1.0}
     running, data = serve(**limits), speech(2, 1.0)
     at_24_khz = speech(2, 1.0, REALTIME_HZ)
     more: list[str | bytes] = [speech(5, 0.5)] if ends == "duration" else []

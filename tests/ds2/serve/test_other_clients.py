@@ -368,13 +368,13 @@ def sent(running: Running, data: bytes) -> list[dict[str, Any]]:
         (b'{"type": "transcribe", "data": {"transcript_names": "ab"}}\n', "lists of texts"),
         (b'{"type": "describe", "x": "' + b"x" * 200_000 + b'"}\n', "line of an event is too long"),
         (b'{"type": "transcribe", "data": {"transcript_name": ["ab"]}}\n', "did you mean transcript_names?"),
-        (b'{"type": "unknown"}\n', "nothing came for 2 s"),
+        (b'{"type": "unknown"}\n', "nothing came for 1 s"),
     ],
 )
 def test_what_is_no_event_of_wyoming_is_an_error_event(
     serve: Callable[..., Running], data: bytes, message: str
 ) -> None:
-    running = serve(idle_s=2.0)
+    running = serve(idle_s=1.0)
     [error] = sent(running, data)
     assert error["type"] == "error" and message in error["data"]["text"]
     assert running.metric("ds2_sessions") == 0
