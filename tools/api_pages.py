@@ -1,7 +1,5 @@
 """Adds one page of the API reference for each package to the site; a hook of mkdocs (mkdocs.yml)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -11,8 +11,6 @@
 `python tools/bench.py COMMAND --help` shows the options of each.
 """
 
-from __future__ import annotations
-
 import sys
 
 from dispatch import dispatch

@@ -10,8 +10,6 @@ Without `--wheel` the checkout is installed. The environment is a temporary one:
 is trained, then with them. Fails where a command fails or prints a warning of a binding ("nanobind: leaked").
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

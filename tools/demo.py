@@ -1,7 +1,5 @@
 """The demo behind `make demo`: train on AN4 where a copy is found, else on a corpus made here; then a WER report."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

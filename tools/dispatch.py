@@ -1,7 +1,5 @@
 """Commands of a tool, each in a module that is imported only when it runs; launchers; the commit of a result."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -10,8 +10,6 @@
 `python tools/fuzz.py COMMAND --help` shows the options of each.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

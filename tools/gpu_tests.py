@@ -8,8 +8,6 @@
 and of the Python that launches them. A run with a failure changes no line.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

@@ -7,8 +7,6 @@
 `python tools/plans.py COMMAND --help` shows the options of each.
 """
 
-from __future__ import annotations
-
 import sys
 
 from dispatch import dispatch

@@ -8,8 +8,6 @@ whether two runs on equal input agreed bit for bit on every rank. `bench.py pred
 latency + bytes / bandwidth.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -76,20 +74,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file of all rows")
     options = parse(parser, arguments)
     resolve_device(options.device)
-    columns = {
-        "way": "{way}",
-        "KiB": "{kib}",
-        "us": "{us:.1f}",
-        "bus GB/s": "{bus_gb_per_s:.3f}",
-        "same bits": "{same_bits}",
-    }
+    columns = {"way": "{way}", "KiB": "{kib}", "us": "{us:.1f}", "bus GB/s": "{bus_gb_per_s:.3f}"}
     rows: dict[str, list[dict[str, Any]]] = {}
     table, head = None, {}
     for backend in ("mpi", "nccl") if options.device != "cpu" else ("mpi",):
         with connect(CommConfig(backend=backend, timeout_s=120), options.device) as comm:
             if comm.rank == 0 and not rows:
                 head = facts(options, comm.device, f"sums over {comm.world} ranks, {library_version()}")
-                table = Table(columns)
+                table = Table(columns | {"same bits": "{same_bits}"})
             own, name = (mpi_own, "MPI") if backend == "mpi" else (comm.sum_, "NCCL")
             ours = (f"ours over {name}", lambda tensor: comm.start_sum(tensor).wait())
             for way, call in ((f"{name}'s own", own), ours):

@@ -1,7 +1,5 @@
 """Common parts of the benchmarks: timing, the machine and commit of a result, tables and JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -18,8 +18,6 @@ The model of one step on N ranks with b utterances each:
 With --fit, contention and meeting are fitted to the rows of several ranks, whose errors are then in-sample.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ is in the time. Prints a table, then one line of JSON; exits with 1 if an op is 
 batch, H hidden.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence

@@ -9,8 +9,6 @@ operations for each weight, frame and pass that uses it (forward, data, weights)
 Options of mpirun (hosts, binding) go into --mpirun.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -42,8 +40,6 @@ COLUMNS = {
     "hidden": "{hidden:.0%}", "audio s/s": "{audio_s_per_s:.0f}", "TFLOP/s": "{tflop_per_s:.1f}",
     "efficiency": "{efficiency:.1%}",
 }  # fmt: skip
-
-
 LIMIT_S = 600  # that each number of ranks may take
 
 

@@ -11,8 +11,6 @@ Clients begin at one of 16 places of their file. Those of the same file and plac
 the same text: the last lines count those that differ from the most frequent text, and show five.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

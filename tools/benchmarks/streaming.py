@@ -6,8 +6,6 @@ Each stream accepts 0.2 s of samples at a time; the last column is the time of t
 time of the CUDA graph alone. Weights are random: no time depends on them.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

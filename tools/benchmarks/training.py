@@ -12,8 +12,6 @@ number, from a trace of three further steps: the slower of host and GPU decides 
 as CUDA graphs from about the tenth step on, so the warm-up should not be shorter than the default.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics
@@ -50,8 +48,6 @@ COLUMNS = {
     "optimizer": "{optimizer_ms:.1f}", "host": "{host_ms:.1f}", "GPU": "{gpu_busy_ms:.1f}", "launches": "{launches:d}",
     "audio s/s": "{audio_s_per_s:.0f}", "GiB": "{peak_gib:.2f}",
 }  # fmt: skip
-
-
 CHARACTERS_PER_S = 14.0  # of transcripts of noise
 _TRACED = 3  # steps
 

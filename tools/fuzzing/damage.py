@@ -1,7 +1,5 @@
 """Random damage to files: bytes of any file, words of a text, values in the JSON of a safetensors header."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

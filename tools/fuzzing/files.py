@@ -1,7 +1,5 @@
 """Every file reader of ds2, with files for it so small that it reads thousands of damaged ones in minutes."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -10,8 +10,6 @@ checksum that could detect it. Faults: `wrong`, something else although the form
 error; `died`; `hang`, longer than 30 s; `memory`, 1 GiB more than before. The exit status is 1 if there are faults.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -9,8 +9,6 @@ differs from that of the unbroken run, one that fails, and temporary files that 
 are any. Needs /proc (Linux).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

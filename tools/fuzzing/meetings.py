@@ -19,8 +19,6 @@ After every run: each step is in the log once, each loss, evaluation, model and 
 that the log names, no process ended with an error but that of a full disk or a lost worker, and none waited for ever.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -12,8 +12,6 @@ bits, every step must be there once, and no file may remain half written. The ex
 are forked: libraries load once.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """The command line of a simulation: run seeds, which replay any failure, or look for planted faults."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import inspect

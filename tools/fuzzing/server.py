@@ -1,7 +1,5 @@
 """Inputs from clients and of commands: uploads and messages to a server, manifests, audio in blocks, shards."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -4,8 +4,6 @@ Nothing waits in real time, so hours of idle connections pass in milliseconds, a
 never comes is an error instead of a hang. Work for threads runs in the loop itself, after a random delay.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import selectors

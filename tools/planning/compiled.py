@@ -7,8 +7,6 @@ writes tests/ops/recurrent/plan/compiled.tsv. Its difference in a commit shows w
 registers of each tile.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

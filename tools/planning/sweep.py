@@ -11,6 +11,7 @@ Shape letters: T frames, B batch, H hidden.
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -134,13 +135,8 @@ class Bench:
 
 def problems(options: argparse.Namespace) -> list[Problem]:
     """Return the problems to measure, shuffled so that a record that is cut short covers all sizes."""
-    result = [
-        Problem(batch, hidden, options.dtype, cell, backward)
-        for cell in options.cells
-        for hidden in options.hidden
-        for backward in (False, True)
-        for batch in options.batch
-    ]
+    every = itertools.product(options.cells, options.hidden, (False, True), options.batch)
+    result = [Problem(batch, hidden, options.dtype, cell, backward) for cell, hidden, backward, batch in every]
     random.Random(0).shuffle(result)
     return result
 
@@ -279,20 +275,11 @@ def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namesp
     bad = ((entry, entry.get("wrong") or entry.get("failed") or entry.get("hung")) for entry in entries)
     failed = [[*entry["key"], name] for entry, name in bad if name]
     head = {
-        "max_sms": options.max_sms,
-        "dtype": options.dtype,
-        "git_commit": options.commit,
-        "gpu": facts.name,
-        "capability": facts.capability,
-        "sms": facts.sms,
-        "active_clusters": dict(facts.active_clusters),
-        "driver": _smi("driver_version"),
-        "clock_max_mhz": _smi("clocks.max.sm"),
-        "failed": failed,
-        "frames": FRAMES,
-        "row": "cell, backward, hidden, batch, [name, us a launch]",
-        "names": list(numbers),
-    }
+        "max_sms": options.max_sms, "dtype": options.dtype, "git_commit": options.commit, "gpu": facts.name,
+        "capability": facts.capability, "sms": facts.sms, "active_clusters": dict(facts.active_clusters),
+        "driver": _smi("driver_version"), "clock_max_mhz": _smi("clocks.max.sm"), "failed": failed, "frames": FRAMES,
+        "row": "cell, backward, hidden, batch, [name, us a launch]", "names": list(numbers),
+    }  # fmt: skip
     text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n"
     write_text(out, text)
     return f"{len(lines)} problems, {sum(line.count('[') - 2 for line in lines)} tiles"
