@@ -158,7 +158,15 @@ class SpeechLoader:
         self._on_gpu = device.type == "cuda"
         self._workers = worker_count(data.workers, on_gpu=self._on_gpu)
         self._planned = _PlannedBatches()
-        self._loader = self._new_loader()
+        self._loader: DataLoader[Batch | UserError] | None = None  # with the worker processes, once batches are read
+        self._running: Iterator[Batch | UserError] | None = None
+
+    def close(self) -> None:
+        """End the worker processes; the next epoch starts new ones.
+
+        Where they end because this object is collected as garbage, torch waits 5 s for each.
+        """
+        self._running = self._loader = None
 
     def _new_loader(self) -> DataLoader[Batch | UserError]:
         return DataLoader(
@@ -193,14 +201,16 @@ class SpeechLoader:
             LoaderError: a worker was killed, and another one before any batch arrived; shared memory is full.
         """
         self._planned.start(plans)
-        batches: Iterator[Batch | UserError] | None = None
+        self._running = None
         progress = True
         while True:
             item, lost = None, ""
             try:
-                if batches is None:
-                    batches = _iterate(self._loader)
-                item = next(batches, None)
+                if self._loader is None:
+                    self._loader = self._new_loader()
+                if self._running is None:
+                    self._running = _iterate(self._loader)
+                item = next(self._running, None)
             except RuntimeError as error:
                 if not str(error).startswith(_LOST_WORKER):
                     raise
@@ -209,8 +219,8 @@ class SpeechLoader:
                 if not progress:
                     raise LoaderError(self._why_lost())
                 log.warning("a process that loads audio ended: new ones make its batches again (%s)", lost)
-                batches, progress = None, False
-                self._loader = self._new_loader()
+                self.close()
+                progress = False
                 continue
             if item is None:
                 return

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from ds2.distributed.process_group import LostRankError
 from ds2.model.acoustic import AcousticModel
 from ds2.system.machine import git_commit, short_collections
 from ds2.system.plain import counted
-from ds2.system.signals import Stopped, kill_workers
+from ds2.system.signals import Stopped
 from ds2.training.metrics import LogWindow, RunLog, load_tensorboard, progress_bar
 from ds2.training.optim import learning_rate, longest_key, set_learning_rate
 from ds2.training.run_folder import check_shared, make_folder, sole_use
@@ -55,7 +55,6 @@ def train(config: Config, run_dir: Path) -> int:
             check_shared(run_dir, config, comm)
             return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
-        kill_workers()
         log.warning("stopped by %s; what was saved stays, the same command goes on from there", stopped)
         return stopped.status
 
@@ -63,7 +62,7 @@ def train(config: Config, run_dir: Path) -> int:
 def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:
     with interrupts.at_once():
         trainer = Trainer(config, run_dir, comm)
-    with trainer.files:
+    with closing(trainer), trainer.files:
         if comm.elastic:
             with interrupts.at_once():
                 load_tensorboard()  # before the ranks wait for this one, which may be rank 0 some day

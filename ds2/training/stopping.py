@@ -13,7 +13,7 @@ import torch
 
 from ds2.distributed.communicator import Communicator
 from ds2.system import USER_ERROR, UserError
-from ds2.system.signals import Stopped, stop_signals
+from ds2.system.signals import Stopped, kill_workers, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,9 @@ class Interrupts:
             if self.received:
                 raise Stopped(self.received)
             yield
+        except Stopped:
+            kill_workers()
+            raise
         finally:
             self._at_once = False
 

@@ -328,6 +328,11 @@ class Trainer:
             f"{self.precision}, {self.model.parameter_count:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 
+    def close(self) -> None:
+        """End the processes that load audio."""
+        self.loader.close()
+        self.dev.loader.close()
+
     def plan(self) -> list[list[int]]:
         """The batches of the running epoch, as utterance indices."""
         return self._plan(self.progress.epoch)

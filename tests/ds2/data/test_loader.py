@@ -128,6 +128,18 @@ def test_an_epoch_may_be_left_early(tmp_path: Path, utterances: list[Utterance])
     assert_same(batches(utterances, make_config(tmp_path), epoch=3), list(loader.epoch(PLAN, 3)))
 
 
+def test_closing_ends_the_workers_and_the_next_epoch_has_new_ones(tmp_path: Path, utterances: list[Utterance]) -> None:
+    others = set(multiprocessing.active_children())
+    loader = loader_of(utterances, make_config(tmp_path, workers=2))
+    running = loader.epoch(PLAN, 1)
+    next(running)
+    cycle = [loader, running]
+    cycle.append(cycle)  # type: ignore[arg-type]  # as a trainer, which only a garbage collection would free
+    loader.close()
+    assert set(multiprocessing.active_children()) == others
+    assert_same(batches(utterances, make_config(tmp_path), epoch=3), list(loader.epoch(PLAN, 3)))
+
+
 def test_an_interrupt_of_the_group_leaves_the_workers_running(tmp_path: Path, utterances: list[Utterance]) -> None:
     config = make_config(tmp_path, workers=2)
     others = set(multiprocessing.active_children())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +92,9 @@ def test_no_step_is_lost_wherever_between_two_epochs_a_signal_comes(
         assert train(config, run_dir) == 128 + signal.SIGTERM
         steps = [json.loads(line)["step"] for line in (run_dir / "log.jsonl").read_text().splitlines()]
         assert read_metadata(state_file(run_dir))["progress"]["step"] == max(steps)
+
+
+def test_a_training_that_has_ended_leaves_no_workers(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    others = set(multiprocessing.active_children())
+    assert train(tiny_config("data.workers=1", "train.max_steps=2"), tmp_path / "run") == 0
+    assert set(multiprocessing.active_children()) == others
