@@ -320,7 +320,11 @@ class _BatchDataset(Dataset["Batch | UserError"]):
         augmentation: _Augmentation | None,
     ) -> None:
         self.audio, self.augmentation = audio, augmentation
-        labels = [_encoded(u, alphabet) for u in utterances]
+        of_text: dict[str, list[int]] = {}  # `data.repeats` lists utterances many times
+        for u in utterances:
+            if u.text not in of_text:
+                of_text[u.text] = _encoded(u, alphabet)
+        labels = [of_text[u.text] for u in utterances]
         # Flat arrays: reference counts of a list of lists would copy its pages in every forked worker.
         self.label_ends = np.cumsum([0, *map(len, labels)])
         self.labels = np.fromiter((label for row in labels for label in row), np.int64, int(self.label_ends[-1]))

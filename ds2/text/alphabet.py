@@ -50,9 +50,12 @@ def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
 
     Characters of `keep` stay. If it has the plain apostrophe, typographic ones inside words become plain.
     """
+    others = {c for c in set(text) if c != " " and c not in keep and unicodedata.category(c)[0] not in "LMN"}
+    if not others:
+        return text
     parts = []
     for index, character in enumerate(text):
-        if character in keep or unicodedata.category(character)[0] in "LMN":
+        if character not in others:
             parts.append(character)
         elif character in _APOSTROPHES and text[index - 1 : index].isalpha() and text[index + 1 : index + 2].isalpha():
             parts.append("'" if "'" in keep else "")
@@ -252,7 +255,8 @@ class Alphabet:
         if self.punctuation == "drop":
             text = drop_punctuation(text, self._characters)
         text = " ".join(self._composed(self._cased(text)).split())
-        return text, Counter(character for character in text if character not in self._characters)
+        unknown = set(text) - self._characters
+        return text, Counter(character for character in text if character in unknown) if unknown else Counter()
 
     def unpronounced(self, texts: Iterable[str]) -> str:
         """Return the words of transcripts that lack a pronunciation, for a message; '' if none do or none needs one."""

@@ -28,7 +28,10 @@ _MIN_LETTERS = 40  # below, a guess is worth nothing
 
 def count_unknown(texts: Iterable[str], alphabet: Alphabet) -> Counter[str]:
     """Count the characters of normalised transcripts that are not in the alphabet."""
-    return sum((alphabet.normalise(text)[1] for text in texts), Counter())
+    counts = Counter[str]()
+    for text in texts:
+        counts += alphabet.normalise(text)[1]
+    return counts
 
 
 def propose_alphabet(unknown: Mapping[str, int], alphabet: Alphabet, texts: Iterable[str] = ()) -> str:

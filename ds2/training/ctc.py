@@ -270,7 +270,8 @@ class Crf:
         size = f"{len(graph.labels)} nodes and {len(graph.weights)} arcs"
         log.info(f"denominator of CTC-CRF: a {train.denominator_order}-gram of labels with {size}")
         scorer = LabelScorer(model, alphabet)
-        log_probs = torch.tensor([scorer(alphabet.encode(u.text)) for u in utterances], dtype=torch.float64)
+        scores = {text: scorer(alphabet.encode(text)) for text in set(transcripts)}
+        log_probs = torch.tensor([scores[u.text] for u in utterances], dtype=torch.float64)
         return cls(model, Denominator(graph, len(alphabet)), log_probs)
 
     @property
