@@ -71,6 +71,6 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{folder} is not empty: ds2 init writes into a new or empty folder")
     for name, text in texts.items():
         write_text(folder / name, text)
-    place = shlex.quote(str(folder))
+    place = shlex.quote(f"./{folder}" if str(folder).startswith("-") else str(folder))
     print(f"{folder}: wrote {', '.join(texts)}\nnext: cd {place} && ds2 data check --config-dir conf recipe=mine")
     return 0

@@ -41,11 +41,14 @@ def test_own_manifests_take_the_place_of_the_corpus(tmp_path: Path, monkeypatch:
     assert (data.dev, data.test) == (["corpora/mine/dev.jsonl"], ["corpora/mine/test.jsonl"])
 
 
-def test_the_next_command_works_in_any_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "it's mine"
-    assert main(["init", str(folder)]) == 0
+@pytest.mark.parametrize(("folder", "place"), [("it's mine", "it's mine"), ("-dash", "./-dash"), ("-", "./-")])
+def test_the_next_command_works_in_any_folder(
+    folder: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--", folder]) == 0
     next_command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
-    assert shlex.split(next_command)[:2] == ["cd", str(folder)]
+    assert shlex.split(next_command)[:2] == ["cd", place]
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
