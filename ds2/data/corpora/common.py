@@ -209,7 +209,10 @@ def _measure(entry: CorpusEntry) -> Utterance | str:
     try:
         f"{audio}{entry.speaker}".encode()
     except UnicodeEncodeError:
-        return f"{entry.source}: {str(audio)!a} is not UTF-8, as manifests are: rename the file or its folder"
+        return (
+            f"{entry.source}: {str(audio)!a} is not UTF-8, as manifests are: rename the file or its folder, or set "
+            "PYTHONUTF8=1 where only the locale is not UTF-8"
+        )
     try:
         info = audio_info(audio)
     except AudioError as error:
