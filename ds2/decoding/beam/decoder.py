@@ -32,6 +32,7 @@ from ds2.text.alphabet import WORD_MARK, Alphabet
 Labels = tuple[int, ...]
 _ENTRY = 3  # column of the kernel's `names`: the last entry of the prefix in the trace
 _MAX_BEAM = 10_000
+_MAX_LABELS = 2**15  # they are stored in 16 bits
 _CPU_FRAMES = 64  # searched at a time on a CPU, between removals of shared labels; a GPU takes a whole chunk
 
 
@@ -145,6 +146,11 @@ class BeamDecoder(Decoder):
         self.second_pass = second_pass
         self.pronounced = pronounced_words(alphabet, lm)
         self.alphabet = alphabet if self.pronounced is None else self.pronounced.alphabet
+        if len(self.alphabet) > _MAX_LABELS:
+            raise DecodeError(
+                f"an alphabet of {len(self.alphabet)} labels is not allowed with decode.method=beam: choose "
+                f"decode.method=greedy or native, or train with {_MAX_LABELS} or fewer, such as fewer pieces"
+            )
         options = replace(options, lexicon=options.lexicon or self.pronounced is not None)
         fusion = Fusion(alphabet, options, lm, device, self.pronounced)
         self.hot_words = self._as_searched(dict.fromkeys(options.hot_words))

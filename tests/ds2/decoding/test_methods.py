@@ -206,6 +206,16 @@ def test_settings_that_cannot_work_are_named(changes: dict[str, object], message
         make_decoder(options, CHARACTERS, 0.02, CPU)
 
 
+def test_a_beam_takes_as_many_labels_as_it_can_store() -> None:
+    symbols = ("", *map(chr, range(0x20000, 0x20000 + 2**15)))
+    log_probs = torch.full((2, 1, 2**15), -20.0)
+    log_probs[[0, 1], 0, [-1, -2]] = 0.0
+    [[best, *_]] = make_decoder(WIDE, Alphabet(symbols[:-1]), 0.02, CPU).decode(log_probs, torch.tensor([2]))
+    assert best.labels == (2**15 - 1, 2**15 - 2)
+    with pytest.raises(DecodeError, match=r"of 32769 labels is .*=greedy or native, or train with 32768 or fewer"):
+        make_decoder(WIDE, Alphabet(symbols), 0.02, CPU)
+
+
 def test_vocabulary_and_hot_words_must_fit_the_alphabet(tmp_path: Path) -> None:
     lm = language_model(tmp_path, "word")
     with pytest.raises(LanguageModelError, match="alphabet"):
