@@ -27,6 +27,7 @@ TOKENS = "tokens.txt"
 _SHERPA_VERSIONS = {"kaldi_fbank": "for sherpa-onnx up to 2.0.0", "nemo_fbank": "for sherpa-onnx from 2.0.1 on"}
 """The versions of sherpa-onnx by the `features.kind` that they compute; a file cannot state which it needs."""
 _SHERPA_STRIDE = 4  # feature frames per output frame that sherpa-onnx assumes for its times and endpoints
+_MAX_STEPS = 2000  # of frames and layers in a program of torch; each takes some 60 ms to export
 _WAY_OUT = "or export for another runtime with --interface plain"
 
 
@@ -132,8 +133,8 @@ def export_onnx(
 def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> dict[str, Any]:
     """Write a model of samples as an exported program of torch, its tokens.txt beside it.
 
-    Arguments, result and errors as `export_onnx`; a bidirectional model is an error too. The description is its extra
-    file.
+    Arguments, result and errors as `export_onnx`; a bidirectional model and a chunk of too many steps are errors too.
+    The description is its extra file.
     """
     if loaded.config.model.bidirectional:
         raise ExportError(
@@ -141,6 +142,14 @@ def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> d
             "needs: --to onnx --interface plain can, or export a model trained with model.bidirectional=false"
         )
     exported = Exported.of(loaded, from_samples=True, chunk_s=chunk_s)
+    frames = exported.chunk // (loaded.features.step_samples * loaded.model.time_stride)
+    layers = sum(len(module.layers) for module in exported.network.modules)
+    if frames * layers > _MAX_STEPS:
+        raise ExportError(
+            f"a chunk of {1000 * chunk_s:g} ms has {frames} frames in {layers} recurrent layers, and torch.export "
+            f"writes each of these {frames * layers} steps, of which {_MAX_STEPS} are allowed: give --chunk-ms "
+            f"{1000 * loaded.frame_s * (_MAX_STEPS // layers):g} or less, or --to onnx --interface plain"
+        )
     module = TorchModel(exported).eval()
     batch = torch.export.Dim("batch", min=1)
     example = exported.example(2)

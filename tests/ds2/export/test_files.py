@@ -194,6 +194,15 @@ def test_torch_program_runs_where_there_is_no_ds2(random_model: Make, tmp_path: 
     assert real.shape == truth.shape and rms(real - truth) < 50 * torch.finfo(torch.float32).eps * rms(truth)
 
 
+def test_a_program_of_torch_has_a_bounded_number_of_steps(random_model: Make, tmp_path: Path) -> None:
+    loaded = random_model(depth=3, row_convs=0)
+    longest_s = 2000 // 3 * loaded.frame_s
+    message = rf"667 frames in 3 .* 2001 steps, .* --chunk-ms {1000 * longest_s:g} or less, or --to onnx"
+    with pytest.raises(ExportError, match=message):
+        export_torch(loaded, tmp_path / "model.pt2", chunk_s=longest_s + loaded.frame_s)
+    assert export_onnx(loaded, tmp_path / "model.onnx", for_sherpa=False, chunk_s=longest_s + loaded.frame_s)["chunk"]
+
+
 def test_files_say_what_they_are(random_model: Make, tmp_path: Path) -> None:
     described = export_onnx(random_model(), tmp_path / "model.onnx", chunk_s=0.32)
     stored = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
