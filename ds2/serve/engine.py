@@ -84,6 +84,7 @@ class Chunk:
     call: Any  # by which the one who waits knows it
     arrived_s: float = field(default_factory=time.monotonic)
     in_range: bool = False  # see `Resampler.accept`
+    answered: bool = False
 
 
 class Metrics:
@@ -243,6 +244,7 @@ class Engine:
                 decode_sessions(batch, failures.setdefault)
                 waiting = self._answer_finished(waiting, failures)
         except Exception as error:  # not of one session: all that wait get the error, and the thread goes on
+            waiting = [chunk for chunk in waiting if not chunk.answered]
             for chunk in waiting:
                 failures.setdefault(chunk.live, error)
         return self._answer_failed(waiting, failures)
@@ -284,8 +286,7 @@ class Engine:
             if chunk.samples is not None and result.final and (words := result.final[-1].hypothesis.words):
                 audio_s = chunk.live.duration_s - words[-1].end_s
                 self.metrics.last_word_s.observe(audio_s + now_s - chunk.arrived_s)
-        answered = {id(chunk) for chunk, _ in answers}
-        return [chunk for chunk in waiting if id(chunk) not in answered]
+        return [chunk for chunk in waiting if not chunk.answered]
 
     def _answer_failed(self, waiting: list[Chunk], failures: dict[LiveSession, Exception]) -> list[Chunk]:
         """Answer the chunks of sessions that failed with the errors; return the others."""
@@ -324,6 +325,8 @@ def _deliver(answers: Answers) -> None:
         by_deliver[chunk.deliver].append((chunk, answer))
     for deliver, own in by_deliver.items():
         deliver(own)
+        for chunk, _ in own:
+            chunk.answered = True
 
 
 class EngineClient(ABC):

@@ -17,8 +17,8 @@ from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import NEVER, Endpoints
-from ds2.serve.engine import HANGS_S, Answers, Chunk, Engine, LocalRecogniser, SessionSettings, allowed_s
-from ds2.serve.limits import Limits
+from ds2.serve.engine import HANGS_S, Answers, Chunk, Engine, LocalRecogniser, SessionSettings, StreamResult, allowed_s
+from ds2.serve.limits import BrokenError, Limits
 
 RULES = Endpoints(longest_s=0.5)
 
@@ -61,6 +61,27 @@ def test_a_turn_answers_what_it_decodes_and_what_needs_no_decoding(make_model: C
     waiting = engine.turn([], chunks)
     assert answered == ["no block", "one block"] and waiting == chunks[2:]
     assert engine.turn(waiting, []) == [] and answered == [*seconds]
+
+
+def test_what_is_answered_before_a_turn_fails_is_not_answered_again(make_model: Callable[..., Path]) -> None:
+    engine = Engine(recogniser_of(make_model()), Limits())
+    answers: list[tuple[str, type]] = []
+
+    def deliver(own: Answers) -> None:
+        answers.extend((chunk.call, type(answer)) for chunk, answer in own)
+
+    def fail_once(own: Answers) -> None:
+        if ("failed", MemoryError) not in answers:
+            answers.append(("failed", MemoryError))
+            raise MemoryError
+        deliver(own)
+
+    chunks = [
+        Chunk(engine.open(SessionSettings(RATE_HZ, NEVER)), samples_of(speech(3, 0.05)), own, name)
+        for name, own in (("first", deliver), ("second", fail_once), ("third", print))
+    ]
+    assert engine.turn([], chunks) == []
+    assert answers == [("first", StreamResult), ("failed", MemoryError), ("second", BrokenError)]
 
 
 def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:
