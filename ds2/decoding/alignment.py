@@ -49,6 +49,13 @@ class Alignment:
         return list(zip(self.labels, *columns, strict=True))
 
 
+def skips(states: Tensor) -> Tensor:
+    """Return (B, S) bool: labels of CTC states that a path may enter without the blank before (Graves et al. 2006)."""
+    result = torch.zeros_like(states, dtype=torch.bool)
+    result[:, 2:] = (states[:, 2:] != BLANK) & (states[:, 2:] != states[:, :-2])
+    return result
+
+
 def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
     """Find the most probable path through the frames that collapses to each target (Viterbi, float32 scores).
 
@@ -69,10 +76,8 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
     states = torch.zeros(batch, 2 * longest + 1, dtype=torch.int64)
     for row, target in zip(states, targets, strict=True):
         row[1 : 2 * len(target) : 2] = torch.tensor(list(target), dtype=torch.int64)
-    jumps = torch.zeros_like(states, dtype=torch.bool)
-    jumps[:, 2:] = (states[:, 2:] != BLANK) & (states[:, 2:] != states[:, :-2])
     emitted = log_probs.gather(2, states.to(device).expand(frames, -1, -1))  # (T, B, S)
-    barred = torch.zeros(states.shape, device=device).masked_fill_(~jumps.to(device), -math.inf)
+    barred = ~skips(states).to(device)
     score = torch.full(states.shape, -math.inf, device=device)
     moves = torch.empty(emitted.shape, dtype=torch.uint8, device=device)
     ends = torch.tensor([2 * len(target) for target in targets], device=device)
@@ -85,7 +90,7 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
             moves[0] = _STAY
         else:
             one = torch.nn.functional.pad(score, (1, 0), value=-math.inf)[:, :-1]
-            two = torch.nn.functional.pad(score, (2, 0), value=-math.inf)[:, : score.shape[1]] + barred
+            two = torch.nn.functional.pad(score, (2, 0), value=-math.inf)[:, :-2].masked_fill_(barred, -math.inf)
             score, moves[frame] = torch.stack([score, one, two]).max(0)
             score = score + emitted[frame]
         final = torch.stack([score[rows, ends], score[rows, (ends - 1).clamp(min=0)]])
