@@ -114,9 +114,8 @@ def test_speakers_speak_as_often_as_they_have_speech(tmp_path: Path) -> None:
     splicer = splicer_of(tmp_path, [("abc" * 6, "ann"), *[("abc", "bob")] * 2])  # two thirds of the labels are ann's
     spoken = [splicer.speak(number, [SplicedText(("a",), ((1,),))], 1)[0] for number in range(600)]
     share = sum(speech is not None and speech[1] == "ann" for speech in spoken) / 600
-    assert share == pytest.approx(
-        splicer.seconds["ann"] / sum(splicer.seconds.values()), abs=0.08
-    )  # four standard deviations
+    of_speech = splicer.seconds["ann"] / sum(splicer.seconds.values())
+    assert share == pytest.approx(of_speech, abs=0.08)  # four standard deviations
 
 
 def test_files_depend_on_texts_and_seed_not_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +151,8 @@ def test_texts_may_end_and_a_small_disk_is_named_at_once(tmp_path: Path, monkeyp
     of_a_killed_attempt.touch()
     assert len(write_spliced(splicer, iter(few), tmp_path / "few", 1, 1)) == 1
     assert [path.name for path in of_a_killed_attempt.parent.iterdir()] == ["000000.wav"]
-    with (
-        pytest.raises(splice.SpliceError, match="exists already"),
-        sole_use(tmp_path / "few", 1, RATE_HZ),
-    ):  # its files would say what its manifest does not
+    # Its files would say what its manifest does not.
+    with pytest.raises(splice.SpliceError, match="exists already"), sole_use(tmp_path / "few", 1, RATE_HZ):
         pass
     with pytest.raises(splice.SpliceError, match="labels that no recording has"):
         write_spliced(splicer, iter([SplicedText(("d",), ((4,),))]), tmp_path / "none", 1, 1)
