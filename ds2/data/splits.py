@@ -70,10 +70,10 @@ def warn_of_other_corpus(data: DataConfig, utterances: Sequence[Utterance]) -> N
     prepared = bool(data.prepare and data.corpus) and manifest.parent.resolve() == Path(data.work_dir).resolve()
     if prepared and corpus.is_dir() and not utterances[0].audio_filepath.is_relative_to(corpus):
         log.warning(
-            f"{manifest} was prepared before and lists audio outside data.corpus={data.corpus}, such as "
-            f"{utterances[0].audio_filepath}. That audio is used; `ds2 data prepare` with the same settings writes the "
-            "manifest anew"
-        )
+            "%s was prepared before and lists audio outside data.corpus=%s, such as %s. That audio is used; "
+            "`ds2 data prepare` with the same settings writes the manifest anew",
+            manifest, data.corpus, utterances[0].audio_filepath,
+        )  # fmt: skip
 
 
 def training_utterances(
@@ -101,20 +101,19 @@ def training_utterances(
         log.warning("characters outside the alphabet dropped from training texts: %s", describe(unfit))
     if words := alphabet.unpronounced(u.text for u in usable):
         log.warning(
-            f"words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): {words}"
+            "words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): %s", words
         )
     if refused:
-        lines = [f"  {u.place}: {u.name}: {reason}" for u, reason in refused[:_MAX_SHOWN]]
-        more = [f"  ... and {len(refused) - _MAX_SHOWN} more (`ds2 data check --all`)"] * (len(refused) > _MAX_SHOWN)
-        shown = "\n".join([*lines, *more])
+        shown = "\n".join(f"  {u.place}: {u.name}: {reason}" for u, reason in refused[:_MAX_SHOWN])
+        if len(refused) > _MAX_SHOWN:
+            shown += f"\n  ... and {len(refused) - _MAX_SHOWN} more (`ds2 data check --all` lists them)"
         if data.on_bad_utterance == "stop":
             proposal = ""
             if alphabet.unknown == "stop" and unfit:
                 proposal = f"\n\n{propose_alphabet(unfit, alphabet, (u.text for u in utterances))}"
             raise ManifestError(
                 f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{shown}\n"
-                "Correct the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
-                + proposal
+                "Correct the manifest, or leave them out with data.on_bad_utterance=skip" + proposal
             )
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), shown)
     if not usable:
@@ -135,8 +134,8 @@ def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> li
     if words := alphabet.unpronounced(u.text for u in utterances):
         log.warning(
             "words without a pronunciation get no times, and phone error rates count their phones as insertions (`ds2 "
-            f"data lexicon` adds them): {words}"
-        )
+            "data lexicon` adds them): %s", words,
+        )  # fmt: skip
     return utterances
 
 

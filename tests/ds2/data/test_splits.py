@@ -112,4 +112,4 @@ def test_of_many_utterances_that_are_left_out_the_first_are_listed(
     assert len(training_utterances(data, AugmentConfig(), Alphabet(("", "a")), lambda samples: samples)) == 1
     assert "25 of 26 training utterances left out" in caplog.text
     assert caplog.text.count("is outside data.min_duration_s") == 20
-    assert "... and 5 more (`ds2 data check --all`)" in caplog.text
+    assert "... and 5 more (`ds2 data check --all` lists them)" in caplog.text
