@@ -228,9 +228,9 @@ class AudioStore(Sequence[NDArray[np.float32]]):
             return file.samples(row)
         except CacheError as error:
             log.warning(
-                f"audio cache {file.path} is damaged: samples of {self.utterances[position].name}: {error}. They are "
-                "decoded again. The file is removed; the next start writes a new one. Check the disk"
-            )
+                "audio cache %s is damaged: samples of %s: %s. They are decoded again. The file is removed; the next "
+                "start writes a new one. Check the disk", file.path, self.utterances[position].name, error,
+            )  # fmt: skip
             file.discard()
             return None
 
@@ -263,9 +263,9 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
             _extend(folder, files, keys, missing, data)
         except OSError as error:
             log.warning(
-                f"audio cache {folder} not written ({error}): every epoch decodes its audio again. Free the disk, set "
-                "data.work_dir to a larger one, or silence this with data.cache=none"
-            )
+                "audio cache %s not written (%s): every epoch decodes its audio again. Free the disk, set "
+                "data.work_dir to a larger one, or silence this with data.cache=none", folder, error,
+            )  # fmt: skip
         files = _open_files(folder)
     locations = _locate(files, keys)
     used = sorted(set(locations[:, 0].tolist()) - {_NOT_CACHED})

@@ -133,7 +133,7 @@ class SpeechLoader:
 
     Args:
         utterances: plans index this list.
-        device: of the training; for CUDA memory is pinned, and -1 workers mean some, see `worker_count`.
+        device: of the training; for CUDA memory is pinned; `worker_count` says what -1 workers mean.
         alphabet: encodes the transcripts in the constructor; None leaves labels empty.
         seed: of the augmentation.
     Raises:
@@ -320,11 +320,11 @@ class _BatchDataset(Dataset["Batch | UserError"]):
         augmentation: _Augmentation | None,
     ) -> None:
         self.audio, self.augmentation = audio, augmentation
-        of_text: dict[str, list[int]] = {}  # `data.repeats` lists utterances many times
+        labels_of: dict[str, list[int]] = {}  # by text: `data.repeats` lists utterances many times
         for u in utterances:
-            if u.text not in of_text:
-                of_text[u.text] = _encoded(u, alphabet)
-        labels = [of_text[u.text] for u in utterances]
+            if u.text not in labels_of:
+                labels_of[u.text] = _encoded(u, alphabet)
+        labels = [labels_of[u.text] for u in utterances]
         # Flat arrays: reference counts of a list of lists would copy its pages in every forked worker.
         self.label_ends = np.cumsum([0, *map(len, labels)])
         self.labels = np.fromiter((label for row in labels for label in row), np.int64, int(self.label_ends[-1]))

@@ -98,9 +98,9 @@ def write_shards(
     numbered = sorted(path.name for path in folder.glob(f"{'[0-9]' * 6}.tar"))
     if stale := [name for name in numbered if int(name[:6]) >= len(parts)]:
         log.warning(
-            f"{folder} has {counted(len(stale), 'shard')} of an earlier command, such as {stale[0]}, that its manifest "
-            "does not list: remove them before another program reads the folder"
-        )
+            "%s has %s of an earlier command, such as %s, that its manifest does not list: remove them before another "
+            "program reads the folder", folder, counted(len(stale), "shard"), stale[0],
+        )  # fmt: skip
     return WrittenShards(made, len(parts), reused, errors)
 
 

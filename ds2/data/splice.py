@@ -207,9 +207,9 @@ class Splicer:
         return self.audio[position]
 
     def speak(self, number: int, texts: Sequence[SplicedText], seed: int) -> list[Speech | None]:
-        """Return the speech of texts by one speaker, drawn by `number` and `seed`, as often as there is speech of them.
+        """Return the speech of texts by one speaker; None for a text with a label that no recording has.
 
-        None for a text with a label that no recording has.
+        `number` and `seed` draw the speaker: the more speech of one there is, the more often.
         """
         draw = random.Random(f"{seed} {number}")
         speaker = draw.choices(list(self.seconds), list(self.seconds.values()))[0]

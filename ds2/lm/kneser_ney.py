@@ -259,9 +259,9 @@ def estimate(
         if without := [f"{n}-grams" for n, values in enumerate(estimated, start=1) if values is None]:
             fallback = ", ".join(map(str, _FALLBACK_DISCOUNTS[1:]))
             log.warning(
-                f"{', '.join(without)}: too few occur once, twice and three times to estimate discounts from, so D1, "
-                f"D2, D3+ are {fallback}. This is normal for short texts and for characters"
-            )
+                "%s: too few occur once, twice and three times to estimate discounts from, so D1, D2, D3+ are %s. This "
+                "is normal for short texts and for characters", ", ".join(without), fallback,
+            )  # fmt: skip
         discounts = [np.array(_FALLBACK_DISCOUNTS) if values is None else values for values in estimated]
         thresholds[0] = -1  # no unigram is pruned, not even <unk>, which does not occur
         levels = _levels(counted, adjusted, discounts, thresholds, len(vocabulary), scratch)

@@ -70,7 +70,11 @@ class SentenceReader:
             )
 
     def __iter__(self) -> Iterator[list[str]]:
-        """Yield sentences; LanguageModelError: reserved tokens, unknown characters ("stop", or "skip" in all lines)."""
+        """Yield sentences.
+
+        Raises:
+            LanguageModelError: reserved tokens; with "stop" an unknown character, with "skip" one in every line.
+        """
         for path in self.paths:
             for number, line in read_lines(path):
                 self.lines += 1

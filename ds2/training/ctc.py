@@ -267,8 +267,10 @@ class Crf:
             alphabet, train.denominator_order, train.denominator_prune, texts=texts, transcripts=transcripts
         )
         graph = label_graph(model, alphabet)
-        size = f"{len(graph.labels)} nodes and {len(graph.weights)} arcs"
-        log.info(f"denominator of CTC-CRF: a {train.denominator_order}-gram of labels with {size}")
+        log.info(
+            "denominator of CTC-CRF: a %d-gram of labels with %d nodes and %d arcs",
+            train.denominator_order, len(graph.labels), len(graph.weights),
+        )  # fmt: skip
         scorer = LabelScorer(model, alphabet)
         scores = {text: scorer(alphabet.encode(text)) for text in set(transcripts)}
         log_probs = torch.tensor([scores[u.text] for u in utterances], dtype=torch.float64)

@@ -126,12 +126,12 @@ class DevEvaluator:
         scores = {"wer": report.wer, "cer": report.cer}
         if step >= _STUCK_STEPS and report.cer > _STUCK_CER:
             log.warning(
-                f"{100 * report.cer:.0f} % of the dev set's characters are wrong after {step} steps: this run has not "
-                "begun to align, and few that start so late come back. What has helped: optim.layer_rates="
-                "{weight_hh:0.3} with AdamW and model.cell=rnn, a longer optim.warmup_steps, a lower "
-                "optim.learning_rate, another train.seed, train.objective=ctc_crf, model.start=even for 24 layers and "
-                "more; `ds2 data check` on the manifests"
-            )
+                "%.0f %% of the dev set's characters are wrong after %d steps: this run has not begun to align, and "
+                "few that start so late come back. What has helped: optim.layer_rates={weight_hh:0.3} with AdamW and "
+                "model.cell=rnn, a longer optim.warmup_steps, a lower optim.learning_rate, another train.seed, "
+                "train.objective=ctc_crf, model.start=even for 24 layers and more; `ds2 data check` on the manifests",
+                100 * report.cer, step,
+            )  # fmt: skip
         if (words_only := score_words(report, self.alphabet)) is not None:
             scores["wer_without_case_and_punctuation"] = words_only.wer
         loss = self.monitor.log(run_log, step, [h.text for h in hypotheses], comm)

@@ -210,9 +210,9 @@ def _warn_of_few_batches(durations_s: NDArray[np.float64], budget_s: float) -> N
     if batches < _FEW_BATCHES:
         smaller_s = _round_down(max(float(durations_s.max()), float(durations_s.sum()) / _FEW_BATCHES))
         log.warning(
-            f"batching=auto: {budget_s:g} s of audio make an epoch of {batches} batches; a model may learn faster from "
-            f"more and smaller ones: batching=fixed batching.utterances=0 batching.audio_s={smaller_s:g}"
-        )
+            "batching=auto: %g s of audio make an epoch of %d batches; a model may learn faster from more and smaller "
+            "ones: batching=fixed batching.utterances=0 batching.audio_s=%g", budget_s, batches, smaller_s,
+        )  # fmt: skip
 
 
 def out_of_memory_message(

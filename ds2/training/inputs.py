@@ -51,8 +51,8 @@ class Inputs:
     warps_time: bool
     warps_frequencies: bool
     delay_penalty: float  # of the epoch, `train.delay_penalty` or 0
-    frequency_masks: int  # of SpecAugment, an utterance
-    time_masks: int
+    frequency_masks: int  # of SpecAugment, for each utterance
+    time_masks: int  # likewise
     infeasible: int  # utterances with fewer frames than their labels need
 
     @property

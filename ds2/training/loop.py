@@ -105,9 +105,9 @@ def _open_log(trainer: Trainer) -> RunLog:
     writes, superseded = comm.rank == 0, comm.superseded
     if writes and step and not (trainer.run_dir / "log.jsonl").is_file():
         log.warning(
-            f"{trainer.run_dir} has no log.jsonl, so its log begins after step {step}: earlier lines are in the file "
-            "that was moved or removed"
-        )
+            "%s has no log.jsonl, so its log begins after step %d: earlier lines are in the file that was moved or "
+            "removed", trainer.run_dir, step,
+        )  # fmt: skip
     return RunLog(trainer.run_dir, resume_step=step, writes=writes, superseded=superseded, takes_over=comm.elastic)
 
 
@@ -212,7 +212,11 @@ def _run(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
 
 
 def _end(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
-    """Log the best scores and what training did not reach; return the exit status. TrainingError: it took no step."""
+    """Log the best scores and what training did not reach; return the exit status.
+
+    Raises:
+        TrainingError: it took no step.
+    """
     config, progress = trainer.config, trainer.progress
     epochs = progress.epoch - (progress.batch == 0)  # that took a step
     if epochs > 0 and not interrupts.agreed:
@@ -423,9 +427,9 @@ def _warn_of_lone_settings(config: Config, network: AcousticModel, *, on_gpu: bo
         learning = [name for name, weight in network.named_parameters() if weight.requires_grad]
         if not any(longest_key(name, optim.layer_rates) == key for name in learning):
             log.warning(
-                f"optim.layer_rates={{{key}: {rate}}} has no effect: all weights of that name are in train.freeze or "
-                "have a rate of a longer name"
-            )
+                "optim.layer_rates={%s: %s} has no effect: all weights of that name are in train.freeze or have a rate "
+                "of a longer name", key, rate,
+            )  # fmt: skip
 
 
 def _warn_of_short_warm_up(config: Config, batches: int) -> None:
@@ -445,9 +449,9 @@ def _warn_of_early_delay_penalty(config: Config) -> None:
     limits = config.train
     if limits.delay_penalty and not limits.delay_penalty_after_epochs and not config.checkpoint.init_from:
         log.warning(
-            f"train.delay_penalty={limits.delay_penalty:g} counts from the first step: on AN4 no network began to "
-            "align with it; set train.delay_penalty_after_epochs to the epochs after which yours does, or "
-            "checkpoint.init_from to a model"
+            "train.delay_penalty=%g counts from the first step: on AN4 no network began to align with it; set "
+            "train.delay_penalty_after_epochs to the epochs after which yours does, or checkpoint.init_from to a model",
+            limits.delay_penalty,
         )
 
 
@@ -456,19 +460,18 @@ def _warn_of_unfinished_schedules(config: Config, progress: Progress, epochs: in
     done = epochs / config.train.epochs
     if 0 < progress.step < config.optim.warmup_steps and warm_up_part(config, progress, done) < 1:
         log.warning(
-            f"the learning rate never reached optim.learning_rate={config.optim.learning_rate:g}: training ended after "
-            f"{progress.step} of optim.warmup_steps={config.optim.warmup_steps} steps; set optim.warmup_steps to a "
-            "tenth of the steps that it has time for"
-        )
+            "the learning rate never reached optim.learning_rate=%g: training ended after %d of optim.warmup_steps=%d "
+            "steps; set optim.warmup_steps to a tenth of the steps that it has time for",
+            config.optim.learning_rate, progress.step, config.optim.warmup_steps,
+        )  # fmt: skip
     noisy, without_penalty = config.augment.noisy_epochs, config.train.delay_penalty_after_epochs
     if epochs <= noisy:
         log.warning(
-            f"no epoch was without noise: training ended before augment.noisy_epochs={noisy} did; about two thirds of "
-            "the epochs that it has time for keep WER of clean speech"
-        )
+            "no epoch was without noise: training ended before augment.noisy_epochs=%d did; about two thirds of the "
+            "epochs that it has time for keep WER of clean speech", noisy,
+        )  # fmt: skip
     if config.train.delay_penalty and epochs <= without_penalty:
         log.warning(
-            f"no epoch had train.delay_penalty={config.train.delay_penalty:g}: training ended before "
-            f"train.delay_penalty_after_epochs={without_penalty} did; a third of the epochs that it has time for is "
-            "enough"
-        )
+            "no epoch had train.delay_penalty=%g: training ended before train.delay_penalty_after_epochs=%d did; a "
+            "third of the epochs that it has time for is enough", config.train.delay_penalty, without_penalty,
+        )  # fmt: skip

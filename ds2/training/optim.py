@@ -126,7 +126,7 @@ def freeze(model: nn.Module, keys: Sequence[str]) -> None:
     if keys:
         total = sum(p.numel() for p in model.parameters())
         frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        log.info(f"train.freeze: {frozen:,} of {total:,} parameters stay as they are")
+        log.info("train.freeze: %s of %s parameters stay as they are", f"{frozen:,}", f"{total:,}")
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:

@@ -99,9 +99,9 @@ def check_shared(run_dir: Path, config: Config, comm: Communicator) -> None:
         )
     if comm.rank == 0:
         log.warning(
-            f"{what}: it alone has the checkpoints, and a run whose rank 0 is on another host next time begins anew; "
-            "give a run_dir that all hosts share"
-        )
+            "%s: it alone has the checkpoints, and a run whose rank 0 is on another host next time begins anew; give a "
+            "run_dir that all hosts share", what,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -301,9 +301,9 @@ class RunFiles:
         if late and self.comm.rank == 0 and not self._warned:
             self._warned = True
             log.warning(
-                f"the run waits for its saves: writing one to {self.run_dir} takes longer than the time from one to "
-                "the next. Raise checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk"
-            )
+                "the run waits for its saves: writing one to %s takes longer than the time from one to the next. Raise "
+                "checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk", self.run_dir,
+            )  # fmt: skip
         self._prepare_state()
         if not (self.comm.elastic and self.comm.world > 1):
             self.write_held()

@@ -71,12 +71,11 @@ class Progress:
     def note_dev_set(self, dev_set: str) -> None:
         """Note the digest of the dev utterances; forget best scores of another dev set, as the two do not compare."""
         if self.dev_set not in ("", dev_set) and self.best_epoch:
-            scores = f"WER {100 * self.best_wer:.2f} % and CER {100 * self.best_cer:.2f} %"
             log.warning(
-                f"the dev set has changed: the best score so far, {scores} in epoch {self.best_epoch}, is of the other "
-                "set and no longer counts. The next evaluation replaces best.safetensors; copy that file first to keep "
-                "it"
-            )
+                "the dev set has changed: the best score so far, WER %.2f %% and CER %.2f %% in epoch %d, is of the "
+                "other set and no longer counts. The next evaluation replaces best.safetensors; copy that file first "
+                "to keep it", 100 * self.best_wer, 100 * self.best_cer, self.best_epoch,
+            )  # fmt: skip
             self.best_wer = self.best_cer = float("inf")
             self.best_epoch = 0
         self.dev_set = dev_set
@@ -344,9 +343,10 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
         progress.plan = "of other settings"
     position = f"epoch {progress.epoch}, batch {progress.batch}, step {progress.step}"
     log.info(f"resumed {path}: {position}" + (f"; changed: {', '.join(changed)}" if changed else ""))
-    if "checkpoint.init_from" in changed and (model := config.checkpoint.init_from):
+    if "checkpoint.init_from" in changed and config.checkpoint.init_from:
         log.warning(
-            f"checkpoint.init_from={model} has no effect: the run goes on from its own weights; give another run_dir"
+            "checkpoint.init_from=%s has no effect: the run goes on from its own weights; give another run_dir",
+            config.checkpoint.init_from,
         )
     return parts, progress
 
@@ -385,10 +385,10 @@ def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utteranc
             progress.batch = len(plan)
         else:
             log.warning(
-                f"epoch {progress.epoch} begins again: it was stopped after batch {progress.batch} of another plan; "
-                "data, batching, augment.speed or train.seed have changed. Weights, optimizer and step "
-                f"{progress.step} go on. To finish the epoch as it began, start with the previous settings"
-            )
+                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed "
+                "or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch as it began, "
+                "start with the previous settings", progress.epoch, progress.batch, progress.step,
+            )  # fmt: skip
             progress.batch = 0
     progress.plan, progress.batches = fingerprint, len(plan)
 
@@ -472,7 +472,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         log.info("%s: %d as in the model to start from, %d new%s", what, len(rows), len(new), listed)
         if dropped and not of_heads:
             lost = " ".join(map(repr, dropped))
-            log.warning(f"this run lacks labels of the model to start from and cannot write them: {lost}")
+            log.warning("this run lacks labels of the model to start from and cannot write them: %s", lost)
     fitting = {name: value for name, value in theirs.items() if name in mine and mine[name].shape == value.shape}
     if not fitting:
         raise ConfigError("no weight of checkpoint.init_from fits this model: leave out model=... to take its own")
@@ -480,8 +480,10 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
     fresh = [name for name in mine if name not in fitting]
     if fresh:
         named = ", ".join(fresh[:_MAX_NAMED]) + (", ..." if len(fresh) > _MAX_NAMED else "")
-        counts = f"{len(fitting)} of {len(theirs)} weights"
-        log.warning(f"{counts} of the model to start from fit; these start from nothing: {named}")
+        log.warning(
+            "%d of %d weights of the model to start from fit; these start from nothing: %s",
+            len(fitting), len(theirs), named,
+        )  # fmt: skip
 
 
 def _symbols(model: AcousticModel, alphabet: Alphabet, of_heads: bool) -> tuple[str, ...]:

@@ -145,7 +145,8 @@ class Trainer:
         self._compare_dev_set()
         device_tuning.choose_factors(self.progress, self.comm)
         dev = self.dev.utterances
-        self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None  # what scores are of
+        # What scores are measured on.
+        self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
         self.timer = StepTimer(self.device, self.comm.status.enter)
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
@@ -352,7 +353,7 @@ class Trainer:
         group: Sequence[Sequence[int]],
         extra_counts: Callable[[], Sequence[float]] = list,
     ) -> float | None:
-        """Take one optimizer step over all ranks; return its mean loss, nats an utterance; None: not finite.
+        """Take one optimizer step over all ranks.
 
         Args:
             batches: this rank's parts of the batches, as `epoch` returns them; the inputs of the batch after the step's
@@ -360,6 +361,9 @@ class Trainer:
             group: the whole batches that make up the step, as utterance indices.
             extra_counts: returns further numbers of this rank; called once the passes are launched. `extra_sums` holds
                 their sums over ranks afterwards.
+
+        Returns:
+            The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
         utterances = sum(map(len, group))
         self.overlap.start_step()
@@ -504,7 +508,7 @@ def check_run(config: Config, comm: Communicator) -> None:
 
 
 def why_no_kernels(comm: Communicator) -> str:
-    """Why all ranks use torch's kernels, not those of ds2_ops, for weights and the averages of batch norm; or ''.
+    """Why all ranks use torch's kernels to update weights and averages of batch norm; '' if those of ds2_ops.
 
     These are the same on all ranks, and torch's kernels round differently. So one rank that cannot run those of ds2_ops
     decides for all, which call this together.
@@ -523,7 +527,11 @@ def pronunciations_of_run(alphabet: Alphabet, phones: Sequence[Tensor]) -> dict[
 
 
 def choose_wavefront(config: Config, precision: str, device: torch.device, *, graphed: bool) -> Wavefront | None:
-    """How layers run side by side; None: one after the other. Raises ConfigError for train.wavefront=on that cannot."""
+    """How layers run side by side (`train.wavefront`); None: one after the other.
+
+    Raises:
+        ConfigError: train.wavefront=on where they cannot.
+    """
     if config.train.wavefront == "off":
         return None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32

@@ -191,7 +191,11 @@ def find_audio(listed: Path) -> Path | None:
 
 
 def corpus_folder(folder: str | Path, source: str = "") -> Path:
-    """Return the folder as an absolute path; raises ImporterError, which says the corpus's `source`, if it is none."""
+    """Return the folder as an absolute path.
+
+    Raises:
+        ImporterError: it is no folder; the message says where the corpus can be had, which is `source`.
+    """
     path = Path(folder).expanduser().resolve()
     if not str(folder) or not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"

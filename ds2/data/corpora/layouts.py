@@ -245,7 +245,7 @@ def _log_columns(path: Path, header: list[str], column: Mapping[str, int | None]
         )
     read = ", ".join(f"{header[index]} as {kind}" for kind, index in column.items() if index is not None)
     unread = ", ".join(name for index, name in enumerate(header) if index not in column.values())
-    log.info(f"{path}: columns {read}; not used: {unread or 'none'}")
+    log.info("%s: columns %s; not used: %s", path, read, unread or "none")
 
 
 def _find_listed(folder: Path, listed: str) -> Path:
