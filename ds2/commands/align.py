@@ -30,8 +30,10 @@ def make_parser() -> Parser:
     add_model(parser)
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
-    about = "a TextGrid of each recording for Praat: words, characters; in sub-folders as the recordings are"
-    parser.add_argument("--textgrid", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument(
+        "--textgrid", type=Path, metavar="FOLDER",
+        help="a TextGrid of each recording for Praat: words, characters; in sub-folders as the recordings are",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace existing TextGrids")
     parser.add_argument("--worst", type=whole(1, 1_000_000), help="print so many, the least probable first")
     add_device(parser)

@@ -86,9 +86,11 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int | None], **others: Any
 ) -> Parser:
-    """Add a sub-command to what `add_subparsers` returned; its summary is in that list and at the head of its own help.
+    """Add a sub-command whose summary is in the list of commands and at the head of its own help.
 
-    `run` is an attribute of the parsed arguments, which it takes; it returns the exit status, None for 0.
+    Args:
+        commands: what `add_subparsers` returned.
+        run: the attribute `run` of the parsed arguments: takes them and returns the exit status, None for 0.
     """
     others.setdefault("description", summary)
     parser: Parser = commands.add_parser(name, help=summary, **others)
@@ -131,22 +133,27 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     """Add MODEL. An optional one is of a live command: without it `default_model` of ds2.model.shipped is meant."""
     kinds = "model file or run folder of a unidirectional model, or" if optional else "model file, run folder or"
     default = f" (default: {DEFAULT})" if optional else ""
-    about = f"{kinds} a name of `ds2 models`{default}"
-    parser.add_argument("model", type=Path, nargs="?" if optional else None, help=about)
+    parser.add_argument(
+        "model", type=Path, nargs="?" if optional else None, help=f"{kinds} a name of `ds2 models`{default}"
+    )
 
 
 def add_device(parser: argparse.ArgumentParser, *, precision: bool = False) -> None:
     """Add --device and, of commands that allow one, --precision."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     if precision:
-        about = "auto: on a GPU the precision that the model was trained in, on a CPU fp32"
-        parser.add_argument("--precision", default="auto", choices=["fp32", "bf16", "auto"], help=about)
+        parser.add_argument(
+            "--precision", default="auto", choices=["fp32", "bf16", "auto"],
+            help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
+        )  # fmt: skip
 
 
 def add_channel(parser: argparse.ArgumentParser) -> None:
     """Add --channel, which is data.channel in training."""
-    about = "of files with several: 1 is the first, 0 their average"
-    parser.add_argument("--channel", type=whole(0, MAX_CHANNELS), default=0, metavar="N", help=about)
+    parser.add_argument(
+        "--channel", type=whole(0, MAX_CHANNELS), default=0, metavar="N",
+        help="of files with several: 1 is the first, 0 their average",
+    )  # fmt: skip
 
 
 def add_phrases(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ _WORDS = re.compile(_QUOTED + r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
 _WORDS_OF_MAPPING = re.compile(_QUOTED + r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
 _NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
 _MARKS = re.compile(r"[~#!&;<>^`]")  # that Hydra allows in quotes only
-_DEEPEST = 50  # brackets within brackets: Hydra's parser recurses for each
+_DEEPEST = 50  # brackets within each other: no setting has more than 3, and of 300 Hydra's parser recurses too deeply
 _HOME = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 
 
@@ -300,8 +300,10 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
     """Replace every sweep (`a=1,2`) by its first value, to check a multirun; raises as `parse_override`."""
     return [
-        f"{o.get_key_element()}={next(iter(o.sweep_string_iterator()))}" if o.is_sweep_override() else str(o.input_line)
-        for o in map(parse_override, overrides)
+        f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+        if override.is_sweep_override()
+        else str(override.input_line)
+        for override in map(parse_override, overrides)
     ]
 
 
@@ -396,7 +398,11 @@ def split_overrides(arguments: Sequence[str], section: str) -> tuple[list[str], 
 
 
 def refuse_search_settings(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for decoder settings beside --phrases, whose search has none; captions need `decode.times`."""
+    """Refuse decoder settings beside --phrases, whose search is another one: they would have no effect.
+
+    Raises:
+        ConfigError: a setting other than `decode.times`, which captions ask for.
+    """
     unused = [override for override in overrides if not override.startswith("decode.times=")]
     if unused:
         raise ConfigError(f"--phrases has a search of its own, without {', '.join(unused)}: leave out one of the two")

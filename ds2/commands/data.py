@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 _SHOWN_OF_A_KIND, _SHOWN_WORDS = 5, 10
 _BASE_SYMBOLS = " '"
 _MOST_SURPRISE = 1.0  # nats a label, of a recording whose pieces are used; without a quarter of its words it has more
-_MOST_WORDS = 50  # of a line of a text to be spoken, and letters of a word
+_MOST_WORDS = 50  # of a line of a text to be spoken; longer ones are cut
+_MOST_LETTERS = 50  # of a word of such a line
 
 
 def make_parser() -> Parser:
@@ -73,9 +74,15 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def run_check(config: Config, json_path: Path | None = None, *, show_all: bool = False) -> int:
-    """Check the manifests of a config, prepare them where missing, and print the report, or `show_all` findings.
+    """Check the manifests of a config, prepare them where missing, and print the report.
 
-    Of the model only the striding is used. Returns 0 if training may start, else 1.
+    Args:
+        config: manifests, alphabet and model (of which only the striding is used).
+        json_path: also write the report to this file.
+        show_all: print all findings, not only some of each kind.
+
+    Returns:
+        0 if training may start, else 1.
 
     Raises:
         ManifestError: a manifest cannot be read at all.
@@ -110,8 +117,9 @@ def run_check(config: Config, json_path: Path | None = None, *, show_all: bool =
 
 def _add_prepare(commands: Any) -> None:
     parser = add_command(commands, "prepare", "write the manifests of a recipe", _prepare, settings=ALL_SETTINGS)
-    about = f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
-    parser.add_argument("overrides", nargs="+", help=about)
+    parser.add_argument(
+        "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
+    )
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -127,8 +135,9 @@ def _add_import(commands: Any) -> None:
     parser.add_argument("manifest", type=Path, help="JSON-lines file to write")
     parser.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out what has no usable audio or text")
-    about = "of transcript files that are not Unicode: cp1252, cp1254, ..."
-    parser.add_argument("--encoding", default="", metavar="NAME", help=about)
+    parser.add_argument(
+        "--encoding", default="", metavar="NAME", help="of transcript files that are not Unicode: cp1252, cp1254, ..."
+    )
 
 
 def _import(args: argparse.Namespace) -> None:
@@ -143,8 +152,9 @@ def _add_pieces(commands: Any) -> None:
     parser = add_command(commands, "pieces", summary, _pieces, settings=ALL_SETTINGS)
     parser.add_argument("output", type=Path, help="text file to write, one piece a line")
     parser.add_argument("overrides", nargs="+", help="recipe=..., data.corpus=..., alphabet.symbols=...")
-    about = "labels of the network without the blank"
-    parser.add_argument("--count", type=whole(1, 1_000_000), required=True, help=about)
+    parser.add_argument(
+        "--count", type=whole(1, 1_000_000), required=True, help="labels of the network without the blank"
+    )
 
 
 def _pieces(args: argparse.Namespace) -> None:
@@ -160,8 +170,10 @@ def _pieces(args: argparse.Namespace) -> None:
     characters = replace(config.alphabet, pieces=[], unknown="drop")
     pieces = learn_pieces(texts, Alphabet.from_config(characters), count)
     if len(pieces) < count:
-        reason = "these transcripts give no more. Use more text, or a smaller --count"
-        log.warning(f"only {len(pieces)} of {count} pieces: {reason}")
+        log.warning(
+            "only %d of %d pieces: these transcripts give no more. Use more text, or a smaller --count",
+            len(pieces), count,
+        )  # fmt: skip
     write_text(output, "".join(piece + "\n" for piece in pieces))
     alphabet = Alphabet.from_config(replace(characters, pieces=pieces))
     labels, words = sum(len(alphabet.encode(text)) for text in texts), sum(len(text.split()) for text in texts)
@@ -220,9 +232,9 @@ def _split(args: argparse.Namespace) -> None:
     others = sorted(path.name for path in args.out.glob("*.jsonl") if path.resolve() not in read)
     if others:
         log.warning(
-            f"{args.out} also holds {', '.join(others)}, which this split did not write: of an earlier split, its "
-            "speakers may be in train now"
-        )
+            "%s also holds %s, which this split did not write: of an earlier split, its speakers may be in train now",
+            args.out, ", ".join(others),
+        )  # fmt: skip
 
 
 def _add_stats(commands: Any) -> None:
@@ -308,8 +320,9 @@ def _add_alphabet(commands: Any) -> None:
     parser = add_command(commands, "alphabet", summary, _alphabet, settings=ALPHABET_SETTINGS, usage=usage)
     parser.add_argument("manifests", type=Path, nargs="+", metavar="MANIFEST", help="their texts are normalised")
     parser.add_argument("--out", type=Path, help="my_conf/alphabet/NAME.yaml, for --config-dir my_conf alphabet=NAME")
-    about = "characters that occur less often are left out"
-    parser.add_argument("--least", type=whole(1, COUNT), default=1, metavar="N", help=about)
+    parser.add_argument(
+        "--least", type=whole(1, COUNT), default=1, metavar="N", help="characters that occur less often are left out"
+    )
 
 
 def _alphabet(args: argparse.Namespace) -> None:
@@ -394,15 +407,17 @@ def _add_lexicon(commands: Any) -> None:
         "alphabet.symbols has the marks that stay in them.",
     )
     parser.add_argument("output", type=Path, help="file to write in the format of CMUdict")
-    about = "pronunciations in that format, or a model of phones, as english"
-    parser.add_argument("--dictionary", type=Path, required=True, help=about)
+    parser.add_argument(
+        "--dictionary", type=Path, required=True, help="pronunciations in that format, or a model of phones, as english"
+    )
     parser.add_argument(
         "--words", type=Path, nargs="+", default=[], metavar="FILE",
         help="texts and manifests whose words are needed, and word models (.lm, .lm.xz, .arpa); none: all its words",
     )  # fmt: skip
     parser.add_argument("--keep-stress", action="store_true", help="keep the 0, 1 or 2 at the end of phones")
-    about = "leave out words that the dictionary lacks, instead of a guess"
-    parser.add_argument("--no-guess", action="store_true", help=about)
+    parser.add_argument(
+        "--no-guess", action="store_true", help="leave out words that the dictionary lacks, instead of a guess"
+    )
 
 
 def _lexicon(args: argparse.Namespace) -> None:
@@ -450,9 +465,9 @@ def _lexicon(args: argparse.Namespace) -> None:
     )
     if source.suffix == ".safetensors" and (lost := [p for p in phones if p not in lexicon.phones]):
         log.warning(
-            f"no word of {args.output} has these phones of the model, which a network trained with it cannot write: "
-            f"{' '.join(lost)}; name more texts by --words, or leave it out to write all words of the model"
-        )
+            "no word of %s has these phones of the model, which a network trained with it cannot write: %s; name more "
+            "texts by --words, or leave it out to write all words of the model", args.output, " ".join(lost),
+        )  # fmt: skip
     if guessed:
         common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN_WORDS]
         print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))
@@ -493,12 +508,15 @@ def _add_splice(commands: Any) -> None:
     parser = add_command(commands, "splice", "speech that says a text, made of pieces of recordings", _splice)
     parser.add_argument("folder", type=Path, help="folder for the speech and manifest.jsonl, to train with")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests of the recordings")
-    about = "of phones: aligns the recordings, and has the phones of words"
-    parser.add_argument("--model", type=Path, required=True, help=about)
-    about = "texts and manifests; lines are sentences"
-    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help=about)
-    about = "of speech to write; one takes 115 MB at 16 kHz"
-    parser.add_argument("--hours", type=real(0, 1e6, above=True), required=True, help=about)
+    parser.add_argument(
+        "--model", type=Path, required=True, help="of phones: aligns the recordings, and has the phones of words"
+    )
+    parser.add_argument(
+        "--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts and manifests; lines are sentences"
+    )
+    parser.add_argument(
+        "--hours", type=real(0, 1e6, above=True), required=True, help="of speech to write; one takes 115 MB at 16 kHz"
+    )
     parser.add_argument("--seed", type=whole(0, SEED), default=1, help="of what is drawn")
     common.add_device(parser)
 
@@ -524,9 +542,9 @@ def _splice(args: argparse.Namespace) -> None:
         raise UserError(f"{file} writes pieces of words, whose sounds have no certain times: take a model of phones")
     if alphabet.pronunciations is None:
         log.warning(
-            f"{file} writes characters: where letters have several sounds, as in English, their pieces say other "
-            "words; take a model of phones"
-        )
+            "%s writes characters: where letters have several sounds, as in English, their pieces say other words; "
+            "take a model of phones", file,
+        )  # fmt: skip
     with sole_use(args.folder, args.hours, loaded.config.data.sample_rate_hz):
         utterances = scored_utterances(args.manifests, alphabet)
         loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
@@ -539,8 +557,10 @@ def _splice(args: argparse.Namespace) -> None:
                 recording = LabelledRecording(position, utterance.speaker, labels, times_s, utterance.duration_s)
                 recordings.append(recording)
         if len(recordings) < len(utterances):
-            unused = f"{len(utterances) - len(recordings)} of {len(utterances)} recordings"
-            log.warning(f"{unused} are not used, as the model hears other words in them (`ds2 align --out`: surprise)")
+            log.warning(
+                "%d of %d recordings are not used, as the model hears other words in them (`ds2 align --out`: "
+                "surprise)", len(utterances) - len(recordings), len(utterances),
+            )  # fmt: skip
         splicer = Splicer(recordings, loader.audio)
         texts = _SpokenTexts(args.text, lines, alphabet, recordings, args.hours, args.seed)
         written = write_spliced(splicer, iter(texts), args.folder, args.hours, args.seed)
@@ -551,14 +571,14 @@ def _splice(args: argparse.Namespace) -> None:
 
 
 def _short_lines(paths: Sequence[Path]) -> Iterator[list[str]]:
-    """The words of each line; a line of more than 50 words, such as a paragraph, is several.
+    """Yield the words of each line; a line of more than 50 words, such as a paragraph, is several.
 
-    A word of more than 50 letters, as lines of scripts without spaces are, is several too.
+    So is a word of more than 50 letters, such as a line of a script without spaces.
     """
     from ds2.lm.sentences import SentenceReader  # imported late, as above
 
     for line in SentenceReader(paths, alphabet=None):
-        words = [word[at : at + _MOST_WORDS] for word in line for at in range(0, len(word), _MOST_WORDS)]
+        words = [word[at : at + _MOST_LETTERS] for word in line for at in range(0, len(word), _MOST_LETTERS)]
         yield from (words[first : first + _MOST_WORDS] for first in range(0, len(words), _MOST_WORDS))
 
 
@@ -581,7 +601,8 @@ class _SpokenTexts:
         self.paths, self.alphabet, self.draw = paths, replace(alphabet, unknown="stop"), random.Random(seed)
         self.lengths = [len(recording.times_s) for recording in recordings]
         wanted = 3600 * hours_wanted * len(recordings) / sum(recording.duration_s for recording in recordings)
-        self.every = total / max(1.0, wanted)  # short lines from the begin of a text to that of the next
+        # Of the `total` short lines of the files, those from the begin of a text to that of the next.
+        self.every = total / max(1.0, wanted)
         self.lines = self.unusable = 0  # that were read for texts, and of them those with words that have no labels
 
     def __iter__(self) -> Iterator[SplicedText]:

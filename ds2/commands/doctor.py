@@ -132,7 +132,12 @@ def why_no_kernels(device: torch.device) -> dict[str, str | None]:
 
 
 def mpirun_facts(user_id: int, environment: Mapping[str, str]) -> str:
-    """Return where mpirun is on the PATH of an environment, and what keeps this user from starting it; root is 0."""
+    """Return where mpirun is, and what keeps this user from starting it.
+
+    Args:
+        user_id: of the user, 0 for root.
+        environment: the variables, of which PATH and those of Open MPI are read.
+    """
     path = environment.get("PATH", "")
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:

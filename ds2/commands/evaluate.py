@@ -43,14 +43,22 @@ def make_parser() -> Parser:
     )
     add_model(parser)
     parser.add_argument("manifests", type=Path, nargs="*", default=[], help="default: data.test of the model's config")
-    about = "folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)"
-    parser.add_argument("--out", type=Path, help=about)
-    about = "utterances with most errors whose audio errors.html plays, 4 MiB at most; 0: none"
-    parser.add_argument("--recordings", type=whole(0, 1000), default=20, metavar="N", help=about)
-    about = "report only the WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms and codecs"
-    parser.add_argument("--robustness", type=real(-100, 100), nargs="*", metavar="SNR_DB", help=about)
-    about = "stream the audio too: seconds from a word's end until it is first shown, and until it stays"
-    parser.add_argument("--latency", action="store_true", help=about)
+    parser.add_argument(
+        "--out", type=Path,
+        help="folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recordings", type=whole(0, 1000), default=20, metavar="N",
+        help="utterances with most errors whose audio errors.html plays, 4 MiB at most; 0: none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--robustness", type=real(-100, 100), nargs="*", metavar="SNR_DB",
+        help="report only the WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms and codecs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--latency", action="store_true",
+        help="stream the audio too: seconds from a word's end until it is first shown, and until it stays",
+    )  # fmt: skip
     parser.add_argument(
         "--word-times",
         type=Path,
@@ -59,10 +67,13 @@ def make_parser() -> Parser:
         "the model's own alignment, which is late where the model is",
     )
     add_device(parser, precision=True)
-    about = "padded audio per batch; lower it if memory runs out"
-    parser.add_argument("--batch-audio-s", type=real(0, UNLIMITED, above=True), help=about)
-    about = "processes that read audio; -1 chooses, 0 none"
-    parser.add_argument("--workers", type=whole(-1, 1024), default=-1, help=about)
+    parser.add_argument(
+        "--batch-audio-s", type=real(0, UNLIMITED, above=True),
+        help="padded audio per batch; lower it if memory runs out",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
+    )
     return parser
 
 

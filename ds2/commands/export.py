@@ -23,10 +23,14 @@ def make_parser() -> Parser:
     )
     add_model(parser)
     parser.add_argument("--to", required=True, choices=["onnx", "torch"])
-    about = "the file; by default in the folder `export` beside the model, or here for a model that comes with ds2"
-    parser.add_argument("--out", type=Path, help=about)
-    about = "sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model"
-    parser.add_argument("--interface", choices=["sherpa", "plain"], help=about)
+    parser.add_argument(
+        "--out", type=Path,
+        help="the file; by default in the folder `export` beside the model, or here for a model that comes with ds2",
+    )  # fmt: skip
+    parser.add_argument(
+        "--interface", choices=["sherpa", "plain"],
+        help="sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model",
+    )  # fmt: skip
     parser.add_argument("--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="longest chunk of audio")
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
     return parser

@@ -48,8 +48,10 @@ def make_parser() -> Parser:
         prog="ds2 init", description="make a folder with a recipe of your own and a README of three commands"
     )
     parser.add_argument("folder", type=Path, help="new or empty")
-    about = "the recipe that yours extends (synthetic, which needs no corpus)"
-    parser.add_argument("--recipe", choices=choices("recipe"), default="synthetic", metavar="NAME", help=about)
+    parser.add_argument(
+        "--recipe", choices=choices("recipe"), default="synthetic", metavar="NAME",
+        help="the recipe that yours extends (synthetic, which needs no corpus)",
+    )  # fmt: skip
     return parser
 
 

@@ -44,8 +44,9 @@ def make_parser() -> Parser:
     add_model(parser, optional=True)
     parser.add_argument("--input", default="", help="microphone, by number or part of its name (default: the system's)")
     parser.add_argument("--format", choices=["text", "json"], default="text")
-    about = "a word or phrase to expect; needs decode=beam"
-    parser.add_argument("--hot", action="append", default=[], metavar="PHRASE", help=about)
+    parser.add_argument(
+        "--hot", action="append", default=[], metavar="PHRASE", help="a word or phrase to expect; needs decode=beam"
+    )
     add_phrases(parser)
     parser.add_argument(
         "--keywords",

@@ -92,8 +92,10 @@ def _add_build(commands: Any) -> None:
     parser.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
                        help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
                             "seen once (default: keep all)")  # fmt: skip
-    about = "token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)"
-    parser.add_argument("--unit", choices=UNITS, default="word", help=about)
+    parser.add_argument(
+        "--unit", choices=UNITS, default="word",
+        help="token: a word, a character, or a piece (of --model's alphabet; without --model the text has pieces)",
+    )  # fmt: skip
     parser.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
     parser.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
     _add_text_options(parser)
@@ -365,14 +367,19 @@ def _grid_help(axis: int) -> str:
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:
     defaults = AlphabetConfig()
-    about = "print perplexity and OOV rate of this text"
-    parser.add_argument("--heldout", type=Path, nargs="+", default=[], metavar="TEXT", help=about)
-    about = "normalise as this network's alphabet does (model file or run folder)"
-    parser.add_argument("--model", type=Path, help=about)
-    about = f"the alphabet without --model (default {defaults.symbols!r})"
-    parser.add_argument("--symbols", default=defaults.symbols, help=about)
-    about = "byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece"
-    parser.add_argument("--pieces", type=Path, help=about)
+    parser.add_argument(
+        "--heldout", type=Path, nargs="+", default=[], metavar="TEXT", help="print perplexity and OOV rate of this text"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="normalise as this network's alphabet does (model file or run folder)"
+    )
+    parser.add_argument(
+        "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
+    )
+    parser.add_argument(
+        "--pieces", type=Path,
+        help="byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece",
+    )  # fmt: skip
     parser.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
     parser.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
     _add_unknown(parser)
@@ -414,7 +421,11 @@ def _inputs(args: argparse.Namespace) -> list[Path]:
 
 
 def _check_texts(args: argparse.Namespace) -> None:
-    """Raise LanguageModelError for missing texts or standard input twice; warn of held-out texts of the model's own."""
+    """Refuse texts that are missing, and standard input twice; warn of held-out texts that the model is made of.
+
+    Raises:
+        LanguageModelError: names them.
+    """
     missing = [str(path) for path in (*args.text, *args.heldout) if path != STANDARD_INPUT and not path.is_file()]
     if missing:
         raise LanguageModelError(f"there is no text {', '.join(missing)}: name files, or - for standard input")

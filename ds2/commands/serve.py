@@ -54,22 +54,34 @@ def make_parser() -> Parser:
         help="one more name in clients' URLs, as of a proxy before this server; * allows any (default: the addresses "
         "listened on)",
     )
-    about = "a site whose pages may use this server, as https://example.com; * allows any (default: its own page)"
-    parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=about)
+    parser.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN",
+        help="a site whose pages may use this server, as https://example.com; * allows any (default: its own page)",
+    )  # fmt: skip
     parser.add_argument("--root", choices=roots, default="vosk", help="the protocol of WebSockets at / (default: vosk)")
     parser.add_argument("--language", default="en", help="the language of the model, for Home Assistant (default: en)")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https: a certificate with its chain, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of that certificate, without a password")
-    about = "serve https with a certificate made here, of which browsers warn once; for microphones of other machines"
-    parser.add_argument("--tls-self-signed", action="store_true", help=about)
-    about = "MiB of all uploads at once; what exceeds them is refused"
-    parser.add_argument("--uploads-mb", type=whole(1, 1 << 30), default=2048, help=about)
-    about = 'most sessions open at once; further clients are refused with "try again later"'
-    parser.add_argument("--sessions", type=whole(1, 1_000_000), default=64, help=about)
-    about = "longest audio of a session, in seconds"
-    parser.add_argument("--duration-s", type=real(0, UNLIMITED, above=True), default=4 * 3600.0, help=about)
-    about = "seconds after which a client that sends nothing is dropped"
-    parser.add_argument("--idle-s", type=real(0, 1e9, above=True), default=60.0, help=about)
+    parser.add_argument(
+        "--tls-self-signed", action="store_true",
+        help="serve https with a certificate made here, of which browsers warn once; for microphones of other machines",
+    )  # fmt: skip
+    parser.add_argument(
+        "--uploads-mb", type=whole(1, 1 << 30), default=2048,
+        help="MiB of all uploads at once; what exceeds them is refused",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sessions", type=whole(1, 1_000_000), default=64,
+        help='most sessions open at once; further clients are refused with "try again later"',
+    )  # fmt: skip
+    parser.add_argument(
+        "--duration-s", type=real(0, UNLIMITED, above=True), default=4 * 3600.0,
+        help="longest audio of a session, in seconds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--idle-s", type=real(0, 1e9, above=True), default=60.0,
+        help="seconds after which a client that sends nothing is dropped",
+    )  # fmt: skip
     parser.add_argument(
         "--workers",
         type=whole(0, 1024),
@@ -82,10 +94,13 @@ def make_parser() -> Parser:
         help="recogniser processes, each with the model, a share of the sessions and its own workers (default: on a "
         "GPU one for every 1,000 sessions if there are more, else 1)",
     )
-    about = "most sessions in a batch; 1: no batches; by default all that wait"
-    parser.add_argument("--batch", type=whole(1, 1 << 20), default=1 << 20, help=about)
-    about = "log what is said; without it no log holds any of it"
-    parser.add_argument("--log-transcripts", action="store_true", help=about)
+    parser.add_argument(
+        "--batch", type=whole(1, 1 << 20), default=1 << 20,
+        help="most sessions in a batch; 1: no batches; by default all that wait",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
+    )
     add_device(parser, precision=True)
     return parser
 

@@ -60,8 +60,10 @@ def make_parser() -> Parser:
         help="text (a paragraph a line; on standard output with several files a file a line, after its name and a "
         "tab), one JSON object per file, or captions (on standard output; of several files next to each)",
     )
-    about = "write one file for each audio file, in this folder; files of a folder keep their places below it"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER",
+        help="write one file for each audio file, in this folder; files of a folder keep their places below it",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace existing files; without it they are an error")
     parser.add_argument(
         "--stream",
@@ -69,8 +71,9 @@ def make_parser() -> Parser:
         help="as live recognition: a line or JSON object for each segment as soon as its speaker pauses; - is then "
         "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
     )
-    about = "samples a second of - with --stream; default: the model's"
-    parser.add_argument("--rate", type=whole(*RATES_HZ), help=about)
+    parser.add_argument(
+        "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
+    )
     add_phrases(parser)
     add_channel(parser)
     add_device(parser, precision=True)
