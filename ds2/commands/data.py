@@ -23,10 +23,10 @@ from ds2.data.corpora import FORMATS, RECIPES, import_corpus, prepare
 from ds2.data.corpora.kaldi import export_kaldi
 from ds2.data.manifest import UNITS, Conditions, amount, hours, read_manifest, read_manifests, write_manifest
 from ds2.data.shards import MANIFEST, write_shards
-from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, sole_use, write_spliced
+from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, check_folder, write_spliced
 from ds2.data.splits import ensure_manifests, require_files, scored_utterances, warn_of_other_corpus
 from ds2.system import UserError
-from ds2.system.files import check_writable, write_json, write_text
+from ds2.system.files import check_writable, sole_writer, write_json, write_text
 from ds2.system.machine import quick_imports
 from ds2.system.plain import counted, shortened
 from ds2.system.signals import default_signals
@@ -545,7 +545,9 @@ def _splice(args: argparse.Namespace) -> None:
             "%s writes characters: where letters have several sounds, as in English, their pieces say other words; "
             "take a model of phones", file,
         )  # fmt: skip
-    with sole_use(args.folder, args.hours, loaded.config.data.sample_rate_hz):
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with sole_writer(args.folder):
+        check_folder(args.folder, args.hours, loaded.config.data.sample_rate_hz)
         utterances = scored_utterances(args.manifests, alphabet)
         loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
         aligned, _ = align_utterances(Recogniser.of(loaded, DecodeConfig(), device), loader)

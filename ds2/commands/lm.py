@@ -35,7 +35,7 @@ from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
 from ds2.recognition.tuning import DevLogProbs, TuningTrial
-from ds2.system.files import STANDARD_INPUT, check_writable
+from ds2.system.files import STANDARD_INPUT, check_writable, sole_writer
 from ds2.system.machine import git_commit
 from ds2.system.plain import counted
 from ds2.system.signals import Stopped
@@ -160,7 +160,7 @@ def _train(args: argparse.Namespace) -> int:
     model is complete.
 
     Raises:
-        UnwritableError: the model cannot be written; raised before the text is read.
+        UnwritableError: the model cannot be written, or another process trains it; raised before the text is read.
         CheckpointError: the state is damaged or of another training.
         Stopped: by a signal, after state and model are written.
     """
@@ -169,31 +169,32 @@ def _train(args: argparse.Namespace) -> int:
     output: Path = args.output
     state_file = output.parent / f"{output.name}.state"
     check_writable(output, state_file, inputs=_inputs(args))
-    reader = SentenceReader(args.text, alphabet.unit, alphabet, args.unknown)
-    text = TrainingText.of(reader, alphabet)
-    print(f"read {reader.report()}", flush=True)
-    device = resolve_device(args.device)
-    torch.manual_seed(args.seed)
-    shape, settings = _settings(RecurrentShape, args), _settings(TrainingSettings, args)
-    model = RecurrentLM(alphabet, shape).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
-    fixed = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
-             if name not in _CHANGEABLE}  # fmt: skip
-    made_of = {**fixed, "text": text.digest, "alphabet": alphabet.to_dict()}
-    state = StateFile(state_file, made_of, 60 * args.save_minutes)
-    resumed = f", on from {state.path}" if state.path.is_file() else ""
-    print(f"training {parameters:,} parameters on {device}{resumed}", flush=True)
-    with Interrupts() as interrupts:
-        progress = train(model, text, settings, _show, stop=lambda: bool(interrupts.received), state=state)
-        if interrupts.received and not progress.step:
-            raise Stopped(interrupts.received)
-        minutes = progress.elapsed_s / 60
-        facts = {"epoch": progress.epoch, "step": progress.step, "minutes": minutes, "git_commit": git_commit()}
-        save_recurrent(output, model, facts)
-        print(f"{_written(output)}, after {counted(progress.step, 'step')} in {minutes:.1f} minutes")
-        if interrupts.received:
-            raise Stopped(interrupts.received)
-        state.remove()
+    with sole_writer(output):
+        reader = SentenceReader(args.text, alphabet.unit, alphabet, args.unknown)
+        text = TrainingText.of(reader, alphabet)
+        print(f"read {reader.report()}", flush=True)
+        device = resolve_device(args.device)
+        torch.manual_seed(args.seed)
+        shape, settings = _settings(RecurrentShape, args), _settings(TrainingSettings, args)
+        model = RecurrentLM(alphabet, shape).to(device)
+        parameters = sum(p.numel() for p in model.parameters())
+        fixed = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
+                 if name not in _CHANGEABLE}  # fmt: skip
+        made_of = {**fixed, "text": text.digest, "alphabet": alphabet.to_dict()}
+        state = StateFile(state_file, made_of, 60 * args.save_minutes)
+        resumed = f", on from {state.path}" if state.path.is_file() else ""
+        print(f"training {parameters:,} parameters on {device}{resumed}", flush=True)
+        with Interrupts() as interrupts:
+            progress = train(model, text, settings, _show, stop=lambda: bool(interrupts.received), state=state)
+            if interrupts.received and not progress.step:
+                raise Stopped(interrupts.received)
+            minutes = progress.elapsed_s / 60
+            facts = {"epoch": progress.epoch, "step": progress.step, "minutes": minutes, "git_commit": git_commit()}
+            save_recurrent(output, model, facts)
+            print(f"{_written(output)}, after {counted(progress.step, 'step')} in {minutes:.1f} minutes")
+            if interrupts.received:
+                raise Stopped(interrupts.received)
+            state.remove()
     if args.heldout:
         _print_recurrent_perplexity(model, args.heldout, args.unknown)
     return 0

@@ -4,18 +4,15 @@ A network that trains on such speech learns words and spellings of the texts. So
 give fewer errors than the recordings alone (docs/results/accuracy.md).
 """
 
-import fcntl
 import functools
 import io
 import logging
-import os
 import random
 import shutil
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -236,31 +233,12 @@ def _halves(bank: _Bank, pair: str, draw: random.Random) -> list[Piece] | None:
     return [bank.piece(first, first, end=end), bank.piece(second, second, begin=begin)]
 
 
-@contextmanager
-def sole_use(folder: Path, hours: float, rate_hz: int) -> Iterator[None]:
-    """Check that a folder can take so much speech, and let no other process write it during the block.
+def check_folder(folder: Path, hours: float, rate_hz: int) -> None:
+    """Check before recordings are aligned that a folder can take so much speech.
 
     Raises:
-        SpliceError: it has a manifest, whose files would get other speech, another process writes it, or its disk is
-            too small.
-        OSError: it cannot be made.
+        SpliceError: it has a manifest, whose files would get other speech, or its disk is too small.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SpliceError(f"{folder} is written by another process: end that, or choose another folder") from error
-        except OSError as error:
-            log.warning("%s has no locks (%s): let no second process write it", folder, error)
-        _check_folder(folder, hours, rate_hz)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _check_folder(folder: Path, hours: float, rate_hz: int) -> None:
     if (folder / MANIFEST).exists():
         raise SpliceError(f"{folder / MANIFEST} exists already: choose another folder, or remove it")
     digits = "[0-9]" * 6

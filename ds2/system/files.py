@@ -15,6 +15,7 @@ import fcntl
 import functools
 import gzip
 import json
+import logging
 import lzma
 import os
 import platform
@@ -34,6 +35,7 @@ from typing import Any, BinaryIO, NoReturn, TextIO
 from ds2.system import UserError
 from ds2.system.plain import parse_json
 
+log = logging.getLogger(__name__)
 PACKED_BY: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}  # texts, by their suffix
 _STALE_S = 3600.0  # folders of other hosts stay this long: their locks may not be visible here
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
@@ -65,6 +67,40 @@ def check_writable(*paths: Path, inputs: Iterable[str | Path] = ()) -> None:
                 probe.write(b"ds2")
         except OSError as error:
             raise UnwritableError(f"{path} could not be written: {error.strerror}; choose another path") from error
+
+
+@contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Let no second process write a folder, or a file, during the block; the system ends this when the process ends.
+
+    A folder itself is locked. For a file it is NAME.lock beside it, which is removed after the block.
+
+    Raises:
+        UnwritableError: another process has the lock.
+        OSError: it cannot be made.
+    """
+    lock = path if path.is_dir() else path.with_name(f"{path.name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDONLY if lock.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # removed by a process that has just ended: a third one may have made and locked a new file
+            taken = lock != path and not os.fstat(descriptor).st_nlink
+        except BlockingIOError:
+            taken = True
+        except OSError as error:
+            log.warning("%s has no locks (%s): let no second process write it", path, error)
+            taken = False
+        if taken:
+            raise UnwritableError(f"{path} is written by another process: end that, or choose another path")
+        try:
+            yield
+        finally:
+            if lock != path:
+                lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 def cache_dir() -> Path:

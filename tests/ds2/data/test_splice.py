@@ -21,7 +21,8 @@ from ds2.data import splice
 from ds2.data.audio_cache import AudioStore
 from ds2.data.manifest import Utterance, read_manifest
 from ds2.data.shards import MANIFEST
-from ds2.data.splice import LabelledRecording, SplicedText, Splicer, sole_use, write_spliced
+from ds2.data.splice import LabelledRecording, SplicedText, Splicer, check_folder, write_spliced
+from ds2.system.files import sole_writer
 
 LETTER_S, TONE_S = 0.23, 0.15  # of write_tones
 FRAME = RATE_HZ // 50
@@ -151,26 +152,17 @@ def test_texts_may_end_and_a_small_disk_is_named_at_once(tmp_path: Path, monkeyp
     of_a_killed_attempt.touch()
     assert len(write_spliced(splicer, iter(few), tmp_path / "few", 1, 1)) == 1
     assert [path.name for path in of_a_killed_attempt.parent.iterdir()] == ["000000.wav"]
-    # Its files would say what its manifest does not.
-    with pytest.raises(splice.SpliceError, match="exists already"), sole_use(tmp_path / "few", 1, RATE_HZ):
-        pass
+    with pytest.raises(splice.SpliceError, match="exists already"):  # its files would say what its manifest does not
+        check_folder(tmp_path / "few", 1, RATE_HZ)
     with pytest.raises(splice.SpliceError, match="labels that no recording has"):
         write_spliced(splicer, iter([SplicedText(("d",), ((4,),))]), tmp_path / "none", 1, 1)
     monkeypatch.setattr(splice.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**9}))
-    with (
-        pytest.raises(splice.SpliceError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"),
-        sole_use(tmp_path / "big", 100, RATE_HZ),
-    ):
-        pass
-    (tmp_path / "big" / "000000").mkdir()
+    (tmp_path / "big" / "000000").mkdir(parents=True)
+    with pytest.raises(splice.SpliceError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"):
+        check_folder(tmp_path / "big", 100, RATE_HZ)
     with (tmp_path / "big" / "000000" / "000000.wav").open("wb") as file:
         file.truncate(11 * 10**9)  # of an attempt that was killed
-    with (
-        sole_use(tmp_path / "big", 100, RATE_HZ),
-        pytest.raises(splice.SpliceError, match="is written by another process"),
-        sole_use(tmp_path / "big", 100, RATE_HZ),
-    ):
-        pass
+    check_folder(tmp_path / "big", 100, RATE_HZ)
 
 
 def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
@@ -201,6 +193,17 @@ def test_the_command_writes_speech_of_texts_that_training_reads(
     assert re.search(r"not used: \d+ of \d+ lines of the texts, with words for which .* has no labels", printed)
     assert 18 <= sum(u.duration_s for u in written) < 20
     assert {word for u in written for word in u.text.split()} == {"ab", "cab", "bacca", "abc"}
+
+
+def test_a_folder_that_another_command_writes_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "text.txt").write_text("ab cab\n", encoding="utf-8")
+    with sole_writer(tmp_path / "out"):
+        assert main([*command, "--text", str(tmp_path / "text.txt"), "--hours", "0.005"]) == 2
+    assert f"{tmp_path}/out is written by another process" in capsys.readouterr().err
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_a_model_of_phones_speaks_the_words_of_its_lexicon(

@@ -22,6 +22,7 @@ from ds2.lm.recurrent_training import (
     TrainingText,
     train,
 )
+from ds2.system.files import UnwritableError, sole_writer
 from ds2.system.tensor_file import CheckpointError, load, save
 from ds2.text.alphabet import Alphabet
 
@@ -109,6 +110,15 @@ def test_the_state_of_another_training_is_refused(tmp_path: Path, changes: list[
         run(command)
     state.unlink()
     assert run([*command, *changes]) == 0
+
+
+def test_a_second_training_of_a_model_is_refused(tmp_path: Path) -> None:
+    text, model = tmp_path / "t.txt", tmp_path / "m.safetensors"
+    text.write_text("the cat sat\n", encoding="utf-8")
+    command = ["train", str(text), "--output", str(model), *SIZES]
+    with sole_writer(model), pytest.raises(UnwritableError, match=r"m\.safetensors is written by another process"):
+        run(command)
+    assert not model.exists() and run(command) == 0
 
 
 def test_epochs_and_rate_may_change(tmp_path: Path) -> None:

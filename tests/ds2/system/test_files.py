@@ -13,7 +13,7 @@ import pytest
 
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.system import files
-from ds2.system.files import atomic_file, read_lines, remove_stale, write_text
+from ds2.system.files import UnwritableError, atomic_file, read_lines, remove_stale, sole_writer, write_text
 from ds2.system.tensor_file import save
 
 
@@ -32,6 +32,30 @@ def test_an_error_keeps_the_old_file(tmp_path: Path) -> None:
 def test_names_are_as_long_as_the_file_system_allows(name: str, tmp_path: Path) -> None:
     write_text(tmp_path / name, "text\n")
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["folder", "new/file"])
+def test_a_second_writer_is_refused_until_the_first_ends(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    (tmp_path / "folder").mkdir()
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), sole_writer(path):
+            with pytest.raises(UnwritableError, match=f"{name} is written by another process: end that"):
+                sole_writer(path).__enter__()
+            with sole_writer(path.with_name("other")):
+                raise error
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlink_and_lock(descriptor: int, operation: int) -> None:
+        (tmp_path / "file.lock").unlink()
+        flock(descriptor, operation)
+
+    flock = files.fcntl.flock
+    monkeypatch.setattr(files.fcntl, "flock", unlink_and_lock)
+    with pytest.raises(UnwritableError, match="is written by another process"), sole_writer(tmp_path / "file"):
+        pass
 
 
 def test_two_writers_at_once_and_the_last_wins(tmp_path: Path) -> None:
