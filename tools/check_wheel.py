@@ -46,9 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     paths = expected()
-    absent = [path for wheel in parser.parse_args().wheels for path in missing(wheel, paths)]
-    print(f"{len(paths)} files of the checkout")
-    print("".join(f"missing: {path}\n" for path in absent), end="", file=sys.stderr)
+    absent = [f"{wheel.name} lacks {path}" for wheel in parser.parse_args().wheels for path in missing(wheel, paths)]
+    print(f"{len(paths)} files of the checkout belong in a wheel, missing: {len(absent)}")
+    print("".join(f"{line}\n" for line in absent), end="", file=sys.stderr)
     return int(bool(absent))
 
 

@@ -23,7 +23,7 @@ def test_a_wheel_without_a_nested_header_is_refused(
                 archive.writestr(path, "")
         monkeypatch.setattr(sys, "argv", ["check_wheel.py", str(wheel)])
         assert check_wheel.main() == status
-        assert (f"missing: {lost}" in capsys.readouterr().err) == bool(absent)
+        assert (f"{wheel.name} lacks {lost}" in capsys.readouterr().err) == bool(absent)
 
 
 def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:
