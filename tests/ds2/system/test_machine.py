@@ -102,6 +102,17 @@ def test_what_is_imported_is_not_looked_through(monkeypatch: pytest.MonkeyPatch)
         gc.freeze()  # as before this test
 
 
+def test_imports_leave_collections_off_for_a_caller_who_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    gc.disable()
+    try:
+        with quick_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 class _Import:
     """A function that notes, where it is unpickled and where it is called, whether collections may come."""
 
