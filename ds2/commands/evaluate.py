@@ -80,9 +80,9 @@ def make_parser() -> Parser:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(arguments)
-    alone = "--robustness" if args.robustness is not None else "--latency" if args.latency else ""
-    if alone and launched().world > 1:
-        parser.error(f"{alone} runs in one process: start it without a launcher")
+    if launched().world > 1 and (args.latency or args.robustness is not None):
+        option = "--latency" if args.latency else "--robustness"
+        parser.error(f"{option} runs in one process: start it without a launcher")
     if args.latency and args.robustness is not None:
         parser.error("--robustness has no latency: leave one of them out")
     if args.word_times is not None and not args.latency:

@@ -120,7 +120,8 @@ class CacheFile:
         try:
             self._file = path.open("rb", buffering=0)
             weakref.finalize(self, self._file.close)
-            self.index = self._read_index()  # (U, 5): first sample, samples (0: cheap to read), CRC-32, two half keys
+            # (U, 5) int64: first sample; samples, 0 of what is cheap to read; CRC-32 of them; both halves of the key.
+            self.index = self._read_index()
         except OSError as error:
             raise CacheError(error.strerror or str(error)) from error
 

@@ -346,12 +346,18 @@ def from_levels(
             backoff[states] = level.backoff[flags]
             next_state[first:end][flags] = np.arange(states.start, states.stop, dtype=np.int32)
             prefix_state = next_state[first:end]
-    arrays = (keys, log_prob, next_state, backoff, suffix)
-    tensors = dict(zip(TENSORS, map(torch.from_numpy, arrays), strict=True))
     return NGram(
-        tuple(vocabulary), **tensors, entry_starts=tuple(entry_starts), state_starts=tuple(state_starts), unit=unit,
+        tuple(vocabulary),
+        keys=torch.from_numpy(keys),
+        log_prob=torch.from_numpy(log_prob),
+        next_state=torch.from_numpy(next_state),
+        backoff=torch.from_numpy(backoff),
+        suffix=torch.from_numpy(suffix),
+        entry_starts=tuple(entry_starts),
+        state_starts=tuple(state_starts),
+        unit=unit,
         alphabet=alphabet,
-    )  # fmt: skip
+    )
 
 
 def _entries(

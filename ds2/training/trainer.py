@@ -46,7 +46,7 @@ from ds2.training.optim import OptimizerStep, freeze, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs, why_sums_are_launched
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
-from ds2.training.state import Progress, TrainState, broadcast_state, initial_state, read_state, state_file
+from ds2.training.state import Parts, Progress, TrainState, broadcast_state, initial_state, read_state, state_file
 from ds2.training.stopping import Interrupts
 
 log = logging.getLogger(__name__)
@@ -229,8 +229,9 @@ class Trainer:
         self.features.to(comm.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.state = TrainState(self.model, self.features, self.optimizer)
-        start = (self.state, self.loader, self.alphabet, config, self.run_dir)
-        parts, progress = initial_state(*start) if comm.rank == 0 else ({}, Progress())
+        parts, progress = Parts(), Progress()
+        if comm.rank == 0:
+            parts, progress = initial_state(self.state, self.loader, self.alphabet, config, self.run_dir)
         broadcast_state(self.state, parts, progress, config.train.average_decay, comm)
 
     def _build_crf(self) -> Crf | None:
