@@ -469,8 +469,8 @@ def _lexicon(args: argparse.Namespace) -> None:
             "texts by --words, or leave it out to write all words of the model", args.output, " ".join(lost),
         )  # fmt: skip
     if guessed:
-        common = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN_WORDS]
-        print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in common))
+        frequent = sorted(guessed, key=lambda word: -wanted[word])[:_SHOWN_WORDS]
+        print("guessed: " + ", ".join(f"{word} {' '.join(guessed[word])}" for word in frequent))
     without = sorted((word for word in unknown if word not in guessed), key=lambda word: -wanted[word])
     if without:
         lacking = sorted(set("".join(without).lower()).difference(*folded))
