@@ -138,6 +138,7 @@ def test_closing_ends_the_workers_and_the_next_epoch_has_new_ones(tmp_path: Path
     loader.close()
     assert set(multiprocessing.active_children()) == others
     assert_same(batches(utterances, make_config(tmp_path), epoch=3), list(loader.epoch(PLAN, 3)))
+    loader.close()
 
 
 def test_an_interrupt_of_the_group_leaves_the_workers_running(tmp_path: Path, utterances: list[Utterance]) -> None:
