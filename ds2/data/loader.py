@@ -164,7 +164,7 @@ class SpeechLoader:
     def close(self) -> None:
         """End the worker processes; the next epoch starts new ones.
 
-        Where they end because this object is collected as garbage, torch waits 5 s for each.
+        Without it they end when this object is collected as garbage, and torch then waits 5 s for each process.
         """
         self._running = self._loader = None
 

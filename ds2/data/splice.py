@@ -206,7 +206,7 @@ class Splicer:
     def speak(self, number: int, texts: Sequence[SplicedText], seed: int) -> list[Speech | None]:
         """Return the speech of texts by one speaker; None for a text with a label that no recording has.
 
-        `number` and `seed` draw the speaker: the more speech of one there is, the more often.
+        The speaker is drawn by `number` and `seed`, each in proportion to the length of that speaker's recordings.
         """
         draw = random.Random(f"{seed} {number}")
         speaker = draw.choices(list(self.seconds), list(self.seconds.values()))[0]

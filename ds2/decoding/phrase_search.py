@@ -39,7 +39,8 @@ from ds2.decoding.phrases import (
 from ds2.system.plain import short_repr
 from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
-_BEAM = 60.0  # natural log: paths that are less probable than the best one by more are dropped, but for the best end
+# Natural log: paths that are less probable than the best one by more are dropped, except the best that may end.
+_BEAM = 60.0
 _TRACE_S = 1.0
 _MAX_PENDING_S = 10.0  # paths that disagree for longer: the best one is final
 _NEVER = -math.inf
@@ -190,7 +191,7 @@ class _PhraseStream:
         self.scores, moves = self.states.advance(self.scores, relative)
         alive = self.scores >= self.scores.max() - _BEAM
         ends = self.states.ends
-        alive[ends[self.scores[ends].argmax()]] = True  # of a source that stops within a phrase, the phrases before
+        alive[ends[self.scores[ends].argmax()]] = True  # the result if the source stops within a phrase
         self.scores[~alive] = _NEVER
         self.moves.append(moves)
         self.losses.append((-relative).astype(np.float32))

@@ -85,7 +85,7 @@ def sole_writer(path: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # removed by a process that has just ended: a third one may have made and locked a new file
+            # Another process may have removed this file when it ended, and a third one may have locked a new file.
             taken = lock != path and not os.fstat(descriptor).st_nlink
         except BlockingIOError:
             taken = True

@@ -86,8 +86,8 @@ def short_collections() -> Iterator[None]:
 def quick_imports() -> Iterator[None]:
     """Import torch without garbage collections, which look through its objects while there are more and more of them.
 
-    They would take a quarter of the time. What was imported is old then: collections of young objects leave it out.
-    Where torch is there already, or a caller wants no collections, nothing changes.
+    They would take a quarter of the time. What was imported counts as old afterwards, so that collections of young
+    objects skip it. If torch is imported already, or collections are switched off, nothing changes.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
