@@ -35,15 +35,14 @@ def thread_pool(count: int, wait_s: float = 2.0) -> Iterator[ThreadPool]:
     Args:
         wait_s: how long the end of the block waits for work that has begun.
     """
-    others = set(threading.enumerate())
-    pool = ThreadPool(count)
-    own = set(threading.enumerate()) - others
+    own: list[threading.Thread] = []
+    pool = ThreadPool(count, lambda: own.append(threading.current_thread()))
     try:
         yield pool
     finally:
         pool.terminate()
         end_s = time.monotonic() + wait_s
-        for thread in own:
+        for thread in tuple(own):
             thread.join(max(0.0, end_s - time.monotonic()))
 
 

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -54,6 +56,24 @@ def test_a_thread_that_hangs_is_left() -> None:
         threads.apply_async(released.wait, (60,))
     assert not released.is_set()
     released.set()
+
+
+def test_a_pool_waits_for_its_own_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, end = list[object](), threading.Event()
+
+    class Other(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            waited.append(timeout)
+
+    def beside_another(*arguments: Any) -> ThreadPool:
+        Other(target=end.wait, daemon=True).start()  # as a pool that another thread opens just then
+        return ThreadPool(*arguments)
+
+    monkeypatch.setattr("ds2.system.machine.ThreadPool", beside_another)
+    with thread_pool(2) as threads:
+        assert threads.map(abs, [-1, 2]) == [1, 2]
+    end.set()
+    assert not waited
 
 
 def test_collections_leave_out_what_was_there_before() -> None:
