@@ -260,6 +260,15 @@ class Server(uvicorn.Server):
             await asyncio.wait_for(app.state.end(), _SHUTDOWN_S)
         await super().shutdown(sockets)
 
+    def give_up(self) -> None:
+        """End, as no engine answers any more, and accept no client from now on.
+
+        Uvicorn stops listening up to 0.1 s later; until then a client that connects again would get another error.
+        """
+        for listening in self.servers:
+            listening.close()
+        self.should_exit = True
+
 
 def make_server(engine: EngineClient, limits: Limits, port: int) -> Server:
     """Make a server; `run` starts it, and SIGINT or SIGTERM end it after all sessions and requests are answered."""
@@ -278,7 +287,7 @@ def make_server(engine: EngineClient, limits: Limits, port: int) -> Server:
         ssl_keyfile=limits.tls.key if limits.tls else None,
     )
     server = Server(config)
-    engine.lost = lambda: setattr(server, "should_exit", True)
+    engine.lost = server.give_up
     return server
 
 
