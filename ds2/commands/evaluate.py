@@ -13,12 +13,15 @@ from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
 from ds2.data.manifest import Utterance, read_manifest
 from ds2.data.splits import ScoredData, scored_utterances
+from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
+from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.evaluate import (
     Evaluation,
     evaluate,
+    keyword_table,
     recognition_loader,
     robustness,
     robustness_table,
@@ -56,6 +59,15 @@ def make_parser() -> Parser:
         help="report only the WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms and codecs",
     )  # fmt: skip
     parser.add_argument(
+        "--keywords", action="append", default=[], metavar="PHRASE",
+        help="report only how often this word or phrase was said, found, and found though nobody said it; may be "
+        "repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--false-alarms", type=real(0, 1e6, above=True), metavar="N",
+        help=f"with --keywords: allowed of each in an hour of speech (default {FALSE_ALARMS})",
+    )  # fmt: skip
+    parser.add_argument(
         "--latency", action="store_true",
         help="stream the audio too: seconds from a word's end until it is first shown, and until it stays",
     )  # fmt: skip
@@ -83,8 +95,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if launched().world > 1 and (args.latency or args.robustness is not None):
         option = "--latency" if args.latency else "--robustness"
         parser.error(f"{option} runs in one process: start it without a launcher")
-    if args.latency and args.robustness is not None:
-        parser.error("--robustness has no latency: leave one of them out")
+    if args.latency + bool(args.keywords) + (args.robustness is not None) > 1:
+        parser.error("--latency, --keywords and --robustness are reports of their own: give one of them")
+    if args.false_alarms is not None and not args.keywords:
+        parser.error("--false-alarms needs --keywords")
     if args.word_times is not None and not args.latency:
         parser.error("--word-times needs --latency")
     return args
@@ -107,13 +121,12 @@ def run(arguments: Sequence[str]) -> int:
         recogniser = Recogniser.of(loaded, options, comm.device, args.precision)
         if args.latency:
             recogniser.session()  # raises where the model or the decoder does not stream
-        word_ends = None if args.word_times is None else read_ends(args.word_times)
-        if word_ends is not None:  # before minutes of recognition
-            for manifest in manifests:
-                if manifest != STANDARD_INPUT:  # which is read once
-                    word_ends.of(read_manifest(manifest))
+        word_ends = None if args.word_times is None else _word_ends(args.word_times, manifests)
         if args.robustness is not None:
             _robustness(recogniser, manifests, data, args, reports)
+            return 0
+        if args.keywords:
+            _keywords(recogniser, manifests, data, args, reports, comm)
             return 0
         trained_on = training_data(data) if comm.rank == 0 else []
         for scored in evaluate(
@@ -136,6 +149,15 @@ def run(arguments: Sequence[str]) -> int:
                 _log_latency(file, evaluation, evaluation.latency, int(loaded.metadata["metrics"].get("step", 0)))
             print(f"report: {folder}")
     return 0
+
+
+def _word_ends(path: Path, manifests: Sequence[Path]) -> WordEnds:
+    """Read the words' ends; raises now, before minutes of recognition, where they do not fit a manifest."""
+    ends = read_ends(path)
+    for manifest in manifests:
+        if manifest != STANDARD_INPUT:  # which is read once
+            ends.of(read_manifest(manifest))
+    return ends
 
 
 def _with_latency(
@@ -182,10 +204,31 @@ def _robustness(
     for manifest in manifests:
         utterances = scored_utterances([manifest], recogniser.alphabet)
         rows = robustness(recogniser, utterances, data, snrs_db, batch_audio_s=args.batch_audio_s, workers=args.workers)
-        text = robustness_table(list(rows))
-        path = folder / manifest.stem / "robustness.md"
-        write_text(path, f"{manifest}\n\n{text}")
-        print(f"{manifest}\n\n{text}\nreport: {path}")
+        _report_table(manifest, robustness_table(list(rows)), folder / manifest.stem / "robustness.md")
+
+
+def _keywords(
+    recogniser: Recogniser,
+    manifests: Sequence[Path],
+    data: DataConfig,
+    args: argparse.Namespace,
+    folder: Path,
+    comm: Communicator,
+) -> None:
+    """Print a table of keywords for each manifest, and write it to keywords.md."""
+    spotting = recogniser.only_keywords(args.keywords, args.false_alarms or FALSE_ALARMS)
+    graph = compile_phrases(args.keywords, recogniser.alphabet)
+    for evaluation in evaluate(
+        spotting, manifests, data, batch_audio_s=args.batch_audio_s, workers=args.workers, comm=comm
+    ):
+        if comm.rank == 0:
+            manifest = evaluation.manifest
+            _report_table(manifest, keyword_table(evaluation, graph), folder / manifest.stem / "keywords.md")
+
+
+def _report_table(manifest: Path, table: str, path: Path) -> None:
+    write_text(path, f"{manifest}\n\n{table}")
+    print(f"{manifest}\n\n{table}\nreport: {path}")
 
 
 def report_folder(model: Path, file: Path) -> Path:

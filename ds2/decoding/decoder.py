@@ -199,6 +199,13 @@ class ChangedDecoder(Decoder):
         return [[[d.change(h) for h in row] for row in rows] for d, rows in zip(decodings, nbest, strict=True)]
 
 
+def unchanged(decoder: Decoder) -> Decoder:
+    """Return the decoder whose hypotheses are changed, or the decoder itself."""
+    while isinstance(decoder, ChangedDecoder):
+        decoder = decoder.decoder
+    return decoder
+
+
 def batch_key(decoder: Decoder) -> tuple[int, int]:
     """Return a key that is equal for decoders whose decodings may share a batch: those that wrap the same decoder."""
     changes = 0

@@ -15,7 +15,7 @@ from functools import partial
 
 from ds2.config.allowed import Range
 from ds2.decoding.beam.decoder import BeamDecoder
-from ds2.decoding.decoder import ChangedDecoder, Decoder
+from ds2.decoding.decoder import ChangedDecoder, Decoder, unchanged
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.phrases import END, FALSE_ALARMS, OTHERS, ROOT, PhraseError, PhraseGraph, compile_phrases
@@ -27,11 +27,10 @@ _MAX_TEXTS = 200  # that the keywords stand for
 
 def measured_search(decoder: Decoder) -> BeamDecoder | None:
     """The beam search in a decoder, if its false alarms were measured; None: keywords cannot be searched with it."""
-    while isinstance(decoder, ChangedDecoder):
-        decoder = decoder.decoder
-    if not isinstance(decoder, BeamDecoder) or not (decoder.options.times and decoder.options.keyword_alarms):
+    search = unchanged(decoder)
+    if not isinstance(search, BeamDecoder) or not (search.options.times and search.options.keyword_alarms):
         return None
-    return decoder
+    return search
 
 
 def keyword_bonus(alarms: Sequence[float], wanted: float) -> float:
@@ -105,6 +104,11 @@ def texts_of(graph: PhraseGraph) -> list[str]:
         if len(texts) + len(waiting) > _MAX_TEXTS:
             raise PhraseError(f"the keywords stand for more than {_MAX_TEXTS} texts: leave some out")
     return list(texts)
+
+
+def keywords_in(texts: Sequence[str], graph: PhraseGraph) -> list[str]:
+    """Return the keywords among words, in order, as `only_keywords` finds them."""
+    return [" ".join(texts[first:last]) for first, last, is_keyword in _spans(texts, graph) if is_keyword]
 
 
 def only_keywords(hypothesis: Hypothesis, graph: PhraseGraph) -> Hypothesis:

@@ -21,7 +21,9 @@ from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import Hypothesis, word_record
+from ds2.decoding.keywords import keywords_in, texts_of
 from ds2.decoding.methods import METHODS
+from ds2.decoding.phrases import OTHERS, PhraseGraph
 from ds2.distributed.communicator import Communicator
 from ds2.recognition.latency import Latency
 from ds2.recognition.recogniser import Recogniser
@@ -267,4 +269,27 @@ def robustness_table(reports: Sequence[tuple[str, Report]]) -> str:
         interval = f"{100 * report.interval.low:.2f} .. {100 * report.interval.high:.2f}"
         ratio = f"{report.wer / clean:.2f}" if clean else "-"
         lines.append(f"| {name} | {100 * report.wer:.2f} % ({interval}) | {100 * report.cer:.2f} % | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def keyword_table(evaluation: Evaluation, graph: PhraseGraph) -> str:
+    """Return a Markdown table of keywords: how often they were said, found, and found though nobody said them.
+
+    An utterance may have a keyword as often as its transcript has it; where it is found more often, the rest is false.
+
+    Args:
+        evaluation: by a recogniser of `Recogniser.only_keywords`.
+        graph: of the same keywords.
+    """
+    spoken, right, false = Counter[str](), Counter[str](), Counter[str]()
+    for aligned, hypothesis in zip(evaluation.report.utterances, evaluation.hypotheses, strict=True):
+        reference = Counter(keywords_in(aligned.reference, graph))
+        written = Counter(word.text for word in hypothesis.words if word.text != OTHERS)
+        spoken, right, false = spoken + reference, right + (written & reference), false + (written - reference)
+    hours, texts = sum(utterance.duration_s for utterance in evaluation.utterances) / 3600, sorted(texts_of(graph))
+    lines = ["| keyword | said | found | false alarms | an hour |", "|---|---|---|---|---|"]
+    for name, own in [*((text, [text]) for text in texts), (f"all {len(texts)}; an hour of each", texts)]:
+        times, hits, alarms = (sum(count[text] for text in own) for count in (spoken, right, false))
+        share = f" ({100 * hits / times:.1f} %)" if times else ""
+        lines.append(f"| {name} | {times} | {hits}{share} | {alarms} | {alarms / (hours * len(own)):.3g} |")
     return "\n".join(lines) + "\n"

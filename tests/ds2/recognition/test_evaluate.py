@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,20 +21,26 @@ import torch
 from ds2.audio.features import Features
 from ds2.audio.read import read_audio
 from ds2.cli import main
-from ds2.config.schema import CODECS, Config, DataConfig, DecodeConfig
+from ds2.config.schema import CODECS, AlphabetConfig, Config, DataConfig, DecodeConfig
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
-from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.decoder import ChangedDecoder
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
+from ds2.decoding.phrases import OTHERS, compile_phrases
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, prepare_model
 from ds2.recognition.evaluate import (
     Evaluation,
     conditions,
+    keyword_table,
     recognition_loader,
     score,
     score_words,
     worst_recordings,
 )
+from ds2.recognition.pipeline import Pipeline
 from ds2.recognition.recogniser import Recogniser
+from ds2.scoring.wer import corpus_report
 from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")
@@ -246,3 +255,43 @@ def test_the_table_has_a_row_a_condition_and_repeats(
     rows = [line.split("|")[1].strip() for line in texts[0].splitlines() if line.startswith("| ")]
     assert rows == ["condition", *conditions([10.0])]
     assert "| clean |" in texts[0] and texts[0].count("| 1.00 |") >= 1
+
+
+def test_keywords_are_counted_by_utterance(tmp_path: Path) -> None:
+    texts = ["yes no yes", "turn on no", "maybe"]
+    found = [["yes", OTHERS, "turn on"], ["turn on"], ["yes", OTHERS, "yes"]]
+    utterances = [Utterance(Path(f"{n}.wav"), 1200.0, text) for n, text in enumerate(texts)]
+    hypotheses = [Hypothesis("", 0.0, (), tuple(Word(text, 0.0, 1.0, 1.0) for text in row)) for row in found]
+    evaluation = Evaluation(Path("m.jsonl"), utterances, hypotheses, corpus_report(texts, [""] * 3))
+    graph = compile_phrases(["yes", "turn (on|off)"], Alphabet.from_config(AlphabetConfig()))
+    assert keyword_table(evaluation, graph).splitlines()[2:] == [
+        "| turn off | 0 | 0 | 0 | 0 |",
+        "| turn on | 1 | 1 (100.0 %) | 1 | 1 |",  # in an hour of speech
+        "| yes | 2 | 1 (50.0 %) | 2 | 2 |",
+        "| all 3; an hour of each | 3 | 2 (66.7 %) | 3 | 1 |",
+    ]
+
+
+def test_the_command_reports_keywords_alone(
+    model_file: Path, tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for utterance in read_manifest(tone_manifest) for word in utterance.text.split()]
+    grams = [f"-1 {word}" for word in ("<s>", "</s>", "<unk>", *dict.fromkeys(words))]
+    lm = tmp_path / "words.arpa"
+    lm.write_text("\n".join(["\\data\\", f"ngram 1={len(grams)}", "", "\\1-grams:", *grams, "", "\\end\\", ""]))
+    search = ["decode.method=beam", f"decode.lm={lm}", "decode.keyword_alarms=[0.1,0.2,0.5,2,9]"]
+    command = ["evaluate", str(model_file), str(tone_manifest), "--keywords", words[0], "--workers", "0"]
+    assert main([*command, *search, "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    table = (tmp_path / "out" / tone_manifest.stem / "keywords.md").read_text()
+    assert table in capsys.readouterr().out.replace("\nreport:", "report:")
+    assert f"| {words[0]} | {words.count(words[0])} | " in table
+    assert not (tmp_path / "out" / tone_manifest.stem / "report.txt").exists()
+
+
+def test_a_search_for_keywords_writes_words_though_the_network_writes_phones(tmp_path: Path) -> None:
+    (tmp_path / "lexicon.txt").write_text("yes Y EH S\n")
+    alphabet = Alphabet.from_config(AlphabetConfig(lexicon=str(tmp_path / "lexicon.txt")))
+    search: Any = SimpleNamespace(hot_characters=frozenset("yes"))
+    pipeline: Any = functools.partial(Pipeline, None, None, alphabet)
+    assert not pipeline(ChangedDecoder(search, lambda hypothesis: hypothesis, {"yes": 1.0}), CPU).writes_phones
+    assert pipeline(GreedyDecoder(alphabet, 0.04), CPU).writes_phones

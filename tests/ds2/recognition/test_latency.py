@@ -116,7 +116,9 @@ def test_options_and_files_that_do_not_fit_are_refused(
 ) -> None:
     for extra, message in (
         (["--word-times", "x"], "--word-times needs --latency"),
-        (["--latency", "--robustness", "5"], "leave one of them out"),
+        (["--latency", "--robustness", "5"], "give one of them"),
+        (["--keywords", "a", "--robustness", "5"], "give one of them"),
+        (["--false-alarms", "5"], "--false-alarms needs --keywords"),
     ):
         with pytest.raises(SystemExit):
             main(["evaluate", "m", *extra])
