@@ -4,8 +4,6 @@
 Last come the facts that all ranks must share, for `Communicator.agree`: program, settings and weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import queue

@@ -7,8 +7,6 @@ others read it. A view follows the one before when a rank was lost or a process 
 former view leave their group and wait for the next view.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

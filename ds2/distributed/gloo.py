@@ -1,7 +1,5 @@
 """The process group over torch.distributed's Gloo, for ranks that torchrun started."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time
@@ -77,7 +75,7 @@ class GlooGroup(ProcessGroup):
 
         return is_done
 
-    def channel(self) -> StoreChannel:
+    def channel(self) -> "StoreChannel":
         name = self.broadcast(uuid4().hex)  # the trainings of a sweep follow each other in one store
         store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
         return StoreChannel(store, self.rank)
@@ -97,7 +95,7 @@ class StoreChannel:
     Whoever reaches the port of the store can write into these queues; messages that are no reports are ignored.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: "Store", rank: int) -> None:
         self._store, self.rank = store, rank
 
     # Errors of the store are ignored: without reports the watchdog of another rank finds this one silent.
@@ -124,7 +122,7 @@ def _lost_rank_errors() -> Iterator[None]:
 
 
 @cache
-def _join() -> Store:
+def _join() -> "Store":
     """Initialise torch.distributed, once in a process: the trainings of a sweep use the same ranks."""
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     own = dist.PrefixStore(_common_name(store, rank, size), store)  # type: ignore[attr-defined]
@@ -132,7 +130,7 @@ def _join() -> Store:
     return cast("Store", own)
 
 
-def _common_name(store: Store, rank: int, size: int) -> str:
+def _common_name(store: "Store", rank: int, size: int) -> str:
     """Return a prefix for keys in torchrun's store that only the running ranks know.
 
     The store outlives ranks that fail and are started again, and their old addresses would be used (issue 135712 of

@@ -3,8 +3,6 @@
 A single process imports neither MPI nor Gloo.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The launcher and the rank of this process, from environment variables, without loading torch or MPI."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

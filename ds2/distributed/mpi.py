@@ -1,7 +1,5 @@
 """The process group over MPI, for ranks that mpirun or srun started."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 from contextlib import suppress
@@ -53,7 +51,7 @@ class MpiGroup(ProcessGroup):
         own = [parts[0], parts.shape[1], kind]
         return cast(IsDone, self._gather.Iallgatherv(own, [host, buffers.counts, kind]).Test)
 
-    def channel(self) -> _MpiChannel:
+    def channel(self) -> "_MpiChannel":
         return _MpiChannel(self._open())
 
     def abort(self, status: int) -> None:

@@ -4,8 +4,6 @@ Six functions of NCCL are called by ctypes: the maintained binding nccl4py is at
 interface yet, and the NCCL groups of torch.distributed bring streams and a watchdog of their own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """A process group: the ranks that a launcher started, their hosts, and transfers between them on the CPU."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ what the peer sends when it goes on is written into memory that is in use again.
 the group is closed or a rank is lost.
 """
 
-from __future__ import annotations
-
 import platform
 import select
 import socket
@@ -42,7 +40,7 @@ class _Part:
 class _Stream:
     """One sequence of transfers: a connection to every other rank, used by one thread."""
 
-    def __init__(self, group: TcpGroup, links: Mapping[int, socket.socket]) -> None:
+    def __init__(self, group: "TcpGroup", links: Mapping[int, socket.socket]) -> None:
         self._group, self.links = group, links
         self._sending: dict[int, deque[_Part]] = {rank: deque() for rank in links}
         self._receiving: dict[int, deque[_Part]] = {rank: deque() for rank in links}
@@ -159,7 +157,7 @@ class TcpGroup(ProcessGroup):
         pieces[self.rank].copy_(buffers.parts[0])
         return self._gather.start(self._others(buffers.parts[0]), dict(enumerate(pieces)))
 
-    def channel(self) -> TcpChannel:
+    def channel(self) -> "TcpChannel":
         return TcpChannel(self, self._reports.links)
 
     def abort(self, status: int) -> None:

@@ -4,8 +4,6 @@
 outside Python), and ranks that all wait in collectives that never end (a broken network).
 """
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os

@@ -9,13 +9,11 @@ Shapes: N slots, B streams in a batch, C channels, F bins, D width of a layer's 
 R rows that a stream carries.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from ds2_ops import gru
@@ -72,7 +70,7 @@ class StreamState:
         for state, old in zip(self.by_slot(), saved, strict=True):
             state.index_copy_(0, slots, old)
 
-    def copy_from(self, smaller: StreamState) -> None:
+    def copy_from(self, smaller: Self) -> None:
         """Take over the states of the first slots."""
         for state, old in zip(self.by_slot(), smaller.by_slot(), strict=True):
             state[: len(old)] = old
@@ -251,7 +249,7 @@ def parallel_layers(model: AcousticModel, dtype: torch.dtype) -> int:
 class ConvLevel:
     """A convolution as blocks run it."""
 
-    conv: LibraryConv | KernelConv
+    conv: "LibraryConv | KernelConv"
     window: TimeWindow
     tail_shape: tuple[int, int, int]  # (F, R, C) that a stream carries
     needed: int  # input frames, the cached and the new ones together

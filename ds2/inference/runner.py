@@ -4,8 +4,6 @@ On a GPU features and network of a batch size are one CUDA graph. Launch by laun
 take the host milliseconds, for one stream as for sixty.
 """
 
-from __future__ import annotations
-
 import bisect
 import threading
 import weakref

@@ -4,8 +4,6 @@ Amodei et al. 2016, "Deep Speech 2", section 7 (Batch Dispatch). A session waits
 takes more from its client, so a client that sends faster than its audio is decoded is slowed down.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import logging
@@ -349,7 +347,7 @@ class EngineClient(ABC):
     def close(self) -> None:
         """Stop, once all calls are answered."""
 
-    async def open(self, settings: SessionSettings) -> EngineSession:
+    async def open(self, settings: SessionSettings) -> "EngineSession":
         """Open a session.
 
         Raises:

@@ -1,7 +1,5 @@
 """The HTTP server: its address, routes, page and access rules, and timeouts of connections."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

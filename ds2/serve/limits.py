@@ -1,7 +1,5 @@
 """The limits of a server, who may use it, and the errors for both."""
 
-from __future__ import annotations
-
 import difflib
 import hmac
 from collections.abc import Collection, Iterable

@@ -1,7 +1,5 @@
 """Hot words, phrases and keywords as clients send them: a table, a list, or a prompt; read in bounded time."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,6 @@ Messages are dataclasses, sent as data (`ds2.system.messages`). Those of one tur
 and so are all answers of a batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -33,7 +31,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +147,7 @@ class Failure:
     message: str
 
     @classmethod
-    def of(cls, call: int, error: Exception) -> Failure:
+    def of(cls, call: int, error: Exception) -> Self:
         """An error as a message."""
         kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "")
         return cls(call, kind, str(error) if kind else "")

@@ -3,8 +3,6 @@
 Browsers let a page use a microphone only over https or at localhost, so a phone needs a certificate.
 """
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import socket

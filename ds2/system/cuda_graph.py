@@ -4,8 +4,6 @@ Training, recognition and beam search record with this class. Launch by launch, 
 longer than the GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ input if its name is `-`. Pipes and devices, which may never end, lines above 16
 more than any text does are refused.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """The machine, this process and this copy of ds2: cores, memory, open files, garbage, version, git commit."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

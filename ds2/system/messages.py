@@ -5,8 +5,6 @@ header a list stands for a list, and an object with one key stands for what JSON
 `{"tensor": [dtype, shape, offset]}` and so on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """JSON and YAML values to dataclasses, with checks of types and field names; values and words for messages."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

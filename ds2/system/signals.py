@@ -1,7 +1,5 @@
 """Stop signals: SIGINT and SIGTERM become exceptions or flags, and worker processes end with their parent."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os
@@ -145,7 +143,7 @@ def kill_workers() -> None:
 
 
 @contextmanager
-def worker_processes(count: int, method: str = "spawn") -> Iterator[ProcessPoolExecutor]:
+def worker_processes(count: int, method: str = "spawn") -> Iterator["ProcessPoolExecutor"]:
     """Start a pool of `count` processes, which an exception in the block kills at once; "fork" shares memory."""
     from concurrent.futures import ProcessPoolExecutor  # most commands start no workers
 

@@ -6,8 +6,6 @@ files that are memory-mapped the tensors' contents are not part of it.
 Metadata may name shards: files in the same folder, with their digests, whose tensors belong to this file.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Output for people: control characters are escaped, not executed; warnings that are logged once; progress."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -14,7 +12,7 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TextIO, cast
+from typing import Self, TextIO, cast
 
 log = logging.getLogger(__name__)
 _stderr_lock = threading.Lock()
@@ -168,7 +166,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.clear()
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,8 +9,6 @@ Results list words with times, interim ones too. Finalize makes all audio final,
 CloseStream ends the connection after the last result and Metadata, KeepAlive only keeps it open.
 """
 
-from __future__ import annotations
-
 import hashlib
 import uuid
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ volume, is not. Our extension `only_keywords`: each keyword comes as a segment e
 confidence; it has no speaker.
 """
 
-from __future__ import annotations
-
 import base64
 import secrets
 from collections.abc import Callable, Sequence

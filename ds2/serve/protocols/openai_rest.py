@@ -1,7 +1,5 @@
 """OpenAI's REST interface for transcription: POST /v1/audio/transcriptions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -86,7 +84,7 @@ class Transcriptions:
         self.engine.count_refusal(str(status))
         return error_response(status, message)
 
-    async def _transcribe(self, request: Request, upload: _Upload) -> Response:
+    async def _transcribe(self, request: Request, upload: "_Upload") -> Response:
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise StatusError(f"Content-Encoding {encoding[:40]!r} is not read: send the form as it is", 415, BAD_DATA)
@@ -132,7 +130,7 @@ class Transcriptions:
         all_segments = await _unless_disconnected(request, _all(segments))
         return _response(response_format, all_segments, session.accepted_s, language, granularities)
 
-    def _limited(self, request: Request, upload: _Upload) -> Any:
+    def _limited(self, request: Request, upload: "_Upload") -> Any:
         """Receive the request's body, as far as the limits allow."""
 
         async def receive() -> Message:
@@ -146,7 +144,7 @@ class Transcriptions:
 
         return receive
 
-    async def _segments(self, session: EngineSession, upload: _Upload) -> AsyncGenerator[Segment]:
+    async def _segments(self, session: EngineSession, upload: "_Upload") -> AsyncGenerator[Segment]:
         """Yield segments as they become final."""
         blocks = audio_blocks(upload.path, self.engine.sample_rate_hz)
         try:

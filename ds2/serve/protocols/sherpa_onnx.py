@@ -6,8 +6,6 @@ After Done the last result has `is_eof`, the text Done! follows, and the connect
 they come as {"error": message} before the connection closes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

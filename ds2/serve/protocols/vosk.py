@@ -11,8 +11,6 @@ weights, the syntax of `ds2.decoding.phrases` in `grammar`, and `endpoints`, whe
 `false_alarms` an hour of each; in results each is one word, and other speech "[unk]".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any

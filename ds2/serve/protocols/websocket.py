@@ -1,7 +1,5 @@
 """The common part of the protocols of live audio: limits, refusals, and a session that is opened by the first audio."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

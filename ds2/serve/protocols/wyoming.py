@@ -10,8 +10,6 @@ protocol has no word times. `transcript_names` and `transcript_terms` are hints,
 dropped, as the protocol wants. It has no keys either: a server with a key refuses its clients.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
