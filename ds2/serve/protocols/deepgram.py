@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from starlette.datastructures import QueryParams
-from starlette.websockets import WebSocket
 
 from ds2.audio.stream import G711, Pcm
 from ds2.config.allowed import Range
@@ -79,44 +78,44 @@ class Deepgram(Connection):
     def refusal(self, message: str) -> dict[str, Any]:
         return {"type": "Error", "variant": "SchemaError", "description": message, "message": message}
 
-    async def handle_messages(self, socket: WebSocket) -> None:
+    async def handle_messages(self) -> None:
         """`CloseStream` ends the connection too."""
         self.request = str(uuid.uuid4())
-        await self._configure(socket.query_params)
-        while (message := await self.receive(socket)) is not None:
+        await self._configure(self.socket.query_params)
+        while (message := await self.receive()) is not None:
             if message.get("bytes"):
-                await self._accept(socket, message["bytes"])
+                await self._accept(message["bytes"])
                 continue
             kind = "CloseStream" if message.get("bytes") is not None else json_object(message["text"]).get("type")
             if kind == "Finalize":
-                await self._flush(socket, from_finalize=True)
+                await self._flush(from_finalize=True)
             elif kind == "CloseStream":
-                await self.send_last_result(socket)
-                await socket.close()
+                await self.send_last_result()
+                await self.socket.close()
                 return
             elif kind != "KeepAlive":
                 messages = "KeepAlive, Finalize, CloseStream"
                 raise BadRequestError(f"type={kind!r} is no message of this interface: {messages}")
 
-    async def _accept(self, socket: WebSocket, data: bytes) -> None:
+    async def _accept(self, data: bytes) -> None:
         result = await self.accept_audio(data)
         assert self.session is not None
         for segment in result.final:
-            await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
-            await self._send_segment(socket, segment, from_finalize=False)
-        await self._start_speech(socket, result.partial, result.start_s)
+            await self._start_speech(segment.hypothesis.text, segment.start_s)
+            await self._send_segment(segment, from_finalize=False)
+        await self._start_speech(result.partial, result.start_s)
         if self.settings.interim_words and result.partial != self.partial:
             duration_s = self.session.accepted_s - self.final_s
             words = _words(result.words)
-            await self.send(socket, self._result(result.partial, self.final_s, duration_s, words, is_final=False))
+            await self.send(self._result(result.partial, self.final_s, duration_s, words, is_final=False))
         self.partial = result.partial
         silent_since_s = self.last_word_s if not result.partial else None
         silence_s = self.session.accepted_s - silent_since_s if silent_since_s is not None else 0.0
         if silent_since_s is not None and self.utterance_end_s is not None and silence_s >= self.utterance_end_s:
-            await self._end_utterance(socket, silent_since_s)
+            await self._end_utterance(silent_since_s)
 
-    async def send_last_result(self, socket: WebSocket) -> None:
-        await self._flush(socket, from_finalize=False)
+    async def send_last_result(self) -> None:
+        await self._flush(from_finalize=False)
         duration_s = round(self.session.accepted_s, 3) if self.session is not None else 0.0
         metadata = {
             "type": "Metadata",
@@ -127,39 +126,39 @@ class Deepgram(Connection):
             "duration": duration_s,
             "channels": 1,
         }
-        await self.send(socket, metadata)
+        await self.send(metadata)
 
-    async def _flush(self, socket: WebSocket, *, from_finalize: bool) -> None:
+    async def _flush(self, *, from_finalize: bool) -> None:
         """Send what is not final yet as final; at least one result."""
         final = await self.flush(continues=from_finalize)
         for segment in final:
-            await self._start_speech(socket, segment.hypothesis.text, segment.start_s)
-            await self._send_segment(socket, segment, from_finalize=from_finalize)
+            await self._start_speech(segment.hypothesis.text, segment.start_s)
+            await self._send_segment(segment, from_finalize=from_finalize)
         if not final:
-            await self.send(socket, self._result("", self.final_s, 0.0, [], is_final=True, from_finalize=from_finalize))
+            await self.send(self._result("", self.final_s, 0.0, [], is_final=True, from_finalize=from_finalize))
         if self.utterance_end_s is not None and self.last_word_s is not None:
-            await self._end_utterance(socket, self.last_word_s)
+            await self._end_utterance(self.last_word_s)
 
-    async def _start_speech(self, socket: WebSocket, text: str, start_s: float | None) -> None:
+    async def _start_speech(self, text: str, start_s: float | None) -> None:
         """Send, once a segment, that its speech started."""
         if not self.is_speech and text:
             self.is_speech = True
             if self.vad_events:
                 timestamp_s = round(start_s if start_s is not None else self.final_s, 3)
-                await self.send(socket, {"type": "SpeechStarted", "channel": [0, 1], "timestamp": timestamp_s})
+                await self.send({"type": "SpeechStarted", "channel": [0, 1], "timestamp": timestamp_s})
 
-    async def _end_utterance(self, socket: WebSocket, last_word_s: float) -> None:
+    async def _end_utterance(self, last_word_s: float) -> None:
         self.last_word_s = None
-        await self.send(socket, {"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": round(last_word_s, 3)})
+        await self.send({"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": round(last_word_s, 3)})
 
-    async def _send_segment(self, socket: WebSocket, segment: Segment, *, from_finalize: bool) -> None:
+    async def _send_segment(self, segment: Segment, *, from_finalize: bool) -> None:
         words = _words(segment.hypothesis.words)
         text, duration_s = segment.hypothesis.text, segment.end_s - segment.start_s
         result = self._result(text, segment.start_s, duration_s, words, is_final=True, from_finalize=from_finalize)
         if text:
             self.last_word_s = segment.hypothesis.words[-1].end_s if words else segment.end_s
         self.final_s, self.is_speech, self.partial = segment.end_s, False, ""
-        await self.send(socket, result)
+        await self.send(result)
 
     def _result(
         self,

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from starlette.websockets import WebSocket
-
 from ds2.audio.stream import G711, Pcm
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import measured
@@ -71,59 +69,59 @@ class Realtime(Connection):
     def refusal(self, message: str) -> dict[str, Any]:
         return _event("error", error=_error(message, None))
 
-    async def handle_messages(self, socket: WebSocket) -> None:
+    async def handle_messages(self) -> None:
         """A wrong event is answered with an error, and the session goes on."""
-        await self.send(socket, _event("session.created", session=self._settings()))
-        while (message := await self.receive(socket)) is not None:
+        await self.send(_event("session.created", session=self._settings()))
+        while (message := await self.receive()) is not None:
             event: dict[str, Any] = {}
             try:
                 if message.get("bytes") is not None:
                     raise BadRequestError("a binary message: audio is base64, in input_audio_buffer.append")
                 event = json_object(message.get("text") or "")
-                await self._handle_event(socket, event)
+                await self._handle_event(event)
             except (BadRequestError, LexiconError, PhraseError) as error:  # the session goes on; other errors end it
-                await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
+                await self.send(_event("error", error=_error(str(error), event.get("event_id"))))
 
-    async def _handle_event(self, socket: WebSocket, event: dict[str, Any]) -> None:
+    async def _handle_event(self, event: dict[str, Any]) -> None:
         kind = event.get("type")
         if kind == "session.update":
             await self._update(event.get("session"))
-            await self.send(socket, _event("session.updated", session=self._settings()))
+            await self.send(_event("session.updated", session=self._settings()))
         elif kind == "input_audio_buffer.append":
-            await self._append(socket, event.get("audio"))
+            await self._append(event.get("audio"))
         elif kind == "input_audio_buffer.commit":
             if self._is_empty():
                 raise BadRequestError("the buffer is empty: append audio before commit")
-            await self.send_last_result(socket)
+            await self.send_last_result()
         elif kind == "input_audio_buffer.clear":
             self.item = None
             self._clear()
-            await self.send(socket, _event("input_audio_buffer.cleared"))
+            await self.send(_event("input_audio_buffer.cleared"))
         else:
             raise BadRequestError(
                 f"type={short_repr(kind)} is no event of a transcription session: session.update, and "
                 "input_audio_buffer.append, .commit and .clear are"
             )
 
-    async def _append(self, socket: WebSocket, audio: Any) -> None:
+    async def _append(self, audio: Any) -> None:
         result = await self.accept_audio(_decode_base64(audio))
         for segment in result.final:
             words = segment.hypothesis.words  # none with decode.times=false
-            await self._start_item(socket, words[0].start_s if words else segment.start_s)
+            await self._start_item(words[0].start_s if words else segment.start_s)
             end_ms = round(1000 * (self.cleared_s + segment.end_s))
             stopped = {"audio_end_ms": end_ms, "item_id": self.item}
-            await self.send(socket, _event("input_audio_buffer.speech_stopped", **stopped))
-            await self._complete_item(socket, [segment])
+            await self.send(_event("input_audio_buffer.speech_stopped", **stopped))
+            await self._complete_item([segment])
         if result.partial and self.silence_ms is not None and result.start_s is not None:
-            await self._start_item(socket, result.start_s)
-            await self._send_words(socket, result.partial.split()[: result.fixed_words])
+            await self._start_item(result.start_s)
+            await self._send_words(result.partial.split()[: result.fixed_words])
 
-    async def send_last_result(self, socket: WebSocket) -> None:
+    async def send_last_result(self) -> None:
         """Complete an item of all that was appended since the last commit."""
         if self.session is not None and not self._is_empty():
             final = await self.flush()
             self.committed_s = self.session.accepted_s
-            await self._complete_item(socket, final)
+            await self._complete_item(final)
 
     def _is_empty(self) -> bool:
         """Whether nothing was appended since the last commit."""
@@ -135,14 +133,14 @@ class Realtime(Connection):
         self.close_session()
         self.completed_s = self.committed_s = 0.0
 
-    async def _start_item(self, socket: WebSocket, start_s: float) -> None:
+    async def _start_item(self, start_s: float) -> None:
         """Send, once an item, that its speech started."""
         if self.item is None:
             self.item, self.sent_words = _new_item(), 0
             started = {"audio_start_ms": round(1000 * (self.cleared_s + start_s)), "item_id": self.item}
-            await self.send(socket, _event("input_audio_buffer.speech_started", **started))
+            await self.send(_event("input_audio_buffer.speech_started", **started))
 
-    async def _complete_item(self, socket: WebSocket, final: Sequence[Segment]) -> None:
+    async def _complete_item(self, final: Sequence[Segment]) -> None:
         """Send the events of an item that ended."""
         text = " ".join(segment.hypothesis.text for segment in final)
         if self.item is None:
@@ -150,8 +148,8 @@ class Realtime(Connection):
         item, before = self.item, self.last_item
         accepted_s = self.session.accepted_s if self.session is not None else self.completed_s
         usage = {"type": "duration", "seconds": round(accepted_s - self.completed_s, 3)}
-        await self.send(socket, _event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
-        await self._send_words(socket, text.split())
+        await self.send(_event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
+        await self._send_words(text.split())
         self.last_item, self.completed_s, self.item = item, accepted_s, None
         of_item = {"item_id": item, "content_index": 0}
         words = [word for segment in final for word in segment.hypothesis.words]
@@ -159,13 +157,13 @@ class Realtime(Connection):
             if word.text != OTHERS:
                 times = measured(word, self.cleared_s)
                 keyword = {"id": f"seg_{secrets.token_hex(10)}", "text": word.text, "speaker": "", **times}
-                await self.send(socket, _event(f"{_TRANSCRIPTION}.segment", **keyword, **of_item))
-        await self.send(socket, _event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
+                await self.send(_event(f"{_TRANSCRIPTION}.segment", **keyword, **of_item))
+        await self.send(_event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
 
-    async def _send_words(self, socket: WebSocket, words: Sequence[str]) -> None:
+    async def _send_words(self, words: Sequence[str]) -> None:
         """Send the words of the open item that are final and were not sent yet."""
         if delta := self.unsent(words):
-            await self.send(socket, _event(f"{_TRANSCRIPTION}.delta", delta=delta, item_id=self.item, content_index=0))
+            await self.send(_event(f"{_TRANSCRIPTION}.delta", delta=delta, item_id=self.item, content_index=0))
 
     def _settings(self) -> dict[str, Any]:
         detection = None if self.silence_ms is None else {"type": "server_vad", "silence_duration_ms": self.silence_ms}

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from starlette.websockets import WebSocket
-
 from ds2.audio.stream import Pcm
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.session import Endpoints, Segment
@@ -35,38 +33,38 @@ class SherpaOnnx(Connection):
     def refusal(self, message: str) -> dict[str, Any]:
         return {"error": message}
 
-    async def handle_messages(self, socket: WebSocket) -> None:
+    async def handle_messages(self) -> None:
         """`Done` ends the connection too."""
-        while (message := await self.receive(socket)) is not None:
+        while (message := await self.receive()) is not None:
             if message.get("bytes") is not None:
                 result = await self.accept_audio(message["bytes"])
                 for segment in result.final:
-                    await self._send_segment(socket, segment, is_eof=False)
+                    await self._send_segment(segment, is_eof=False)
                 if result.partial != self.partial:
                     self.partial = result.partial
-                    await self.send(socket, self._result(result.partial, result.words))
+                    await self.send(self._result(result.partial, result.words))
             elif message.get("text") == "Done":
-                await self.send_last_result(socket)
-                await self.send(socket, "Done!")
-                await socket.close()
+                await self.send_last_result()
+                await self.send("Done!")
+                await self.socket.close()
                 return
             else:
                 raise BadRequestError("messages are float32 samples at 16 kHz, or the text Done")
 
-    async def send_last_result(self, socket: WebSocket) -> None:
+    async def send_last_result(self) -> None:
         final = await self.flush()
         for segment in final[:-1]:
-            await self._send_segment(socket, segment, is_eof=False)
+            await self._send_segment(segment, is_eof=False)
         if final:
-            await self._send_segment(socket, final[-1], is_eof=True)
+            await self._send_segment(final[-1], is_eof=True)
         else:
-            await self.send(socket, self._result("", [], is_final=True, is_eof=True))
+            await self.send(self._result("", [], is_final=True, is_eof=True))
 
-    async def _send_segment(self, socket: WebSocket, segment: Segment, *, is_eof: bool) -> None:
+    async def _send_segment(self, segment: Segment, *, is_eof: bool) -> None:
         """Send the final result of a segment; the next one begins at its end."""
         result = self._result(segment.hypothesis.text, segment.hypothesis.words, is_final=True, is_eof=is_eof)
         self.segment, self.start_s, self.partial = self.segment + 1, segment.end_s, ""
-        await self.send(socket, result)
+        await self.send(result)
 
     def _result(
         self, text: str, words: Sequence[Word], *, is_final: bool = False, is_eof: bool = False

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from starlette.websockets import WebSocket
-
 from ds2.config.allowed import Range
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.engine import SessionSettings
@@ -41,12 +39,12 @@ class Vosk(Connection):
     def refusal(self, message: str) -> dict[str, Any]:
         return {"error": message}
 
-    async def handle_messages(self, socket: WebSocket) -> None:
+    async def handle_messages(self) -> None:
         """`eof` ends the connection too."""
-        while (message := await self.receive(socket)) is not None:
+        while (message := await self.receive()) is not None:
             if message.get("bytes") is not None:
                 result = await self.accept_audio(message["bytes"])
-                await self.send(socket, self._reply(result.final) if result.final else {"partial": result.partial})
+                await self.send(self._reply(result.final) if result.final else {"partial": result.partial})
                 continue
             command = json_object(message.get("text") or "")
             if not command.keys() & {"config", "reset", "eof"}:
@@ -54,13 +52,13 @@ class Vosk(Connection):
             if "config" in command:
                 await self._configure(command["config"])
             if command.get("reset") or command.get("eof"):
-                await self.send_last_result(socket)
+                await self.send_last_result()
             if command.get("eof"):
-                await socket.close()
+                await self.socket.close()
                 return
 
-    async def send_last_result(self, socket: WebSocket) -> None:
-        await self.send(socket, self._reply(await self.flush()))
+    async def send_last_result(self) -> None:
+        await self.send(self._reply(await self.flush()))
 
     async def _configure(self, config: Any) -> None:
         if not isinstance(config, dict):

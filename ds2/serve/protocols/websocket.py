@@ -14,15 +14,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ds2.audio.stream import Pcm
 from ds2.recognition.session import Segment
 from ds2.serve.engine import EngineClient, EngineSession, SessionSettings, StreamResult
-from ds2.serve.limits import (
-    BAD_DATA,
-    RESTART,
-    TRY_LATER,
-    BadRequestError,
-    Limits,
-    SessionOverError,
-    StatusError,
-)
+from ds2.serve.limits import BAD_DATA, RESTART, TRY_LATER, BadRequestError, Limits, SessionOverError, StatusError
 from ds2.system import UserError
 from ds2.system.plain import short_repr
 
@@ -51,17 +43,17 @@ class Connection:
     sample_reader: Callable[[], SampleReader] = Pcm
     interruptible = False  # whether the end of the server may cancel its task: no words would be lost
 
-    def __init__(self, engine: EngineClient, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
+    def __init__(self, socket: WebSocket, engine: EngineClient, limits: Limits) -> None:
+        self.socket, self.engine, self.limits = socket, engine, limits
         self.session: EngineSession | None = None
         self.sent_words = 0  # of the open utterance, by a protocol that sends words once and for all
         self._samples: SampleReader | None = None  # made by `sample_reader` with the first audio of a session
 
-    async def handle_messages(self, socket: WebSocket) -> None:
+    async def handle_messages(self) -> None:
         """Answer messages until `receive` returns None, or close the socket where the protocol ends the stream."""
         raise NotImplementedError
 
-    async def send_last_result(self, socket: WebSocket) -> None:
+    async def send_last_result(self) -> None:
         """Send the words of `flush`; also called when the server ends or a session has lasted too long."""
         raise NotImplementedError
 
@@ -69,12 +61,15 @@ class Connection:
         """Return the message with the reason why the connection ends."""
         raise NotImplementedError
 
-    async def send(self, socket: WebSocket, message: dict[str, Any] | str) -> None:
-        """Send an object as JSON, or a text; raises TimeoutError if the client has read nothing for `limits.idle_s`."""
-        async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
-            await _send(socket, message)
+    async def send(self, message: dict[str, Any] | str) -> None:
+        """Send an object as JSON, or a text; raises TimeoutError if the client has read nothing for `limits.idle_s`.
 
-    async def receive(self, socket: WebSocket) -> Message | None:
+        JSON is in ASCII: texts of clients may hold characters that break a WebSocket's text message.
+        """
+        async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
+            await self.socket.send_text(message if isinstance(message, str) else json.dumps(message, allow_nan=False))
+
+    async def receive(self) -> Message | None:
         """Return the next message, or None at the end of the connection.
 
         Raises:
@@ -86,7 +81,7 @@ class Connection:
         self.interruptible = True
         try:
             async with asyncio.timeout(self.limits.idle_s):
-                message = await socket.receive()
+                message = await self.socket.receive()
         except TimeoutError as error:
             raise SessionOverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error
         return None if message["type"] == "websocket.disconnect" else message
@@ -153,7 +148,7 @@ class ProtocolRoute:
 
     async def __call__(self, socket: WebSocket) -> None:
         """Serve a connection to its end."""
-        connection, task = self.protocol(self.engine, self.limits), asyncio.current_task()
+        connection, task = self.protocol(socket, self.engine, self.limits), asyncio.current_task()
         assert task is not None
         self._connections[task] = connection
         try:
@@ -161,45 +156,39 @@ class ProtocolRoute:
             await socket.accept(next((name for name in _SUBPROTOCOLS if name in offered), None))
             self.limits.check_key(socket)
             try:
-                await connection.handle_messages(socket)
+                await connection.handle_messages()
             except SessionOverError:  # it gets its last result
                 if connection.session is not None:
-                    await connection.send_last_result(socket)
+                    await connection.send_last_result()
                 raise
             except asyncio.CancelledError:
                 if not self.engine.ending:
                     raise
                 task.uncancel()
-                await connection.send_last_result(socket)
+                await connection.send_last_result()
                 await socket.close(RESTART, "the server ends")
         except (WebSocketDisconnect, RuntimeError):  # RuntimeError: a message was sent after the end of the connection
             return
         except TimeoutError:
-            await self._refuse(socket, connection, f"nothing was taken for {self.limits.idle_s:g} s", TRY_LATER)
-        except StatusError as error:
-            await self._refuse(socket, connection, str(error), error.code)
+            await self._refuse(connection, f"nothing was taken for {self.limits.idle_s:g} s", TRY_LATER)
         except UserError as error:
-            await self._refuse(socket, connection, str(error), BAD_DATA)
+            await self._refuse(connection, str(error), error.code if isinstance(error, StatusError) else BAD_DATA)
         finally:
             del self._connections[task]
             connection.close_session()
 
-    async def _refuse(self, socket: WebSocket, connection: Connection, message: str, code: int) -> None:
+    async def _refuse(self, connection: Connection, message: str, code: int) -> None:
         self.engine.count_refusal(str(code))
+        reason = message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore")
         try:
             async with asyncio.timeout(_REFUSAL_S):
-                await _send(socket, connection.refusal(message))
-                await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
+                await connection.socket.send_text(json.dumps(connection.refusal(message)))
+                await connection.socket.close(code, reason)
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
             return  # the client has left
         except asyncio.CancelledError:
             if not self.engine.ending:  # else it is over, as the server wants
                 raise
-
-
-async def _send(socket: WebSocket, message: dict[str, Any] | str) -> None:
-    """Send JSON in ASCII: texts of clients may hold characters that break a WebSocket's text message."""
-    await socket.send_text(message if isinstance(message, str) else json.dumps(message, allow_nan=False))
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -42,14 +42,14 @@ class Wyoming(Connection):
     def refusal(self, message: str) -> dict[str, Any]:
         return _event("error", text=message)
 
-    async def handle_messages(self, socket: WebSocket) -> None:
-        while (message := await self.receive(socket)) is not None:
+    async def handle_messages(self) -> None:
+        while (message := await self.receive()) is not None:
             event = json_object(message["text"])
             kind, data = event["type"], event["data"]
             if kind == "describe":
-                await self.send(socket, self._info())
+                await self.send(self._info())
             elif kind == "ping":
-                await self.send(socket, _event("pong", text=data.get("text")))
+                await self.send(_event("pong", text=data.get("text")))
             elif kind == "transcribe":
                 refuse_misspelt(data, _TRANSCRIBE)
                 terms = [data.get(name) or [] for name in ("transcript_names", "transcript_terms")]
@@ -62,34 +62,34 @@ class Wyoming(Connection):
                 self._check_format(data)
             elif kind == "audio-chunk":
                 self._check_format(data)
-                await self._accept(socket, message["bytes"])
+                await self._accept(message["bytes"])
             elif kind == "audio-stop":
-                await self.send_last_result(socket)
+                await self.send_last_result()
 
-    async def _accept(self, socket: WebSocket, payload: bytes) -> None:
+    async def _accept(self, payload: bytes) -> None:
         result = await self.accept_audio(payload)
-        await self._send_words(socket, result.partial.split()[: result.fixed_words])
+        await self._send_words(result.partial.split()[: result.fixed_words])
 
-    async def send_last_result(self, socket: WebSocket) -> None:
+    async def send_last_result(self) -> None:
         """The transcript of the utterance; the next one may follow."""
         text = " ".join(segment.hypothesis.text for segment in await self.flush())
-        await self._send_words(socket, text.split())
-        await self._start(socket)
+        await self._send_words(text.split())
+        await self._start()
         language = self.limits.language
-        await self.send(socket, _event("transcript", text=text, language=language))
-        await self.send(socket, _event("transcript-stop"))
+        await self.send(_event("transcript", text=text, language=language))
+        await self.send(_event("transcript-stop"))
         self._close()
 
-    async def _send_words(self, socket: WebSocket, words: list[str]) -> None:
+    async def _send_words(self, words: list[str]) -> None:
         """Send those of the first words of the utterance that were not sent."""
         if text := self.unsent(words):
-            await self._start(socket)
-            await self.send(socket, _event("transcript-chunk", text=text))
+            await self._start()
+            await self.send(_event("transcript-chunk", text=text))
 
-    async def _start(self, socket: WebSocket) -> None:
+    async def _start(self) -> None:
         if not self.is_open:
             self.is_open = True
-            await self.send(socket, _event("transcript-start", language=self.limits.language))
+            await self.send(_event("transcript-start", language=self.limits.language))
 
     def _begin(self, kind: str) -> None:
         """Begin an utterance; words of an open one would be lost."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from starlette.websockets import WebSocket
 from support.serving import WAIT_S, Running, connect
 from websockets.exceptions import InvalidStatus
 
@@ -151,8 +150,8 @@ class Greeting(Connection):
 
     summary = "greetings"
 
-    async def handle_messages(self, socket: WebSocket) -> None:
-        await self.send(socket, {"text": "hello"})
+    async def handle_messages(self) -> None:
+        await self.send({"text": "hello"})
 
 
 class OtherBytes(wyoming.EventSocket):
