@@ -17,8 +17,8 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -181,8 +181,8 @@ class AudioStore(Sequence[NDArray[np.float32]]):
     Both give the same bits, because decoded audio is rounded to 16 bits too: losing the cache never changes a run.
 
     Args:
-        files: cache files that hold some of them.
-        locations: (U, 2) index of the file and row in it of each utterance; file -1 decodes. None decodes all.
+        files: cache files that hold some of them, by number.
+        locations: (U, 2) number of the file and row in it of each utterance; file -1 decodes. None decodes all.
         channel: of the files, from 1; 0 averages all.
     """
 
@@ -190,7 +190,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         self,
         utterances: Sequence[Utterance],
         sample_rate_hz: int,
-        files: Sequence[CacheFile] = (),
+        files: Mapping[int, CacheFile] | None = None,
         locations: NDArray[np.int64] | None = None,
         *,
         channel: int = 0,
@@ -198,7 +198,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         self.utterances = utterances
         self.sample_rate_hz = sample_rate_hz
         self.channel = channel
-        self.files = files
+        self.files = files or {}
         self._locations = np.full((len(utterances), 2), _NOT_CACHED) if locations is None else locations
 
     def __len__(self) -> int:
@@ -269,14 +269,11 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
             )  # fmt: skip
         files = _open_files(folder)
     locations = _locate(files, keys)
-    used = sorted(set(locations[:, 0].tolist()) - {_NOT_CACHED})
+    used = set(locations[:, 0].tolist()) - {_NOT_CACHED}
     for file in used:
         with suppress(OSError):  # the cache may be another user's
             os.utime(files[file].path)
-    renumbered = np.full(len(files) + 1, _NOT_CACHED)
-    renumbered[used] = np.arange(len(used))
-    locations[:, 0] = renumbered[locations[:, 0]]
-    used_files = [files[file] for file in used]
+    used_files = {file: files[file] for file in used}
     return AudioStore(utterances, data.sample_rate_hz, used_files, locations, channel=data.channel)
 
 
@@ -407,14 +404,9 @@ def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> tupl
         u = utterances[key]
         return reads_cheaply(u.audio_filepath, data.sample_rate_hz, u.offset_s, u.duration_s, channel=data.channel)
 
-    cheap, errors = set(), list[AudioError]()
-    with closing(_on_all_cores(check, list(utterances))) as results:
-        for key, result in tqdm(results, "reading headers", len(utterances), unit="utt", disable=None):
-            if isinstance(result, AudioError):
-                errors.append(result)
-            elif result:
-                cheap.add(key)
-    return cheap, errors
+    with tqdm(total=len(utterances), desc="reading headers", unit="utt", disable=None) as progress:
+        results, errors = _on_all_cores(check, list(utterances), progress)
+    return {key for key, is_cheap in results.items() if is_cheap}, errors
 
 
 def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: DataConfig) -> list[AudioError]:
@@ -445,12 +437,7 @@ def _fill(
     def add(key: bytes) -> None:
         writer.add(key, decode(utterances[key], data.sample_rate_hz, data.channel))
 
-    errors = []
-    with closing(_on_all_cores(add, keys)) as results:
-        for _, result in results:
-            errors += [result] if isinstance(result, AudioError) else []
-            progress.update()
-    return errors
+    return _on_all_cores(add, keys, progress)[1]
 
 
 def _parts(utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> Iterator[list[bytes]]:
@@ -471,8 +458,11 @@ def _path(folder: Path, keys: Iterable[bytes]) -> Path:
     return folder / (hashlib.sha256(b"".join(keys)).hexdigest()[:24] + SUFFIX)
 
 
-def _on_all_cores(work: Callable[[bytes], Any], keys: list[bytes]) -> Generator[tuple[bytes, Any], None, None]:
-    """Yield each key with the result of `work` or its AudioError, in any order; closing waits 2 s for its threads."""
+def _on_all_cores(
+    work: Callable[[bytes], Any], keys: list[bytes], progress: tqdm
+) -> tuple[dict[bytes, Any], list[AudioError]]:
+    """Return the results of `work` by key and its AudioErrors; other errors end it, after 2 s for its threads."""
+    results, errors = dict[bytes, Any](), list[AudioError]()
 
     def attempt(key: bytes) -> tuple[bytes, Any]:
         try:
@@ -484,9 +474,14 @@ def _on_all_cores(work: Callable[[bytes], Any], keys: list[bytes]) -> Generator[
 
     with thread_pool(usable_cores()) as threads:
         for key, result in threads.imap_unordered(attempt, keys):
-            if isinstance(result, BaseException) and not isinstance(result, AudioError):
+            if isinstance(result, AudioError):
+                errors.append(result)
+            elif isinstance(result, BaseException):
                 raise result
-            yield key, result
+            else:
+                results[key] = result
+            progress.update()
+    return results, errors
 
 
 def _write_cheap(folder: Path, keys: Sequence[bytes]) -> None:

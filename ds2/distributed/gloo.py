@@ -47,10 +47,6 @@ class GlooGroup(ProcessGroup):
         with _lost_rank_errors():
             dist.all_gather(list(parts), own, self._blocking)
 
-    def barrier(self) -> None:
-        with _lost_rank_errors():
-            dist.barrier(self._blocking)
-
     def scatter(self, buffers: SumBuffers) -> IsDone:
         rows = [buffers.parts.shape[1]] * self.size
         return self._all_to_all(buffers.parts.view(-1), buffers.host, rows, buffers.counts, self._scatter)

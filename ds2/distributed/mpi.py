@@ -38,9 +38,6 @@ class MpiGroup(ProcessGroup):
     def allgather_(self, parts: Tensor, own: Tensor) -> None:
         self._blocking.Allgather(own.numpy(), parts.numpy())
 
-    def barrier(self) -> None:
-        self._blocking.Barrier()
-
     def scatter(self, buffers: SumBuffers) -> IsDone:
         host, parts, kind = _mpi_arguments(buffers)
         rows = [parts.shape[1]] * self.size

@@ -143,10 +143,6 @@ class TcpGroup(ProcessGroup):
         parts[self.rank].copy_(own)
         self._blocking.finish(self._others(own), dict(enumerate(parts)))
 
-    def barrier(self) -> None:
-        own = torch.zeros(1, dtype=torch.uint8)
-        self.allgather_(torch.empty(self.size, 1, dtype=torch.uint8), own)
-
     def scatter(self, buffers: SumBuffers) -> IsDone:
         pieces = torch.split(buffers.host, buffers.counts)
         buffers.parts[self.rank].copy_(pieces[self.rank])

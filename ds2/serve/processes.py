@@ -161,16 +161,9 @@ _ERRORS: dict[str, type[UserError]] = {  # a class before those that it derives 
     kind.__name__: kind for kind in (FullError, LexiconError, AudioError, DecodeError, BrokenError, UserError)
 }
 TO_ENGINE = (
-    WorkerStarted,
-    OpenSession,
-    AcceptWaveforms,
-    Flush,
-    CloseSession,
-    CountRefusal,
-    ReadMetrics,
-    SessionSettings,
+    WorkerStarted, OpenSession, AcceptWaveforms, Flush, CloseSession, CountRefusal, ReadMetrics, SessionSettings,
     Endpoints,
-)
+)  # fmt: skip
 TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
 
 
@@ -480,9 +473,16 @@ def _run_worker(
 
 
 class _Parent:
-    """This process and others that serve clients until a signal comes."""
+    """This process and others that serve clients until a signal comes.
 
-    def __init__(self) -> None:
+    Args:
+        work: what each of them does with its end of the link to this one.
+        name: of the processes; workers, which are `daemon`, start none of their own.
+    """
+
+    def __init__(self, work: Callable[..., None], name: str, *, daemon: bool) -> None:
+        self._work, self._name, self._daemon = pickle.dumps(work), name, daemon
+        self._processes: dict[Any, BaseProcess] = {}  # by this process's end of the link
         self.ending = False
         self._end_by_s = math.inf
         self._next_check_s = 0.0
@@ -490,7 +490,17 @@ class _Parent:
 
     def processes(self) -> list[BaseProcess]:
         """The other processes that run now."""
-        raise NotImplementedError
+        return list(self._processes.values())
+
+    def _start_process(self, ours: Any, theirs: socket.socket | Connection) -> None:
+        process = multiprocessing.get_context("spawn").Process(
+            target=call_pickled, args=(self._work, theirs), name=self._name, daemon=self._daemon
+        )
+        process.start()
+        theirs.close()
+        self._processes[ours] = process
+        if self.ending:
+            process.terminate()
 
     def run(self) -> None:
         """Serve until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
@@ -557,14 +567,12 @@ class Workers(_Parent):
     """
 
     def __init__(self, recogniser: Recogniser, limits: Limits, address: tuple[str, int], count: int) -> None:
-        super().__init__()
         self.address = address
         self.engine = Engine(recogniser, limits)
         hot_characters = recogniser.decoder.hot_characters
         share = replace(limits, uploads_bytes=limits.uploads_bytes // count)
         settings = (address, recogniser.alphabet, hot_characters, recogniser.features.sample_rate_hz, share)
-        self._work = pickle.dumps(functools.partial(_run_worker, *settings))
-        self._processes: dict[WorkerLink, BaseProcess] = {}
+        super().__init__(functools.partial(_run_worker, *settings), "ds2 serve", daemon=True)
         self._selector = selectors.DefaultSelector()
         for _ in range(count):
             self._start()
@@ -572,23 +580,14 @@ class Workers(_Parent):
         while not all(link.started for link in self._processes):
             self._early += self._receive_from_workers(True)
 
-    def processes(self) -> list[BaseProcess]:
-        """The workers that run now."""
-        return list(self._processes.values())
-
     def _serve(self) -> None:
         with short_collections():
             self.engine.run(self._receive, lambda chunks: os._exit(1))  # workers tell their clients, and end
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(
-            target=call_pickled, args=(self._work, theirs), name="ds2 serve", daemon=True
-        )
-        process.start()
-        theirs.close()
         link = WorkerLink(self.engine, ours)
-        self._processes[link] = process
+        self._start_process(link, theirs)
         self._selector.register(link.end, selectors.EVENT_READ, link)
 
     def _receive(self, block: bool) -> list[Chunk | None]:
@@ -652,45 +651,34 @@ class Recognisers(_Parent):
     def __init__(
         self, make: Callable[[], Recogniser], limits: Limits, address: tuple[str, int], count: int, workers: int
     ) -> None:
-        super().__init__()
         share = replace(limits, sessions=-(-limits.sessions // count), uploads_bytes=limits.uploads_bytes // count)
-        self._work = pickle.dumps(functools.partial(_run_recogniser, make, share, address, workers))
+        work = functools.partial(_run_recogniser, make, share, address, workers)
+        super().__init__(work, "ds2 serve: a recogniser", daemon=False)
         self._open = ExitStack()
         folder = self._open.enter_context(temporary_folder(Path(tempfile.gettempdir()), "ds2-serve"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # all count there, so that each can report the sum
-        self._processes: list[BaseProcess] = []
         try:
-            for process, ready in [self._start() for _ in range(count)]:
-                self._wait_until_ready(process, ready)
+            for ready in [self._start() for _ in range(count)]:
+                self._wait_until_ready(ready)
         except BaseException:
             self.end()
             self._join()
             raise
 
-    def processes(self) -> list[BaseProcess]:
-        """The recogniser processes that run now."""
-        return list(self._processes)
-
     def _serve(self) -> None:
         while self._processes:
             self._kill_unresponsive()
-            ended = wait([process.sentinel for process in self._processes], _TICK_S)
-            for process in [process for process in self._processes if process.sentinel in ended]:
-                self._replace(process)
+            ended = wait([process.sentinel for process in self.processes()], _TICK_S)
+            for ready in [ready for ready, process in self._processes.items() if process.sentinel in ended]:
+                self._replace(ready)
 
-    def _start(self) -> tuple[BaseProcess, Connection]:
+    def _start(self) -> Connection:
         ready, theirs = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("spawn").Process(
-            target=call_pickled, args=(self._work, theirs), name="ds2 serve: a recogniser"
-        )
-        process.start()
-        theirs.close()
-        self._processes.append(process)
-        if self.ending:
-            process.terminate()
-        return process, ready
+        self._start_process(ready, theirs)
+        return ready
 
-    def _wait_until_ready(self, process: BaseProcess, ready: Connection) -> None:
+    def _wait_until_ready(self, ready: Connection) -> None:
+        process = self._processes[ready]
         try:
             wrong = ready.recv_bytes().decode()
         except EOFError:
@@ -700,9 +688,9 @@ class Recognisers(_Parent):
         if wrong:
             raise ConfigError(wrong)
 
-    def _replace(self, process: BaseProcess) -> None:
+    def _replace(self, ready: Connection) -> None:
         """Start another process for one that ended by itself."""
-        self._processes.remove(process)
+        process = self._processes.pop(ready)
         process.join(END_S)
         if process.pid is not None:
             multiprocess.mark_process_dead(process.pid)  # type: ignore[no-untyped-call]
@@ -711,9 +699,8 @@ class Recognisers(_Parent):
         log.error(
             "a recogniser ended (status %s): its clients lost their connections; another one starts", process.exitcode
         )
-        other, ready = self._start()
         try:
-            self._wait_until_ready(other, ready)
+            self._wait_until_ready(self._start())
         except ConfigError:
             if not self.ending:
                 raise

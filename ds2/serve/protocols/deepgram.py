@@ -48,15 +48,9 @@ _ONLY = {  # settings with the one value that they may have
     "callback": None,
 }
 _TAKEN = (
-    "encoding",
-    "sample_rate",
-    "interim_results",
-    "endpointing",
-    "utterance_end_ms",
-    "vad_events",
-    "keyterm",
+    "encoding", "sample_rate", "interim_results", "endpointing", "utterance_end_ms", "vad_events", "keyterm",
     "keywords",
-)
+)  # fmt: skip
 _SPELLING = (  # settings that change nothing here
     "model", "version", "language", "punctuate", "smart_format", "numerals", "filler_words", "profanity_filter",
     "dictation", "measurements", "detect_entities", "no_delay", "tag", "extra", "mip_opt_out", "callback_method",
@@ -101,7 +95,6 @@ class Deepgram(Connection):
         result = await self.accept_audio(data)
         assert self.session is not None
         for segment in result.final:
-            await self._start_speech(segment.hypothesis.text, segment.start_s)
             await self._send_segment(segment, from_finalize=False)
         await self._start_speech(result.partial, result.start_s)
         if self.settings.interim_words and result.partial != self.partial:
@@ -132,7 +125,6 @@ class Deepgram(Connection):
         """Send what is not final yet as final; at least one result."""
         final = await self.flush(continues=from_finalize)
         for segment in final:
-            await self._start_speech(segment.hypothesis.text, segment.start_s)
             await self._send_segment(segment, from_finalize=from_finalize)
         if not final:
             await self.send(self._result("", self.final_s, 0.0, [], is_final=True, from_finalize=from_finalize))
@@ -152,6 +144,7 @@ class Deepgram(Connection):
         await self.send({"type": "UtteranceEnd", "channel": [0, 1], "last_word_end": round(last_word_s, 3)})
 
     async def _send_segment(self, segment: Segment, *, from_finalize: bool) -> None:
+        await self._start_speech(segment.hypothesis.text, segment.start_s)
         words = _words(segment.hypothesis.words)
         text, duration_s = segment.hypothesis.text, segment.end_s - segment.start_s
         result = self._result(text, segment.start_s, duration_s, words, is_final=True, from_finalize=from_finalize)

@@ -37,16 +37,8 @@ _DEFAULT_SILENCE_MS = 500  # of the protocol
 _SILENCE_MS = Range(0, 3_600_000, above=True)
 _INPUT = ("format", "transcription", "turn_detection", "noise_reduction")  # the last changes nothing here
 _TRANSCRIPTION_SETTINGS = (
-    "prompt",
-    "keywords",
-    "hot_words",
-    "phrases",
-    *KEYWORDS,
-    "model",
-    "language",
-    "languages",
-    "delay",
-)
+    "prompt", "keywords", "hot_words", "phrases", *KEYWORDS, "model", "language", "languages", "delay",
+)  # fmt: skip
 _DETECTION = (
     "type", "silence_duration_ms", "threshold", "prefix_padding_ms", "create_response", "interrupt_response",
     "idle_timeout_ms", "eagerness",

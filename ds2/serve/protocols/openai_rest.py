@@ -242,9 +242,8 @@ async def _events(
 
     Our extensions: with `timestamp_granularities[]=word` a text's words, and the duration at the end.
     """
-    first = await _unless_disconnected(
-        request, anext(segments, None)
-    )  # before the response starts: an unreadable file gets an error status
+    # Before the response starts: an unreadable file gets an error status.
+    first = await _unless_disconnected(request, anext(segments, None))
 
     async def events() -> AsyncIterator[str]:
         texts: list[str] = []

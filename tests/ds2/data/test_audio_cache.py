@@ -65,7 +65,7 @@ def assert_same(store: AudioStore, utterances: list[Utterance]) -> None:
 
 def test_cached_samples_are_the_decoded_ones(tmp_path: Path, utterances: list[Utterance]) -> None:
     store = open_audio(utterances, data_config(tmp_path))
-    assert store.cached == len(utterances) and [file.path for file in store.files] == written(tmp_path)
+    assert store.cached == len(utterances) and [file.path for file in store.files.values()] == written(tmp_path)
     assert_same(store, utterances)
     original, _ = soundfile.read(utterances[1].audio_filepath, dtype="float32")
     assert np.array_equal(store[1], original)
@@ -325,7 +325,7 @@ def test_a_damaged_cache_is_logged_and_built_again(
     with caplog.at_level(logging.WARNING):
         store = open_audio(utterances, data_config(tmp_path))
         assert_same(store, utterances)
-    assert not caplog.records and [file.path for file in store.files] == [path]
+    assert not caplog.records and [file.path for file in store.files.values()] == [path]
 
 
 @pytest.mark.parametrize("cut", [True, False])
