@@ -115,11 +115,7 @@ class Communicator:
         return False
 
     def confirm_sums(self) -> None:
-        """Check that all sums that have ended on this rank are complete on all ranks; all make this call together.
-
-        Raises:
-            LostRankError: a rank was lost, and sums may be wrong.
-        """
+        """Check, on all ranks together, that sums that have ended are complete; LostRankError where they may not be."""
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:

@@ -477,10 +477,7 @@ class Members:
         """Return the device of this process: of the GPUs that it sees, one that the fewest processes of the run use.
 
         A process that takes the place of a lost one gets its GPU, whatever ranks they have. It stays with it, also
-        where ranks that it shared the GPU with leave.
-
-        Args:
-            name: of the config; cpu and cuda:N leave no choice.
+        where ranks that it shared the GPU with leave. `name` is that of the config; cpu and cuda:N leave no choice.
         """
         count = 0 if name == "cpu" else torch.cuda.device_count()
         if not count:

@@ -102,11 +102,7 @@ class GradientReducer:
             bucket.start_step()
 
     def start_pass(self, *, last: bool) -> PassWeights:
-        """Return the context of a forward pass: its weights, and the sinks of their gradients.
-
-        Args:
-            last: whether it is the last pass of the step: its gradients are then final as they arrive.
-        """
+        """Return the context of a forward pass; gradients of the `last` one of a step are final as they arrive."""
         self._last_pass = last
         return PassWeights(self._buckets, self._collect)
 
@@ -318,11 +314,7 @@ class Bucket:
 
 
 class BucketSink:
-    """Adds to the gradient of one parameter, or to rows of it, in the bucket: a `GradientSink` of ds2_ops.
-
-    Args:
-        part: (R, ...) where the bucket holds its gradient.
-    """
+    """Adds to the gradient of a parameter, a `part` (R, ...) of the bucket, or to rows: a `GradientSink` of ds2_ops."""
 
     def __init__(self, bucket: Bucket, part: Tensor, rows: slice = slice(None)) -> None:
         self._bucket, self._part, self._first_row = bucket, part, rows.start or 0

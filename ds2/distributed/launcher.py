@@ -35,11 +35,7 @@ def launched() -> Launched:
 
 
 def check_variables() -> None:
-    """Check that the variables of torchrun are complete.
-
-    Raises:
-        ConfigError: RANK or WORLD_SIZE is set, but not all four variables are, and MPI did not start this process.
-    """
+    """Raise ConfigError if RANK or WORLD_SIZE is set without all four variables, and MPI did not start this process."""
     named = [name for name in _TORCH[:2] if name in os.environ]  # an address alone makes no rank
     if not named or _torch_complete() or launched().by:
         return

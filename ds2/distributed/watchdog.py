@@ -143,11 +143,7 @@ def write_report(rank: int, status: RankStatus | None) -> bytes:
 
 
 def read_report(data: bytes | bytearray) -> tuple[int, RankStatus | None]:
-    """Read a message of a channel.
-
-    Raises:
-        MessageError, FieldError: `data` is no report.
-    """
+    """Read a message of a channel; raises MessageError or FieldError where `data` is no report."""
     report = from_plain(list[Any], decode(data), "report")
     if len(report) != 2:
         raise FieldError("report", f"has {len(report)} entries, expected a rank and its status")

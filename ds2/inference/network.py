@@ -282,11 +282,9 @@ Pending = tuple[Tensor | None, float]  # bias and clip that are still to be appl
 class LibraryConv:
     """A convolution by torch's libraries.
 
-    For few frames it is one product of a window of frames with a matrix that has zeros where a bin does not meet a tap:
-    libraries run a small convolution on few multiprocessors, and one of a single channel on no matrix unit.
-
-    Args:
-        dense_frames: output frames of all streams together up to which it is one product.
+    For up to `dense_frames` output frames of all streams together it is one product of a window of frames with a matrix
+    that has zeros where a bin does not meet a tap: libraries run a small convolution on few multiprocessors, and one of
+    a single channel on no matrix unit.
     """
 
     pending: Pending = None, 0.0
@@ -331,8 +329,7 @@ class LibraryConv:
 class KernelConv:
     """A convolution by a kernel whose bits depend neither on the batch nor on the block.
 
-    Args:
-        channels: of its input: 32, of which the layer's own come first, or the one of features.
+    Its input has 32 `channels`, of which the layer's own come first, or the one of features.
     """
 
     def __init__(self, layer: ConvWeights, channels: int, dtype: torch.dtype) -> None:

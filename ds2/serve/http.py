@@ -165,10 +165,7 @@ class Guard:
     server, and `Host` must be an address that the server listens on: the one that the connection came to; `localhost`
     if that is a loopback address; the name in `limits.host`; and, if the server listens on all addresses, any IP
     address and `localhost`, which cannot be rebound (a container's port is `localhost` to its host), and this machine's
-    name.
-
-    Args:
-        limits: `host`, `allow_hosts` and `allow_origins` are used; "*" among these allows all.
+    name. Of the limits `host`, `allow_hosts` and `allow_origins` are used; "*" among these allows all.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:

@@ -112,10 +112,8 @@ def cache_dir() -> Path:
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     """Create a folder in `parent` for the block and delete it afterwards, with those that killed processes left.
 
-    Its name says which process owns it: `.NAME.HOST.PROCESS.HEX.partial`.
-
-    Raises:
-        OSError: `parent` does not exist or is not writable.
+    Its name says which process owns it: `.NAME.HOST.PROCESS.HEX.partial`. Raises OSError if `parent` does not exist or
+    is not writable.
     """
     name = os.fsencode(name)[:_NAME_BYTES].decode(errors="ignore")  # a file system allows 255 with the rest
     remove_stale(parent, name)
@@ -174,10 +172,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; at the end of the block rename it to `path`, after an error delete it.
 
     Several processes, also on several hosts, may write the same file at once: the last one wins. The content and the
-    name are flushed to the disk before this returns.
-
-    Raises:
-        OSError: the folder is not writable or the disk is full.
+    name are flushed to the disk before this returns. Raises OSError if the folder is not writable or the disk is full.
     """
     _make_folder(path.parent)
     with name_errors(path), temporary_folder(path.parent, path.name) as folder:
@@ -364,10 +359,9 @@ def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, line without its end of line) of a UTF-8 text; arguments and errors of `read_byte_lines`.
+    """Yield (line number, line without its end of line) of a UTF-8 text.
 
-    Raises:
-        TextError: also for bytes that are not UTF-8, and for NUL characters.
+    Errors are those of `read_byte_lines`, and TextError for bytes that are not UTF-8 and for NUL characters.
     """
     for number, line in read_byte_lines(path):
         text = decode(line, f"{path}:{number}")

@@ -28,10 +28,8 @@ def usable_cores() -> int:
 def thread_pool(count: int, wait_s: float = 2.0) -> Iterator[ThreadPool]:
     """Yield a pool whose threads begin no more work when the block ends, and have ended unless one takes too long.
 
-    A thread that is still within a library, such as a resampler, when Python exits would crash the process.
-
-    Args:
-        wait_s: how long the end of the block waits for work that has begun.
+    A thread that is still within a library, such as a resampler, when Python exits would crash the process. The end of
+    the block waits `wait_s` for work that has begun.
     """
     own: list[threading.Thread] = []
     pool = ThreadPool(count, lambda: own.append(threading.current_thread()))

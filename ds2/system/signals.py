@@ -27,11 +27,9 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 class Stopped(BaseException):
-    """A signal asked this process to stop. Not an `Exception`, so that no error handler catches it by accident.
+    """A signal, its `number`, asked this process to stop, whose exit `status` is then 128 + number.
 
-    Attributes:
-        number: the number of the signal.
-        status: the exit status of a process that this signal stopped, 128 + number.
+    Not an `Exception`, so that no error handler catches it by accident.
     """
 
     def __init__(self, number: int) -> None:
@@ -43,10 +41,8 @@ class StopHandler:
     """A signal handler for loops over a live source.
 
     The first signal ends `until_stopped`: at once while it waits for the source, otherwise before the next wait, so
-    that an item is processed completely. A second signal raises `Stopped` anywhere.
-
-    Attributes:
-        number: the number of the signal received; 0 if there was none.
+    that an item is processed completely. A second signal raises `Stopped` anywhere. `number` is that of the signal
+    received; 0 if there was none.
     """
 
     def __init__(self) -> None:

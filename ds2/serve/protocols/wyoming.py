@@ -126,8 +126,7 @@ class Wyoming(Connection):
 class EventSocket:
     """A connection over TCP as a WebSocket of ASGI: an event is a message, its payload the message's `bytes`.
 
-    Args:
-        max_bytes: of the data and of the payload of an event.
+    The data of an event, and its payload, have at most `max_bytes`.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_bytes: int) -> None:

@@ -214,9 +214,9 @@ def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
         async def send_text(self, message: str) -> None:
             await asyncio.sleep(60)
 
-    client: Any = Vosk(None, Limits(idle_s=0.01))  # type: ignore[arg-type]
+    client: Any = Vosk(Stuck(), None, Limits(idle_s=0.01))  # type: ignore[arg-type]
     with pytest.raises(TimeoutError):
-        asyncio.run(client.send(Stuck(), {}))
+        asyncio.run(client.send({}))
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
