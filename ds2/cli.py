@@ -1,7 +1,5 @@
 """The command `ds2`: finds the module of a command and runs it."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

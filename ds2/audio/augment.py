@@ -5,8 +5,6 @@ effect alone, never on worker, rank or batch. A resumed run, or a run on another
 one without interruption.
 """
 
-from __future__ import annotations
-
 import io
 import zlib
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Truncation and damage of audio files, found from lengths in their headers, which decoders do not check."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib

@@ -6,8 +6,6 @@ computes the features for sherpa-onnx. Samples are in [-1, 1]; there is no dithe
 Shapes: B batch, N samples, T frames, F bins, W samples of a window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

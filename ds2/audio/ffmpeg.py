@@ -5,8 +5,6 @@ strangers. FFmpeg therefore reads an open file, with the demuxers in `_DEMUXERS`
 another file.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -17,7 +15,7 @@ from collections import deque
 from collections.abc import Generator
 from itertools import chain
 from types import SimpleNamespace
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +103,7 @@ class FFmpegAudio:
         (self.samplerate, self.channels, self.format), self._pending = first
         self._error: FFmpegError | None = None  # raised when all samples before it are read
 
-    def __enter__(self) -> FFmpegAudio:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Audio files to mono float32 waveforms at one rate, in bounded memory, by libsndfile or else by FFmpeg."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -54,7 +52,7 @@ _FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, 
 class AudioError(UserError):
     """Audio that cannot be used; the message names the file and the reason."""
 
-    def bare(self) -> AudioError:
+    def bare(self) -> "AudioError":
         """Return it without its traceback, whose frames hold decoder and samples: for lists of many errors."""
         return type(self)(*self.args)
 

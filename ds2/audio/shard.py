@@ -5,8 +5,6 @@ rest), then a line for each member: offset, size, CRC-32, samples, name. The hea
 other tools write them, are read once a process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -3,8 +3,6 @@
 What is drawn depends on seed, epoch and utterance alone. Shapes: B utterances, F bins, T frames.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

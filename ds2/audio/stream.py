@@ -1,7 +1,5 @@
 """Samples of a stream: resampled, decoded from bytes, cut into blocks of feature frames."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -8,8 +8,6 @@ moments depend on the number of frames only, so times do not depend on how a str
 Shapes: T frames, B utterances, V labels (0 is the blank), S = 2 L + 1 states of the longest label sequence with blanks.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Each class reads our settings, searches the utterances of a batch on the CPU, and returns our hypotheses.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import multiprocessing

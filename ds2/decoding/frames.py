@@ -1,7 +1,5 @@
 """Packed frames for a beam search: only likely labels, and runs of blank frames joined, for batches and chunks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -22,7 +20,7 @@ class OpenRun:
     exists: Tensor  # (B,) bool
 
     @classmethod
-    def none(cls, batch: int, labels: int, device: torch.device) -> OpenRun:
+    def none(cls, batch: int, labels: int, device: torch.device) -> "OpenRun":
         """Return what utterances without open runs have."""
         return cls(torch.zeros(batch, labels, device=device), torch.zeros(batch, dtype=torch.bool, device=device))
 

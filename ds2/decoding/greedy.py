@@ -3,8 +3,6 @@
 Shapes: T' output frames, B batch, V labels (0 is the CTC blank).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

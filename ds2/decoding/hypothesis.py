@@ -1,7 +1,5 @@
 """Hypotheses, which decoders return: texts with scores, labels, and words with times; and the error of decoding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

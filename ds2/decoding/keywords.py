@@ -6,8 +6,6 @@ writes it where the best path with it is less probable than the best path withou
 The bonus follows from the false alarms that the user allows, by measurements on speech (`ds2 lm tune`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

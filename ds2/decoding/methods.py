@@ -4,8 +4,6 @@ A new method needs its decoder (a module of this package, such as `greedy`), a r
 `DecodeConfig.method`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

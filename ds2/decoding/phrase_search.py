@@ -13,8 +13,6 @@ Streams: the path is traced back every second. As far as all paths within the be
 Scores are float64 and depend on the frames alone, so any cutting of a stream gives the same words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -251,7 +249,7 @@ class _PathReader:
         self.open: _OpenWord | None = None
         self.before = -1  # state of the frame before
 
-    def copy(self) -> _PathReader:
+    def copy(self) -> "_PathReader":
         """Return a reader that goes on without changing this one."""
         other = _PathReader(self.states, self.frame_s)
         other.words, other.labels, other.frame, other.before = [*self.words], [*self.labels], self.frame, self.before

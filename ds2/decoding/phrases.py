@@ -6,8 +6,6 @@ three may hold each other. Words are normalised like transcripts. The phrase `[u
 A phrase becomes a graph: points between words, and words that lead from one point to another.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

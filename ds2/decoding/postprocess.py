@@ -4,8 +4,6 @@ The calibration is a logistic function fitted on a dev set: a confidence p becom
 (Platt 1999, "Probabilistic outputs for support vector machines"). Slope 1 and offset 0 change nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Writes a model as a file of another program, with a description of it inside, and what sherpa-onnx needs."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The few operations in which the exported network is written, in torch; `ds2.export.onnx_operations` has them too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Words with times as paragraphs, as captions (SubRip, .srt, and WebVTT, .vtt) and as Praat's TextGrid."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """WER reports of a model on manifests, clean or degraded on purpose; training scores its dev set with `score` too."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -3,8 +3,6 @@
 Shapes: B sessions in a batch, N rows, A output frames whose audio is there and whose logits are not.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 

@@ -1,7 +1,5 @@
 """Features, model and decoder together on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -3,8 +3,6 @@
 The methods have the names of sherpa-onnx: `accept_waveform`, `is_ready`, `decode`, `result`, `is_endpoint`, `reset`.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import deque

@@ -1,7 +1,5 @@
 """The decoder settings of a model: those tuned for it, or without them those of its config."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """Transcripts aligned to their audio: word times, and transcripts that are probably wrong."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tuning of decoder settings: alpha, beta and the beam on a dev set, from log-probs computed once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +47,7 @@ class DevLogProbs:
         alphabet: Alphabet,
         lm: NGram,
         device: torch.device,
-    ) -> DevLogProbs:
+    ) -> "DevLogProbs":
         """Collect the log-probs of `Recogniser.logits` on their device; utterances without frames are dropped.
 
         Args:

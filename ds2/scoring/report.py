@@ -1,7 +1,5 @@
 """WER reports as text, JSON and an HTML page."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """Confidence intervals of word error rates and tests of two systems, by resampling of utterances or speakers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

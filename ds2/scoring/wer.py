@@ -3,8 +3,6 @@
 The rate of a corpus is the sum of errors over the sum of reference words, not a mean of rates.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -35,7 +33,7 @@ class ErrorCounts:
     deletions: int = 0
     insertions: int = 0
 
-    def __add__(self, other: ErrorCounts) -> ErrorCounts:
+    def __add__(self, other: "ErrorCounts") -> "ErrorCounts":
         return ErrorCounts(
             self.correct + other.correct,
             self.substitutions + other.substitutions,

@@ -6,8 +6,6 @@ and two float64 sums (language-model log-prob, hot-word bonus). Nothing in this 
 from the host, so a CUDA graph can record it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

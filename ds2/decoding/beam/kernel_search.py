@@ -7,8 +7,6 @@ batch is a list of slots.
 Shapes: N slots, B streams in a batch, K beam, V labels, L labels of a prefix that not all prefixes share.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import weakref

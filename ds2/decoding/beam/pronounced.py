@@ -6,8 +6,6 @@ word, and of the last phone of a word one more for each further word of the same
 phone, so scores are those of the network; repeats of a sound, whatever the copy, need a blank between them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
