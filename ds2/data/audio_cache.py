@@ -344,8 +344,11 @@ def _extend(
     if errors:
         raise AudioError(summarise_errors(errors, total) + _WAY_OUT)
     folder.mkdir(parents=True, exist_ok=True)
-    if cheap:
-        _write_cheap(folder, [key for key in missing if key in cheap])
+    if cheap:  # recorded, so that their headers are not read again
+        keys_of_cheap = [key for key in missing if key in cheap]
+        with atomic_file(_path(folder, keys_of_cheap)) as partial, CacheWriter(partial) as writer:
+            for key in keys_of_cheap:
+                writer.add(key, np.zeros(0, np.int16))
     costly = {key: utterance for key, utterance in missing.items() if key not in cheap}
     used = {file for file, _ in _locate(files, keys).tolist()}
     fitting = _free_space(folder, {file.path for n, file in enumerate(files) if n in used}, costly, data)
@@ -482,13 +485,6 @@ def _on_all_cores(
                 results[key] = result
             progress.update()
     return results, errors
-
-
-def _write_cheap(folder: Path, keys: Sequence[bytes]) -> None:
-    """Record utterances that need no cache, so that their headers are not read again."""
-    with atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
-        for key in keys:
-            writer.add(key, np.zeros(0, np.int16))
 
 
 def summarise_errors(errors: Sequence[AudioError], total: int) -> str:

@@ -100,8 +100,13 @@ def _serves(made: Certificate, names: Sequence[str]) -> bool:
     try:
         made.check()
         certificate = x509.load_pem_x509_certificate(made.certificate.read_bytes())
-        own = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ConfigError, OSError, ValueError, x509.ExtensionNotFound):
+        own = [
+            name
+            for one in certificate.extensions
+            if isinstance(one.value, x509.SubjectAlternativeName)
+            for name in one.value
+        ]
+    except (ConfigError, OSError, ValueError):
         return False
     remaining = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     return remaining.days >= _MIN_DAYS and {_general_name(name) for name in names} <= set(own)
