@@ -154,7 +154,7 @@ class SpeechLoader:
         self.utterances = utterances
         self.audio = open_audio(utterances, data)
         augmentation = None if augment is None else _augmentation(augment, data, self.audio, seed)
-        self._dataset = _BatchDataset(self.audio, utterances, alphabet, augmentation)
+        self._dataset = _BatchDataset(self.audio, alphabet, augmentation)
         self._on_gpu = device.type == "cuda"
         self._workers = worker_count(data.workers, on_gpu=self._on_gpu)
         self._planned = _PlannedBatches()
@@ -312,19 +312,13 @@ def _augmentation(config: AugmentConfig, data: DataConfig, voices: AudioStore, s
 class _BatchDataset(Dataset["Batch | UserError"]):
     """Maps (epoch, positions) to a batch, or to an error, which torch would change if raised."""
 
-    def __init__(
-        self,
-        audio: AudioStore,
-        utterances: Sequence[Utterance],
-        alphabet: Alphabet | None,
-        augmentation: _Augmentation | None,
-    ) -> None:
+    def __init__(self, audio: AudioStore, alphabet: Alphabet | None, augmentation: _Augmentation | None) -> None:
         self.audio, self.augmentation = audio, augmentation
         labels_of: dict[str, list[int]] = {}  # by text: `data.repeats` lists utterances many times
-        for u in utterances:
+        for u in audio.utterances:
             if u.text not in labels_of:
                 labels_of[u.text] = _encoded(u, alphabet)
-        labels = [labels_of[u.text] for u in utterances]
+        labels = [labels_of[u.text] for u in audio.utterances]
         # Flat arrays: reference counts of a list of lists would copy its pages in every forked worker.
         self.label_ends = np.cumsum([0, *map(len, labels)])
         self.labels = np.fromiter((label for row in labels for label in row), np.int64, int(self.label_ends[-1]))

@@ -36,6 +36,7 @@ from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
 UNBOUNDED = 2**62  # feature frames of a stream whose end is not known yet
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
+Edges = tuple[Tensor, Tensor]  # first frames and lengths, (P, B) int32 each, of the streams in each piece
 _UPDATE_NOTHING = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
 
 
@@ -188,7 +189,7 @@ class BlockNetwork:
         """
         pieces = torch.split(x, self.piece)
         parallel = self._streams_for(x.shape[1]) if len(pieces) > 1 else []
-        module_edges: Sequence[tuple[Tensor, Tensor] | None] = [None] * len(self.modules)
+        module_edges: Sequence[Edges | None] = [None] * len(self.modules)
         if edges:  # a layer's state stays 0 until the stream begins, and frames past the end do not change it
             first = blocks * self.frames + self._first  # (M, P, B)
             begins = (-first).clamp_min(0).int()
@@ -446,16 +447,11 @@ class ModuleRun:
         carries: states of its layers; after the last piece, those after the block.
         rows: (R, N, H) of `StreamState.rows`, those of this module; updated.
         slots: (B,) int64 of the batch.
-        edges: first frames and lengths, (P, B) int32 each, of the streams in each piece; None: all frames count.
+        edges: of the streams; None: all frames count.
     """
 
     def __init__(
-        self,
-        module: BlockModule,
-        carries: Sequence[Carry],
-        rows: Tensor,
-        slots: Tensor,
-        edges: tuple[Tensor, Tensor] | None,
+        self, module: BlockModule, carries: Sequence[Carry], rows: Tensor, slots: Tensor, edges: Edges | None
     ) -> None:
         self.module, self.rows, self.slots, self.edges = module, rows, slots, edges
         self.carries = list(carries)

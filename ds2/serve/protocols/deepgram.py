@@ -98,9 +98,8 @@ class Deepgram(Connection):
             await self._send_segment(segment, from_finalize=False)
         await self._start_speech(result.partial, result.start_s)
         if self.settings.interim_words and result.partial != self.partial:
-            duration_s = self.session.accepted_s - self.final_s
-            words = _words(result.words)
-            await self.send(self._result(result.partial, self.final_s, duration_s, words, is_final=False))
+            interim = result.partial, self.final_s, self.session.accepted_s - self.final_s, result.words
+            await self.send(self._result(*interim, final=False, from_finalize=False))
         self.partial = result.partial
         silent_since_s = self.last_word_s if not result.partial else None
         silence_s = self.session.accepted_s - silent_since_s if silent_since_s is not None else 0.0
@@ -127,7 +126,7 @@ class Deepgram(Connection):
         for segment in final:
             await self._send_segment(segment, from_finalize=from_finalize)
         if not final:
-            await self.send(self._result("", self.final_s, 0.0, [], is_final=True, from_finalize=from_finalize))
+            await self.send(self._result("", self.final_s, 0.0, [], final=True, from_finalize=from_finalize))
         if self.utterance_end_s is not None and self.last_word_s is not None:
             await self._end_utterance(self.last_word_s)
 
@@ -145,35 +144,28 @@ class Deepgram(Connection):
 
     async def _send_segment(self, segment: Segment, *, from_finalize: bool) -> None:
         await self._start_speech(segment.hypothesis.text, segment.start_s)
-        words = _words(segment.hypothesis.words)
-        text, duration_s = segment.hypothesis.text, segment.end_s - segment.start_s
-        result = self._result(text, segment.start_s, duration_s, words, is_final=True, from_finalize=from_finalize)
+        text, words, duration_s = segment.hypothesis.text, segment.hypothesis.words, segment.end_s - segment.start_s
+        result = self._result(text, segment.start_s, duration_s, words, final=True, from_finalize=from_finalize)
         if text:
-            self.last_word_s = segment.hypothesis.words[-1].end_s if words else segment.end_s
+            self.last_word_s = words[-1].end_s if words else segment.end_s
         self.final_s, self.is_speech, self.partial = segment.end_s, False, ""
         await self.send(result)
 
     def _result(
-        self,
-        text: str,
-        start_s: float,
-        duration_s: float,
-        words: list[dict[str, Any]],
-        *,
-        is_final: bool,
-        from_finalize: bool = False,
+        self, text: str, start_s: float, duration_s: float, words: Sequence[Word], *, final: bool, from_finalize: bool
     ) -> dict[str, Any]:
-        confidence = round(sum(word["confidence"] for word in words) / len(words), 4) if words else 0.0
+        listed = [{"word": word.text, **measured(word), "punctuated_word": word.text} for word in words]
+        confidence = round(sum(round(word.confidence, 4) for word in words) / len(words), 4) if words else 0.0
         model = {"name": "ds2", "version": "ds2", "arch": "ds2"}
         return {
             "type": "Results",
             "channel_index": [0, 1],
             "start": round(start_s, 3),
             "duration": round(duration_s, 3),
-            "is_final": is_final,
-            "speech_final": is_final,
+            "is_final": final,
+            "speech_final": final,
             "from_finalize": from_finalize,
-            "channel": {"alternatives": [{"transcript": text, "confidence": confidence, "words": words}]},
+            "channel": {"alternatives": [{"transcript": text, "confidence": confidence, "words": listed}]},
             "metadata": {"request_id": self.request, "model_info": model, "model_uuid": "ds2"},
         }
 
@@ -212,10 +204,6 @@ class Deepgram(Connection):
                 plain.append(bonus)
         table = self.engine.phrases.table
         return {**await table(plain, "keyterm"), **await table(weighted, "keywords")}
-
-
-def _words(words: Sequence[Word]) -> list[dict[str, Any]]:
-    return [{"word": word.text, **measured(word), "punctuated_word": word.text} for word in words]
 
 
 def _number(text: str | None) -> float | str | None:
