@@ -64,8 +64,8 @@ class Communicator:
         """Return the small values of all ranks, in order of rank; see `ProcessGroup.allgather`."""
         return [value]
 
-    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
-        """Return rank 0's small value; arguments as `allgather`."""
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's small value, which holds no dataclass."""
         return value
 
     def broadcast_(self, tensor: Tensor, holders: Collection[int] = (0,)) -> None:
@@ -206,9 +206,9 @@ class GroupCommunicator(Communicator):
         with self.status.waiting("allgather"):
             return self.group.allgather(value, classes)
 
-    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
+    def broadcast(self, value: T) -> T:
         with self.status.waiting("broadcast"):
-            return self.group.broadcast(value, classes)
+            return self.group.broadcast(value)
 
     def broadcast_(self, tensor: Tensor, holders: Collection[int] = (0,)) -> None:
         host = tensor.detach().cpu()

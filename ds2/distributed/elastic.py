@@ -395,25 +395,19 @@ class Members:
         began_s = time.monotonic()
         while any(len(stream) < len(view.members) - 1 for stream in links):
             if not select.select([self._listener], [], [], 0.05)[0]:
-                self._check_view(view, own, links, time.monotonic() - began_s)
+                self._check_view(view, own, time.monotonic() - began_s)
                 continue
             link, _ = self._listener.accept()
             with suppress(OSError):
                 link.settimeout(_CONNECT_S)
                 number, stream, sender = _HELLO.unpack(_read_exactly(link, _HELLO.size))
-                rank = view.rank(sender.hex())
-                if (
-                    number == view.number
-                    and stream < STREAMS
-                    and rank is not None
-                    and rank > own
-                    and rank not in links[stream]
-                ):
+                rank = view.rank(sender.hex()) if number == view.number and stream < STREAMS else None
+                if rank is not None and rank > own and rank not in links[stream]:
                     links[stream][rank] = link
                     continue
             link.close()
 
-    def _check_view(self, view: View, own: int, links: list[dict[int, socket.socket]], waited_s: float) -> None:
+    def _check_view(self, view: View, own: int, waited_s: float) -> None:
         """Raise LostRankError if the ranks of a view cannot all meet any more."""
         gone = [r for r, m in enumerate(view.members) if r != own and not self.alive(m.id)]
         leaving = [r.member.id for r in self._requests() if r.after >= view.number]

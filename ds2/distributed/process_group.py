@@ -79,15 +79,15 @@ class ProcessGroup(ABC):
         self.allgather_(received, padded)
         return [decode(row[:size].numpy().data, classes) for row, size in zip(received, sizes, strict=True)]
 
-    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
-        """Return rank 0's small value; arguments and errors as `allgather`."""
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's small value, which holds no dataclass; errors as `allgather`."""
         data = _octets(encode(value) if self.rank == 0 else b"\0")
         length = torch.tensor([len(data)])
         self.broadcast_(length.view(torch.uint8))
         if self.rank != 0:
             data = torch.empty(_checked(int(length)), dtype=torch.uint8)
         self.broadcast_(data)
-        return cast(T, decode(data.numpy().data, classes))
+        return cast(T, decode(data.numpy().data))
 
     @abstractmethod
     def broadcast_(self, octets: Tensor) -> None:

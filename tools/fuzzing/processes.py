@@ -324,11 +324,11 @@ class Group(TcpGroup):
         parts = {self.rank: own, **self._exchange(dict.fromkeys(self.links, own), self.links)}
         return [decoded(bytes(parts[rank]), classes) for rank in range(self.size)]
 
-    def broadcast(self, value: Any, classes: Iterable[type] = ()) -> Any:
+    def broadcast(self, value: Any) -> Any:
         own = encode(value)
         if self.rank == 0:
             self._exchange(dict.fromkeys(self.links, own), ())
-        return decoded(bytes(own if self.rank == 0 else self._exchange({}, (0,))[0]), classes)
+        return decoded(bytes(own if self.rank == 0 else self._exchange({}, (0,))[0]), ())
 
     def close(self) -> None:
         """Tell the others."""
@@ -353,7 +353,7 @@ class SimulatedMembers(Members):
         if any(self.machine.by_member[member].dead for member in ids[:own]):
             raise LostRankError("a rank of the new group cannot be reached")
         while not all((view.number, member) in self.machine.calls for member in ids[own:]):
-            self._check_view(view, own, [], time.monotonic() - began_s)
+            self._check_view(view, own, time.monotonic() - began_s)
             time.sleep(POLL_S)
         return Group(self.machine, view.number, own, ids)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -291,7 +291,7 @@ class SharedRanks(Ranks):
         super().__init__(torch.device("cpu"))
         self.rank, self.world = rank, world
 
-    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
+    def broadcast(self, value: T) -> T:
         if self.rank == 0:
             self.sent.append(value)
         return cast(T, self.sent[-1])
