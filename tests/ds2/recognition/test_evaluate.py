@@ -259,9 +259,9 @@ def test_the_table_has_a_row_a_condition_and_repeats(
 
 def test_keywords_are_counted_by_utterance(tmp_path: Path) -> None:
     texts = ["yes no yes", "turn on no", "maybe"]
-    found = [["yes", OTHERS, "turn on"], ["turn on"], ["yes", OTHERS, "yes"]]
+    spotted = [["yes", OTHERS, "turn on"], ["turn on"], ["yes", OTHERS, "yes"]]
     utterances = [Utterance(Path(f"{n}.wav"), 1200.0, text) for n, text in enumerate(texts)]
-    hypotheses = [Hypothesis("", 0.0, (), tuple(Word(text, 0.0, 1.0, 1.0) for text in row)) for row in found]
+    hypotheses = [Hypothesis("", 0.0, (), tuple(Word(text, 0.0, 1.0, 1.0) for text in row)) for row in spotted]
     evaluation = Evaluation(Path("m.jsonl"), utterances, hypotheses, corpus_report(texts, [""] * 3))
     graph = compile_phrases(["yes", "turn (on|off)"], Alphabet.from_config(AlphabetConfig()))
     assert keyword_table(evaluation, graph).splitlines()[2:] == [
