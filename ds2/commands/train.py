@@ -21,14 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from ds2.commands import compose
 from ds2.commands.common import report_errors
-from ds2.commands.compose import (
-    PRIMARY_CONFIG,
-    compose_config,
-    config_dir,
-    hydra_overrides,
-    read_config,
-    with_search_path,
-)
 from ds2.config.convert import documented_keys
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import launched
@@ -68,8 +60,8 @@ def run(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(help_text(compose.split_config_dirs(arguments)[1]), end="")
         return 0
-    options, overrides = options_and_overrides(with_search_path(arguments))
-    config = compose_config(compose.first_of_sweep(overrides) if is_sweep(options) else overrides)
+    options, overrides = options_and_overrides(compose.with_search_path(arguments))
+    config = compose.compose_config(compose.first_of_sweep(overrides) if is_sweep(options) else overrides)
     if is_sweep(options):
         compose.check_sweep(overrides)
     jobs: list[Job] = []
@@ -100,8 +92,8 @@ def run(arguments: Sequence[str]) -> int:
     swept = {override.key_or_group: override.is_sweep_override() for override in map(compose.parse_override, overrides)}
     fixed = ",".join(key for key, differs in swept.items() if not differs)
     naming = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]"] if is_sweep(options) else []
-    sys.argv = ["ds2 train", *options, *hydra_overrides(overrides), *naming]
-    hydra.main(config_path=str(config_dir()), config_name=PRIMARY_CONFIG, version_base="1.3")(job)()
+    sys.argv = ["ds2 train", *options, *compose.hydra_overrides(overrides), *naming]
+    hydra.main(config_path=str(compose.config_dir()), config_name=compose.PRIMARY_CONFIG, version_base="1.3")(job)()
     if is_sweep(options) and jobs and launched().rank == 0:
         print(finish(jobs[0].run_dir.parent, jobs, config.train.metric))
         if remaining:
@@ -115,7 +107,7 @@ def fit(overrides: Sequence[str]) -> Path:
         raise ConfigError("train(...) takes overrides as on the command line: train('recipe=an4', 'run_dir=runs/an4')")
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train(...) handles signals: call it in the main thread, or in a process of its own")
-    config = compose_config(overrides)
+    config = compose.compose_config(overrides)
     from ds2.training.loop import train
 
     if train(config, Path(config.run_dir)):
@@ -131,7 +123,7 @@ def is_sweep(options: Sequence[str]) -> bool:
 def _train(composed: DictConfig) -> int:
     job = HydraConfig.get()
     run_dir = Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN else None
-    config, inheritance = read_config(composed, list(job.overrides.task), run_dir)
+    config, inheritance = compose.read_config(composed, list(job.overrides.task), run_dir)
     if inheritance.replaced:
         log.info("as in %s: %s", config.checkpoint.init_from, inheritance.replaced)
     if inheritance.differing:
@@ -174,7 +166,7 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
 def help_text(own: Sequence[Path]) -> str:
     """Return usage, the choices of each group, with those of --config-dir, and every key with default and comment."""
     lines = [_HEAD, "Groups and their choices (* yours):", ""]
-    groups = sorted({path.parent.name for folder in (config_dir(), *own) for path in folder.glob("*/*.yaml")})
+    groups = sorted({path.parent.name for folder in (compose.config_dir(), *own) for path in folder.glob("*/*.yaml")})
     for group in sorted(groups, key=lambda name: name != "recipe"):
         theirs = compose.choices(group, own)
         shown = [*(f"{name}*" for name in theirs), *(name for name in compose.choices(group) if name not in theirs)]
