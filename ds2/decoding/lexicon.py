@@ -121,10 +121,7 @@ def walk(children: Tensor, nodes: Tensor, characters: Tensor) -> Tensor:
 
 
 def build_trie(
-    words: Mapping[str, int],
-    spelling: Spelling,
-    unigrams: NDArray[np.float32] = _NONE_KNOWN,
-    spare: int = 0,
+    words: Mapping[str, int], spelling: Spelling, unigrams: NDArray[np.float32] = _NONE_KNOWN, spare: int = 0
 ) -> Trie:
     """Build the trie of known words.
 

@@ -43,11 +43,7 @@ class PairedTest:
 
 
 def bootstrap_interval(
-    errors: Counts,
-    lengths: Counts,
-    groups: Sequence[Hashable] | None = None,
-    *,
-    replicates: int = _REPLICATES,
+    errors: Counts, lengths: Counts, groups: Sequence[Hashable] | None = None, *, replicates: int = _REPLICATES
 ) -> ConfidenceInterval:
     """Return the 95 % percentile bootstrap interval of sum(errors) / sum(lengths) (Bisani and Ney 2004).
 

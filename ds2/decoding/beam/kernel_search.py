@@ -236,12 +236,7 @@ class KernelStreams:
         return shared
 
     def _search(
-        self,
-        packed: Tensor,
-        counts: Tensor,
-        numbers: NDArray[np.int64],
-        rows: Tensor,
-        max_removed: int = MAX_REMOVED,
+        self, packed: Tensor, counts: Tensor, numbers: NDArray[np.int64], rows: Tensor, max_removed: int = MAX_REMOVED
     ) -> list[list[int]]:
         tables, slots = self.tables, rows.int()
         grown = torch.empty(0, dtype=torch.int32, device=self.device)
