@@ -8,14 +8,12 @@ that root follows again.
 Shapes: V labels (0 is the CTC blank), L most characters of a label, A characters with the empty one, N trie nodes.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -80,7 +78,7 @@ class Spelling:
     sounds: Tensor | None = None  # (V,) int64: labels of one sound, which need a blank between them; None: all differ
 
     @classmethod
-    def of(cls, alphabet: Alphabet) -> Spelling:
+    def of(cls, alphabet: Alphabet) -> Self:
         """Return the spelling of an alphabet of characters or of word-marked pieces."""
         bare = [symbol.removeprefix(WORD_MARK) for symbol in alphabet.symbols]
         spaces = [label for label, symbol in enumerate(alphabet.symbols) if symbol and symbol.isspace()]
@@ -95,7 +93,7 @@ class Spelling:
         starts = [alphabet.starts_word(label) for label in range(len(alphabet))]
         return cls(torch.tensor(starts), characters, (characters > 0).sum(1), spaces[0] if spaces else -1, codes)
 
-    def to(self, device: torch.device) -> Spelling:
+    def to(self, device: torch.device) -> Self:
         tensors: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
 

@@ -5,13 +5,11 @@ bidirectional model, whose backward layers start at the end, runs over blocks of
 either side; a file of at most one block is run whole.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -86,7 +84,7 @@ class Recogniser(Pipeline):
         device: str = "auto",
         precision: str = "auto",
         decode: DecodeConfig | None = None,
-    ) -> Recogniser:
+    ) -> Self:
         """Open a model file, or the best one of a run folder.
 
         Args:
@@ -107,7 +105,7 @@ class Recogniser(Pipeline):
         return cls.of(loaded, decode or decode_settings(file, loaded.config), chosen, precision)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, decode: DecodeConfig, device: torch.device, precision: str = "auto") -> Recogniser:
+    def of(cls, loaded: LoadedModel, decode: DecodeConfig, device: torch.device, precision: str = "auto") -> Self:
         """Combine a model that is loaded on `device` with the decoder that the settings name; errors as `load`."""
         decoder = make_decoder(decode, loaded.alphabet, loaded.frame_s, device)
         chosen = loaded.trained_precision if precision == "auto" and device.type == "cuda" else precision
@@ -173,7 +171,7 @@ class Recogniser(Pipeline):
         transcribe_file(replace(self, decoder=decoder), audio, sample_rate_hz=sample_rate_hz)
         return torch.cat(frames)
 
-    def with_decoder(self, decoder: Decoder | Callable[[Tensor], str]) -> Recogniser:
+    def with_decoder(self, decoder: Decoder | Callable[[Tensor], str]) -> Self:
         """Return the same model with another decoder.
 
         Args:
@@ -192,7 +190,7 @@ class Recogniser(Pipeline):
             decoder = SearchDecoder(_searcher(decoder, self.alphabet), self.alphabet, self.frame_s, times=True)
         return replace(self, decoder=decoder)
 
-    def only_phrases(self, phrases: Iterable[str], allowance: float | None = None) -> Recogniser:
+    def only_phrases(self, phrases: Iterable[str], allowance: float | None = None) -> Self:
         """Return the same model with a decoder that writes these phrases only, in files, sessions and live.
 
         Args:
@@ -208,7 +206,7 @@ class Recogniser(Pipeline):
         allowed = DEFAULT_ALLOWANCE if allowance is None else allowance
         return replace(self, decoder=PhraseDecoder(phrases, self.alphabet, self.frame_s, allowed))
 
-    def only_keywords(self, keywords: Iterable[str], false_alarms: float = FALSE_ALARMS) -> Recogniser:
+    def only_keywords(self, keywords: Iterable[str], false_alarms: float = FALSE_ALARMS) -> Self:
         """Return the same model with a decoder that finds these keywords among all words, in files, sessions and live.
 
         Args:

@@ -11,11 +11,9 @@ utterances join and leave the batch between chunks (`TorchStreams`). No Python l
 within a frame.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -50,7 +48,7 @@ class Beams:
     run: OpenRun
 
     @classmethod
-    def start(cls, fusion: Fusion, batch: int, beam: int, root: int = ROOT) -> Beams:
+    def start(cls, fusion: Fusion, batch: int, beam: int, root: int = ROOT) -> Self:
         """Return the state before the first frame: one empty prefix per utterance."""
         device = fusion.device
         blank = torch.full((batch, beam), NONE, dtype=torch.float64, device=device)
@@ -71,7 +69,7 @@ class Beams:
         """(B, K) float64 log-prob of each prefix, -inf for empty slots."""
         return torch.logaddexp(self.blank, self.label)
 
-    def with_capacity(self, more: int) -> Beams:
+    def with_capacity(self, more: int) -> Self:
         """Return the same beams with capacity for `more` labels per prefix."""
         missing = int(self.counts.max()) + more + 1 - self.labels.shape[2]
         if missing <= 0:
@@ -86,7 +84,7 @@ class Beams:
         equal = ((self.labels == first) & (first != BLANK)) | ~alive[..., None]
         return equal.all(1).int().cumprod(1).sum(1) * alive.any(1)
 
-    def without_first(self, counts: Tensor) -> Beams:
+    def without_first(self, counts: Tensor) -> Self:
         """Return the same beams without the first (B,) labels of every prefix."""
         length = self.labels.shape[2]
         positions = torch.arange(length, device=counts.device) + counts[:, None]
@@ -94,7 +92,7 @@ class Beams:
         shifted = padded.gather(2, positions.clamp(max=length)[:, None].expand(-1, self.labels.shape[1], -1))
         return replace(self, labels=shifted, counts=(self.counts - counts[:, None]).clamp(min=0))
 
-    def without_shared(self) -> tuple[Beams, list[list[int]]]:
+    def without_shared(self) -> tuple[Self, list[list[int]]]:
         """Return the beams without the first labels that all prefixes of an utterance share, and these labels."""
         counts = self.shared_counts()
         if not counts.any():
@@ -103,7 +101,7 @@ class Beams:
         shared = self.labels[torch.arange(len(slots), device=slots.device), slots].cpu().numpy()
         return self.without_first(counts), first_of_rows(shared, counts.cpu().numpy())
 
-    def masked(self, wanted: Tensor) -> Beams:
+    def masked(self, wanted: Tensor) -> Self:
         """Return the same beams without the prefixes that are not `wanted` (B, K)."""
         slots = torch.arange(wanted.shape[1], device=wanted.device)
         dead = torch.stack([_DEAD_HASH + slots, torch.full_like(slots, _DEAD_PARENT), self.names[..., LAST][0]], -1)
