@@ -175,7 +175,7 @@ def check_sweep(overrides: Sequence[str]) -> None:
     first = first_of_sweep(overrides)
     for index, override in enumerate(map(parse_override, overrides)):
         if override.is_sweep_override():
-            for value in override.sweep_string_iterator():
+            for value in _sweep_values(override):
                 _compose([*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]])
 
 
@@ -300,11 +300,18 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
     """Replace every sweep (`a=1,2`) by its first value, to check a multirun; raises as `parse_override`."""
     return [
-        f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+        f"{override.get_key_element()}={_sweep_values(override)[0]}"
         if override.is_sweep_override()
         else str(override.input_line)
         for override in map(parse_override, overrides)
     ]
+
+
+def _sweep_values(override: Override) -> list[str]:
+    with suppress(HydraException):  # of intervals and patterns
+        if values := list(override.sweep_string_iterator()):
+            return values
+    raise ConfigError(f"{override.input_line} lists no values: write KEY=A,B or KEY=range(1,4), which is 1, 2 and 3")
 
 
 def parse_override(override: str) -> Override:

@@ -215,6 +215,9 @@ def test_the_command_line_wins_over_the_recipe() -> None:
         ("optim=adamw,null", "optim=null: choose one of adamw, sgd"),
         ("model.hidden=16,abc", "model.hidden: takes a whole number, not 'abc'"),
         ("recipe=an4_demo,an5", "did you mean 'an4"),
+        ("model.dropout=interval(0,1)", "lists no values: write KEY=A,B or KEY=range(1,4)"),
+        ("model=glob(rnn_*)", "lists no values"),
+        ("train.seed=range(3,1)", "lists no values"),
     ],
 )
 def test_every_value_of_a_sweep_is_read_before_its_first_run(override: str, hint: str) -> None:
