@@ -64,7 +64,7 @@ def _score(args: argparse.Namespace) -> None:
     reports = []
     for path in filter(None, (args.hypotheses, args.hypotheses_b)):
         hypotheses = read_texts(path, ids=args.ids, hypotheses=True)
-        if not args.ids:
+        if not args.ids and "1" in references:  # lines are numbered: a manifest has its audio for ids
             _warn_of_ids(references, hypotheses)
         texts, absent = match_texts(references, hypotheses, path, missing=args.missing)
         if absent:

@@ -99,6 +99,12 @@ def test_standard_input_is_one_of_the_files(capsys: pytest.CaptureFixture[str]) 
     assert "can be one of the files only" in capsys.readouterr().err
 
 
+def test_a_manifest_needs_no_ids(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"audio_filepath": f"{text[0]}.wav", "text": text}) for text in ("one two", "three")]
+    assert main([write("ref", "\n".join(lines)), write("hyp", "\n".join(lines))]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write("ref", "u1 a\nu2 b c\n"), write("hyp", "u1 a\nu2 b\n")]) == 0
     assert "use --ids" in capsys.readouterr().err
