@@ -26,6 +26,7 @@ from ds2.distributed.launcher import launched
 from ds2.distributed.watchdog import Watchdog
 from ds2.model.wavefront import Wavefront
 from ds2.recognition.recogniser import Recogniser
+from ds2.system.tensor_file import load
 from ds2.training import run_folder, stopping, trainer
 from ds2.training.passes import GraphedPasses, Passes
 from ds2.training.trainer import Trainer
@@ -34,7 +35,7 @@ from ds2.training.trainer import Trainer
 def strike(fault: str, trainer: Trainer) -> None:
     """Do what the fault is called."""
     if fault == "kill":
-        time.sleep(2)  # the other rank has saved by then, and waits for this one
+        wait_for_rank_0(trainer)
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "throw":
         raise RuntimeError("thrown on purpose")
@@ -59,6 +60,17 @@ def strike(fault: str, trainer: Trainer) -> None:
             return losses + poison, objective + poison
 
         passes.losses = poisoned  # type: ignore[method-assign]
+
+
+def wait_for_rank_0(trainer: Trainer) -> None:
+    """Wait until the last state is saved and rank 0 waits for this rank, however busy the machine is."""
+    (reports,) = (thread.ranks for thread in threading.enumerate() if isinstance(thread, Watchdog))
+    step, every = trainer.progress.step, trainer.config.checkpoint.every_steps
+    while load(trainer.run_dir / "trainer.safetensors")[1]["progress"]["step"] < step - step % every:
+        time.sleep(0.05)
+    # Two of its reports, a second apart, from one collective: it ended those before together with this rank.
+    while not (reports[0].status.collective and reports[0].reported_s > reports[0].changed_s):
+        time.sleep(0.05)
 
 
 def notice_after(seconds: float) -> None:

@@ -52,7 +52,7 @@ def complete(shell: str, scripts: Path, line: str, program: str) -> list[str]:
         pytest.skip(f"{shell} is not installed")
     none = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     command = [shell, *none, "-c", program, *(["ds2"] if shell != "fish" else []), *shlex.split(line)]
-    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, timeout=600, check=True)
     assert done.stderr == ""
     return sorted(done.stdout.split())
 

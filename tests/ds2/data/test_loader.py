@@ -199,11 +199,12 @@ def test_a_batch_that_kills_each_worker_ends_the_loader_by_name(
 ) -> None:
     loader = loader_of(utterances, make_config(tmp_path, workers=1))
     read = type(loader.audio).__getitem__
-    first = PLAN[-1][0]
+    first, arrived = PLAN[-1][0], tmp_path / "arrived"
 
     def deadly(audio: Any, position: int) -> Any:
         if position == first:
-            time.sleep(0.5)  # until the batches before are with the parent
+            while not arrived.exists():  # the batches before are with the parent, which would make them again
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return read(audio, position)
 
@@ -211,6 +212,7 @@ def test_a_batch_that_kills_each_worker_ends_the_loader_by_name(
     running = loader.epoch(PLAN, 1)
     for _ in PLAN[:-1]:
         next(running)
+    arrived.touch()
     name = utterances[first].source or utterances[first].name
     with pytest.raises(LoaderError, match=rf"killed twice before the batch of {re.escape(name)} and .*data\.workers=1"):
         next(running)

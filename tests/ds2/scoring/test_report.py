@@ -22,6 +22,7 @@ from ds2.scoring.wer import Report, corpus_report
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element reference in the WebDriver standard
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the environment names
+WAIT_S = 600  # a last resort: a browser starts late on a busy machine
 
 
 class Browser:
@@ -37,7 +38,7 @@ class Browser:
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
-        with _DIRECT.open(request, timeout=60) as answer:
+        with _DIRECT.open(request, timeout=WAIT_S) as answer:
             return json.load(answer)["value"]
 
     def open(self, url: str) -> None:
@@ -90,7 +91,7 @@ def browser() -> Iterator[Browser]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.02)

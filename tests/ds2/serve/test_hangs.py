@@ -40,6 +40,7 @@ from ds2.serve.limits import Limits
 from ds2.serve.processes import Recognisers
 
 HANGS_HZ = 11025  # sources of this rate hang
+HANGING = threading.Event()  # the hang has begun
 RELEASED = threading.Event()  # ends the hang, so that no thread outlives the tests
 FAILED = "this server's recogniser failed: its log says why"
 
@@ -50,8 +51,13 @@ class Hanging(Recogniser):
     def live(self, *, sample_rate_hz: int | None = None, **options: Any) -> LiveSession:
         live = super().live(sample_rate_hz=sample_rate_hz, **options)
         if sample_rate_hz == HANGS_HZ:
-            live.is_ready = functools.partial(RELEASED.wait, WAIT_S)  # type: ignore[method-assign]
+            live.is_ready = hang  # type: ignore[method-assign]
         return live
+
+
+def hang() -> bool:
+    HANGING.set()
+    return RELEASED.wait(WAIT_S)
 
 
 def hanging(model: Path) -> Recogniser:
@@ -78,12 +84,12 @@ async def last_answers(url: str, rate_hz: int, data: bytes) -> tuple[str, int]:
 def test_all_clients_of_a_recogniser_that_hangs_get_an_error(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.serve.engine.HANGS_S", 1.0)
     running, data = serve(kind=Hanging), speech(3, 1.0)
+    client = running.client()
 
     def upload() -> str:
         with pytest.raises(openai.InternalServerError) as failed:
-            running.client().audio.transcriptions.create(model="ds2", file=wav(data))
+            client.audio.transcriptions.create(model="ds2", file=wav(data))
         return failed.value.message
 
     async def all_at_once() -> list[Any]:
@@ -92,9 +98,11 @@ def test_all_clients_of_a_recogniser_that_hangs_get_an_error(
             await silent.send(data)
             await silent.recv()
             hangs = asyncio.ensure_future(last_answers(running.websocket, HANGS_HZ, data))
-            await asyncio.sleep(0.3)
+            assert await asyncio.to_thread(HANGING.wait, WAIT_S)
             others = [last_answers(running.websocket, RATE_HZ, data) for _ in range(3)]
             clients = asyncio.gather(hangs, *others, asyncio.to_thread(upload))
+            await asyncio.to_thread(until, lambda: running.metric("ds2_sessions") == 6)
+            monkeypatch.setattr("ds2.serve.engine.HANGS_S", 0.5)  # now that all wait, however long that took
             await hangs
             with pytest.raises(ConnectionRefusedError):  # whoever connects again at once needs another server
                 await connect(running.websocket)

@@ -50,7 +50,7 @@ def running(
     model = write_untrained(compose_once(*tiny_overrides_in(folder, tone_manifest)), folder / "model.safetensors")
     recogniser = Recogniser.of(load_model(model), DecodeConfig(method="beam", beam=8), torch.device("cpu"))
     bound = bind("127.0.0.1", 0)
-    server = Workers(recogniser, Limits(sessions=40, idle_s=20), share(bound), 2)
+    server = Workers(recogniser, Limits(sessions=40, idle_s=WAIT_S), share(bound), 2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     yield Running(recogniser, server.address[1], server.end), server
@@ -186,7 +186,6 @@ def test_a_worker_that_stays_stopped_is_replaced(
     running: tuple[Running, Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would get its share of new connections, which nobody answers."""
-    monkeypatch.setattr("ds2.serve.processes._STUCK_S", 1.0)
     address, server = running
     stopped, other = server.processes()
     assert stopped.pid is not None and other.pid is not None
@@ -194,6 +193,7 @@ def test_a_worker_that_stays_stopped_is_replaced(
         os.kill(other.pid, signal.SIGSTOP)
         time.sleep(0.2)
         os.kill(other.pid, signal.SIGCONT)  # for a short time it does no harm
+        monkeypatch.setattr("ds2.serve.processes._STUCK_S", 1.0)
         os.kill(stopped.pid, signal.SIGSTOP)
         until(lambda: stopped not in server.processes() and len(server.processes()) == 2)
         until(lambda: all(link.started for link in server._processes))
