@@ -551,7 +551,7 @@ def _splice(args: argparse.Namespace) -> None:
         utterances = scored_utterances(args.manifests, alphabet)
         loader = SpeechLoader(utterances, replace(loaded.config.data, workers=-1), device)
         aligned, _ = align_utterances(Recogniser.of(loaded, DecodeConfig(), device), loader)
-        loader.close()  # of it only the audio is needed from here on
+        loader.close()  # only its audio is needed from here on
         recordings = []
         for position, (utterance, transcript) in enumerate(zip(utterances, aligned, strict=True)):
             labels = tuple(tuple(alphabet.spell(word.text)) for word in transcript.words)

@@ -199,8 +199,8 @@ class ChangedDecoder(Decoder):
         return [[[d.change(h) for h in row] for row in rows] for d, rows in zip(decodings, nbest, strict=True)]
 
 
-def unchanged(decoder: Decoder) -> Decoder:
-    """Return the decoder whose hypotheses are changed, or the decoder itself."""
+def inner_decoder(decoder: Decoder) -> Decoder:
+    """Return the decoder within any number of `ChangedDecoder`s, or the decoder itself."""
     while isinstance(decoder, ChangedDecoder):
         decoder = decoder.decoder
     return decoder

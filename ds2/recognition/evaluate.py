@@ -273,7 +273,7 @@ def robustness_table(reports: Sequence[tuple[str, Report]]) -> str:
 def keyword_table(evaluation: Evaluation, graph: PhraseGraph) -> str:
     """Return a Markdown table of keywords: how often they were said, found, and found though nobody said them.
 
-    An utterance may have a keyword as often as its transcript has it; where it is found more often, the rest is false.
+    A keyword is right as often as the transcript of the utterance has it; what is found beyond that is a false alarm.
 
     Args:
         evaluation: by a recogniser of `Recogniser.only_keywords`.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.decoding.decoder import Decoder, unchanged
+from ds2.decoding.decoder import Decoder, inner_decoder
 from ds2.inference.runner import BlockRunner
 from ds2.model.acoustic import AcousticModel
 from ds2.recognition.open_segments import OpenSegments
@@ -45,7 +45,7 @@ class Pipeline:
     @property
     def writes_phones(self) -> bool:
         """Whether results are phones instead of words: of a network of phones without a search for words."""
-        return self.alphabet.pronunciations is not None and not unchanged(self.decoder).hot_characters
+        return self.alphabet.pronunciations is not None and not inner_decoder(self.decoder).hot_characters
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copy: decoders have tables that grow, memory of a GPU, or objects of C++."""

@@ -256,9 +256,9 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def give_up(self) -> None:
-        """End, as no engine answers any more, and accept no client from now on.
+        """Stop listening at once, then end: the engine no longer answers.
 
-        Uvicorn stops listening up to 0.1 s later; until then a client that connects again would get another error.
+        Uvicorn alone would listen for up to 0.1 s more, and clients that connect again would get another error.
         """
         for listening in self.servers:
             listening.close()
