@@ -6,7 +6,6 @@ import logging
 import lzma
 import math
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ds2.lm import ngram
 from ds2.lm.ngram import END, RESERVED, SPACE, START, TENSORS, UNITS, UNKNOWN, LanguageModelError, Level, NGram
-from ds2.system.files import PACKED_BY, atomic_file, cache_dir, new_text, read_lines, remove_stale, temporary_folder
+from ds2.system import files
 from ds2.system.plain import from_plain, parse_json
 from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header, write_tensors
 from ds2.text.alphabet import Alphabet, AlphabetError
@@ -58,7 +57,7 @@ def save_ngram(model: NGram, path: Path) -> None:
         LanguageModelError: the folder is not writable, the disk is full, or a number is too large to be compressed.
     """
     if path.suffix == ".xz":
-        with _write_errors(path), atomic_file(path) as partial:
+        with _write_errors(path), files.atomic_file(path) as partial:
             _compress(model, partial)
         return
     tensors = {name: getattr(model, name).cpu().contiguous() for name in TENSORS}
@@ -71,13 +70,8 @@ def save_ngram(model: NGram, path: Path) -> None:
         "unit": model.unit,
         "alphabet": None if model.alphabet is None else dict(model.alphabet),
     }
-    try:
-        with atomic_file(path) as partial:
-            write_tensors(tensors, partial, make_header(metadata, tensors, content=False))
-    except (OSError, SafetensorError) as error:
-        needed_mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
-        free = f", {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free" if path.parent.is_dir() else ""
-        raise LanguageModelError(f"{path} could not be written ({error}): {needed_mib:.0f} MiB needed{free}") from error
+    with _write_errors(path), files.atomic_file(path) as partial:
+        write_tensors(tensors, partial, make_header(metadata, tensors, content=False))
 
 
 def load_ngram(path: Path) -> NGram:
@@ -252,7 +246,7 @@ def _load_compressed(path: Path) -> NGram:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:24]
         with suppress(RuntimeError):  # the user has no home folder
-            cached = cache_dir() / "lm" / f"{digest}.lm"
+            cached = files.cache_dir() / "lm" / f"{digest}.lm"
             if _use(cached):
                 return load_ngram(cached)
     except OSError as error:
@@ -278,7 +272,7 @@ def _load_compressed(path: Path) -> NGram:
 
 def named_arpa(path: Path) -> bool:
     """Whether a file is called .arpa, .arpa.gz or .arpa.xz."""
-    return ".arpa" in (path.suffixes[-2:] if path.suffix in PACKED_BY else [path.suffix])
+    return ".arpa" in (path.suffixes[-2:] if path.suffix in files.PACKED_BY else [path.suffix])
 
 
 def _head(path: Path, *, unpacked: bool = True) -> bytes:
@@ -288,7 +282,7 @@ def _head(path: Path, *, unpacked: bool = True) -> bytes:
     """
     with (
         suppress(OSError, EOFError, lzma.LZMAError),
-        (PACKED_BY.get(path.suffix, open) if unpacked else open)(path, "rb") as file,
+        (files.PACKED_BY.get(path.suffix, open) if unpacked else open)(path, "rb") as file,
     ):
         head: bytes = file.read(_HEAD_BYTES)
         return head
@@ -297,7 +291,7 @@ def _head(path: Path, *, unpacked: bool = True) -> bytes:
 
 def write_arpa(model: NGram, path: Path) -> None:
     """Write an ARPA file atomically, compressed if it ends in .gz or .xz; raises LanguageModelError if it cannot."""
-    with _write_errors(path), new_text(path) as file:
+    with _write_errors(path), files.new_text(path) as file:
         _write(model, file)
 
 
@@ -306,7 +300,7 @@ def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise LanguageModelError(f"{path} could not be written: {error}") from error
+        raise LanguageModelError(f"{path} could not be written: {error}{files.describe_full_disk(error)}") from error
 
 
 def _write(model: NGram, out: TextIO) -> None:
@@ -345,7 +339,7 @@ def read_arpa(path: Path) -> NGram:
 class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines = ((number, line) for number, line in read_lines(path) if line.strip())
+        self._lines = ((number, line) for number, line in files.read_lines(path) if line.strip())
         self._number = 0
         self._ids: dict[str, int] = {}
 
@@ -489,8 +483,10 @@ def arpa_file(lm: NGram, source: str) -> Iterator[Path]:
     Raises:
         LanguageModelError: the temporary file cannot be written.
     """
-    if named_arpa(Path(source)) and _kenlm_reads(Path(source)):
-        yield Path(source)
+    path = Path(source)
+    # KenLM takes a byte-order mark for text, and allows none before the first section.
+    if path.suffix != ".xz" and named_arpa(path) and _head(path).lstrip().startswith(b"\\data\\"):
+        yield path
         return
     try:
         cached = _cached_file(lm)
@@ -499,22 +495,13 @@ def arpa_file(lm: NGram, source: str) -> Iterator[Path]:
     else:
         yield cached
         return
-    with temporary_folder(Path(tempfile.gettempdir()), "ds2-lm") as folder:
+    with files.temporary_folder(Path(tempfile.gettempdir()), "ds2-lm") as folder:
         write_arpa(lm, folder / "model.arpa")
         yield folder / "model.arpa"
 
 
-def _kenlm_reads(path: Path) -> bool:
-    """Whether KenLM accepts the start of a file: no byte-order mark and no text before the first section."""
-    if path.suffix != ".arpa":  # compressed
-        return True
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read(4096).lstrip().startswith(b"\\data\\")
-    return True
-
-
 def _cached_file(lm: NGram) -> Path:
-    path = cache_dir() / "arpa" / f"{_content_key(lm)}.arpa"
+    path = files.cache_dir() / "arpa" / f"{_content_key(lm)}.arpa"
     if not _use(path):
         write_arpa(lm, path)
         _limit_cache(path)
@@ -539,7 +526,7 @@ def _content_key(lm: NGram) -> str:
 
 def _limit_cache(newest: Path) -> None:
     """Delete the least recently used files until the folder is within its limit; the newest one stays."""
-    remove_stale(newest.parent)
+    files.remove_stale(newest.parent)
     others = []
     for path in newest.parent.iterdir():
         with suppress(OSError):  # another process removed it meanwhile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import lzma
 import math
 import os
 import subprocess
@@ -183,11 +184,24 @@ def test_an_equal_model_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert convert(model("a", "b")) == first
 
 
-def test_an_arpa_file_needs_no_copy(tmp_path: Path) -> None:
-    given = str(tmp_path / "words.arpa.gz")
-    with arpa_file(model("a"), given) as path:
-        assert str(path) == given
+@pytest.mark.parametrize("name", ["words.arpa", "words.arpa.gz"])
+def test_an_arpa_file_needs_no_copy(name: str, tmp_path: Path) -> None:
+    write_arpa(model("a"), tmp_path / name)
+    with arpa_file(model("a"), str(tmp_path / name)) as path:
+        assert path == tmp_path / name
     assert not cache_dir().exists()
+
+
+@pytest.mark.parametrize("name", ["words.arpa.gz", "words.arpa.xz"])
+@pytest.mark.parametrize("head", ["", "\ufeff", "made by hand\n"])
+def test_a_compressed_arpa_file_that_kenlm_cannot_read_is_copied(name: str, head: str, tmp_path: Path) -> None:
+    write_arpa(model("a"), tmp_path / "plain.arpa")
+    text = head + (tmp_path / "plain.arpa").read_text(encoding="utf-8")
+    (tmp_path / name).write_bytes({".gz": gzip, ".xz": lzma}[Path(name).suffix].compress(text.encode()))
+    with arpa_file(read_arpa(tmp_path / name), str(tmp_path / name)) as path:
+        taken_as_it_is = name.endswith(".gz") and not head
+        assert (path == tmp_path / name) == taken_as_it_is
+        assert taken_as_it_is or path.read_bytes().startswith(b"\\data\\")
 
 
 def test_the_least_recently_used_files_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
