@@ -12,17 +12,18 @@ from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import ds2
 from ds2.config import convert
 from ds2.config.check import check
 from ds2.config.convert import FREE_FORM, Inheritance, is_free_form, raise_explained, read_yaml, text_keys
@@ -44,7 +45,7 @@ _DEEPEST = 50  # brackets within each other: no setting has more than 3, and of 
 _HOME = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 
 
-class ConfigFolder(ConfigSource):
+class ConfigFolder(FileConfigSource):
     """A folder of --config-dir: Hydra's `file://`, but a recipe needs no `# @package _global_` at its top.
 
     Files that are no YAML, or hold no mapping, are ConfigErrors.
@@ -55,7 +56,7 @@ class ConfigFolder(ConfigSource):
         return "ds2"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = self._file(config_path)
+        file = Path(self.path, self._normalize_file_name(config_path))
         try:
             text = file.read_text(encoding="utf-8")
             values = read_yaml(text)
@@ -69,28 +70,10 @@ class ConfigFolder(ConfigSource):
         config = OmegaConf.create(values or {})
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
 
-    def is_group(self, config_path: str) -> bool:
-        return Path(self.path, config_path).is_dir()
-
-    def is_config(self, config_path: str) -> bool:
-        return self._file(config_path).is_file()
-
-    def available(self) -> bool:
-        return self.is_group("")
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        names: list[str] = []
-        for path in Path(self.path, config_path).iterdir():
-            self._list_add_result(names, f"{config_path}/{path.name}", path.name, results_filter)
-        return sorted(set(names))
-
-    def _file(self, config_path: str) -> Path:
-        return Path(self.path, self._normalize_file_name(config_path))
-
 
 def config_dir() -> Path:
     """Return the Hydra tree: `conf` in a checkout, `ds2/conf` in an installed wheel."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(ds2.__file__).resolve().parent
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / f"{PRIMARY_CONFIG}.yaml").is_file():
             return candidate

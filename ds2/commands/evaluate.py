@@ -14,7 +14,6 @@ from ds2.config.schema import CommConfig, DataConfig
 from ds2.data.manifest import Utterance, read_manifest
 from ds2.data.splits import ScoredData, scored_utterances
 from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
-from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
@@ -126,16 +125,19 @@ def run(arguments: Sequence[str]) -> int:
             _robustness(recogniser, manifests, data, args, reports)
             return 0
         if args.keywords:
-            _keywords(recogniser, manifests, data, args, reports, comm)
-            return 0
-        trained_on = training_data(data) if comm.rank == 0 else []
+            graph = compile_phrases(args.keywords, recogniser.alphabet)
+            recogniser = recogniser.only_keywords(args.keywords, args.false_alarms or FALSE_ALARMS)
+        trained_on = training_data(data) if comm.rank == 0 and not args.keywords else []
         for scored in evaluate(
             recogniser, manifests, data, batch_audio_s=args.batch_audio_s, workers=args.workers, comm=comm
         ):
             if comm.rank != 0:
                 continue
+            folder = reports / scored.manifest.stem
+            if args.keywords:
+                _report_table(scored.manifest, keyword_table(scored, graph), folder / "keywords.md")
+                continue
             evaluation = _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored
-            folder = reports / evaluation.manifest.stem
             overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
             if overlap:
                 log.warning("%s", overlap)
@@ -205,25 +207,6 @@ def _robustness(
         utterances = scored_utterances([manifest], recogniser.alphabet)
         rows = robustness(recogniser, utterances, data, snrs_db, batch_audio_s=args.batch_audio_s, workers=args.workers)
         _report_table(manifest, robustness_table(list(rows)), folder / manifest.stem / "robustness.md")
-
-
-def _keywords(
-    recogniser: Recogniser,
-    manifests: Sequence[Path],
-    data: DataConfig,
-    args: argparse.Namespace,
-    folder: Path,
-    comm: Communicator,
-) -> None:
-    """Print a table of keywords for each manifest, and write it to keywords.md."""
-    spotting = recogniser.only_keywords(args.keywords, args.false_alarms or FALSE_ALARMS)
-    graph = compile_phrases(args.keywords, recogniser.alphabet)
-    for evaluation in evaluate(
-        spotting, manifests, data, batch_audio_s=args.batch_audio_s, workers=args.workers, comm=comm
-    ):
-        if comm.rank == 0:
-            manifest = evaluation.manifest
-            _report_table(manifest, keyword_table(evaluation, graph), folder / manifest.stem / "keywords.md")
 
 
 def _report_table(manifest: Path, table: str, path: Path) -> None:

@@ -43,7 +43,7 @@ class LettersToPhones:
     """
 
     def __init__(self, dictionary: Pronunciations, order: int = _ORDER) -> None:
-        every = [(word, phones) for word, variants in dictionary.words.items() for phones in variants]
+        every = ((word, phones) for word, variants in dictionary.words.items() for phones in variants)
         pairs = [(word, phones) for word, phones in every if max(len(word), len(phones)) <= MAX_LETTERS]
         sample = pairs if len(pairs) <= _FIRST_WORDS else random.Random(0).sample(pairs, _FIRST_WORDS)
         scores = _first_scores(sample)
@@ -65,7 +65,6 @@ class LettersToPhones:
         ).model
         ids = self.model.ids
         self._ids = {letter: torch.tensor([ids[name] for name in own.values()]) for letter, own in names.items()}
-        self.unaligned = len(every) - len(aligned)
 
     def pronounce(self, words: Iterable[str]) -> dict[str, Phones]:
         """The most probable pronunciation of each word.

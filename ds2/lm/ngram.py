@@ -192,13 +192,13 @@ class NGram:
     def _start(self) -> int:
         return int(self.next_state[self.ids[START]])
 
-    def _view(self, name: str) -> memoryview:
-        return memoryview(np.require(getattr(self, name).cpu().numpy(), requirements="A"))  # may be unaligned
-
     @cached_property
     def query(self) -> Callable[[int, int], tuple[float, int]]:
         """A function of a state and a word's id that returns the log-prob of the word and the next state."""
-        keys, log_prob, following, backoff, suffix = map(self._view, TENSORS)
+        arrays = (getattr(self, name).cpu().numpy() for name in TENSORS)
+        keys, log_prob, following, backoff, suffix = (  # those of a file may be unaligned
+            memoryview(np.require(array, requirements="A")) for array in arrays
+        )
         size, depth = len(self.vocabulary), self.order - 1
 
         @lru_cache(maxsize=_CACHED_QUERIES)
@@ -232,37 +232,29 @@ class NGram:
                 f"the language model is one of {self.unit}s, the labels of the network are {alphabet.unit}s: build one "
                 f"of them (ds2 lm build --unit {alphabet.unit} --model MODEL) or of words"
             )
-        if self.unit == "piece":
-            self._check_pieces(alphabet)
-            return
         entries = [" " if token == SPACE and self.unit == "character" else token for token in self.tokens]
-        symbols = set("".join(alphabet.symbols))
-        unwritable = [token for token in entries if not symbols.issuperset(token)]
+        whole = self.unit == "piece"  # a label each; words and characters are spelled with characters
+        symbols = set(alphabet.symbols if whole else "".join(alphabet.symbols))
+        unwritable = [token for token in entries if not symbols.issuperset([token] if whole else token)]
         if not unwritable:
             return
-        characters = {c: sum(c in token for token in unwritable) for c in sorted(set("".join(unwritable)) - symbols)}
-        worst = dict(sorted(characters.items(), key=lambda item: -item[1])[:20])
-        message = (
-            f"{len(unwritable)} of the language model's {len(entries)} {self.unit}s contain characters outside the "
-            f"network's alphabet, such as {unwritable[0]!r}; by number of entries: {describe(worst)}"
-        )
+        message = f"{len(unwritable)} of the language model's {len(entries)} {self.unit}s "
+        if whole:
+            message += f"are no labels of the network, such as {unwritable[0]!r}"
+            way_out = (
+                ": it has other pieces. Build it with those of the network: ds2 lm build --unit piece --model MODEL"
+            )
+        else:
+            characters = {c: sum(c in t for t in unwritable) for c in sorted(set("".join(unwritable)) - symbols)}
+            worst = dict(sorted(characters.items(), key=lambda item: -item[1])[:20])
+            message += (
+                f"contain characters outside the network's alphabet, such as {unwritable[0]!r}; by number of entries: "
+                f"{describe(worst)}"
+            )
+            way_out = ". Build it with the network's normalisation: ds2 lm build --model MODEL"
         if 2 * len(unwritable) > len(entries):
-            raise LanguageModelError(
-                f"{message}. Build it with the network's normalisation: ds2 lm build --model MODEL"
-            )
+            raise LanguageModelError(message + way_out)
         warn_once(log, f"{message}; the network never writes them")
-
-    def _check_pieces(self, alphabet: Alphabet) -> None:
-        tokens, labels = self.tokens, set(alphabet.symbols)
-        others = [token for token in tokens if token not in labels]
-        message = f"{len(others)} of the language model's {len(tokens)} pieces are no labels of the network, such as"
-        if 2 * len(others) > len(tokens):
-            raise LanguageModelError(
-                f"{message} {others[0]!r}: it has other pieces. Build it with those of the network: ds2 lm build "
-                "--unit piece --model MODEL"
-            )
-        if others:
-            warn_once(log, f"{message} {others[0]!r}; the network never writes them")
 
 
 def longest_match(
@@ -326,7 +318,7 @@ def from_levels(
         raise LanguageModelError(f"{state_starts[-1]} histories are more than 2^31: prune more or lower the order")
     keys = np.empty(entry_starts[-1], np.int64)
     log_prob = np.empty(entry_starts[-1], np.float32)
-    next_state = np.empty(entry_starts[-1], np.int32)
+    next_state = np.zeros(entry_starts[-1], np.int32)
     backoff = np.zeros(state_starts[-1], np.float32)
     suffix = np.zeros(state_starts[-1], np.int32)
     prefix_state = np.zeros(1, np.int32)  # state of each n-gram one level below; first the empty history
@@ -337,8 +329,11 @@ def from_levels(
             at = slice(first + part.start, first + part.stop)
             parents, words = prefix_state[level.prefix[part]], level.word[part]
             keys[at] = parents.astype(np.int64) * size + words
-            shorter = (torch.from_numpy(suffix[parents]), torch.from_numpy(words))
-            next_state[at] = 0 if n == 1 else next_state[_entries(keys[:first], suffix, size, n - 1, *shorter)]
+            if n > 1:
+                below = torch.from_numpy(keys[:first]), torch.from_numpy(suffix)
+                shorter = torch.from_numpy(suffix[parents]), torch.from_numpy(words)
+                _, entries, depth = longest_match(*below, size, n - 1, *shorter)
+                next_state[at] = next_state[entries.gather(1, depth)[:, 0].numpy()]
         if n < order:
             flags = is_state[n - 1]
             states = slice(state_starts[n], state_starts[n + 1])
@@ -358,15 +353,6 @@ def from_levels(
         unit=unit,
         alphabet=alphabet,
     )
-
-
-def _entries(
-    keys: NDArray[np.int64], suffix: NDArray[np.int32], size: int, order: int, states: Tensor, words: Tensor
-) -> NDArray[np.int64]:
-    """Return the entries of the longest n-grams, of at most `order` words, with these words after these states."""
-    _, entries, depth = longest_match(torch.from_numpy(keys), torch.from_numpy(suffix), size, order, states, words)
-    longest: NDArray[np.int64] = entries.gather(1, depth)[:, 0].numpy()
-    return longest
 
 
 def to_levels(model: NGram) -> list[Level]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ds2.lm.ngram import END, RESERVED, SPACE, UNITS, UNKNOWN, LanguageModelError, NGram
+from ds2.lm.ngram import END, RESERVED, SPACE, UNKNOWN, LanguageModelError, NGram
 from ds2.system.files import read_lines
 from ds2.system.plain import counted, parse_json
 from ds2.text.alphabet import Alphabet, describe
@@ -64,10 +64,6 @@ class SentenceReader:
     def __post_init__(self) -> None:
         if self.unit == "piece" and self.alphabet is not None and not self.alphabet.has_pieces:
             self.alphabet = None
-        if self.unit not in UNITS or self.unknown not in ("skip", "drop", "stop"):
-            raise LanguageModelError(
-                f"unit={self.unit!r} must be {', '.join(UNITS)}; unknown={self.unknown!r} must be skip, drop or stop"
-            )
 
     def __iter__(self) -> Iterator[list[str]]:
         """Yield sentences.

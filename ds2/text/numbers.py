@@ -462,19 +462,19 @@ def _spell(number: str, language: str, rules: str = "") -> str:
     """Return the words of a whole number by a rule set of CLDR, by default that of counting; "" if it has none."""
     if not rules and language.startswith("en"):
         rules = "spellout-cardinal-verbose"  # one hundred and one
-    words = ""
-    with suppress(LookupError, ValueError, ArithmeticError, _rbnf_error()):
-        words = _engine(language).format_number(int(number), ruleset_names=[rules] if rules else None).text
-    words = re.sub("[\u00ad\u200b]", "", words).replace("ʼ", "'")
+    formatted = _formatted(number, language, [rules] if rules else None)
+    words = re.sub("[\u00ad\u200b]", "", formatted.text if formatted else "").replace("ʼ", "'")
     words = " ".join(re.sub("[-,]", " ", words).split())
     return "" if any(map(str.isdigit, words)) else words
 
 
-def _rbnf_error() -> type[Exception]:
+def _formatted(number: str, language: str, rules: list[str] | None = None) -> Any:
+    """Return the forms of a number by rule sets of CLDR, by default those of counting; None if none has one."""
     from unicode_rbnf.engine import RbnfError
 
-    error: type[Exception] = RbnfError
-    return error
+    with suppress(LookupError, ValueError, ArithmeticError, RbnfError):
+        return _engine(language).format_number(number if "." in number else int(number), ruleset_names=rules)
+    return None
 
 
 def _minus(language: str) -> str:
@@ -493,9 +493,8 @@ def _decimal(whole: str, fraction: str, language: str) -> str:
 @cache
 def _point(language: str) -> tuple[str, str]:
     """Return the word for a decimal point and what stands between words; "" if not all rule sets have one word."""
-    by_rules: dict[str, str] = {}
-    with suppress(LookupError, ValueError, ArithmeticError, _rbnf_error()):
-        by_rules = _engine(language).format_number("1.1").text_by_ruleset
+    formatted = _formatted("1.1", language)
+    by_rules: dict[str, str] = formatted.text_by_ruleset if formatted else {}
     words = [text.split() for text in by_rules.values()]
     if {len(text) for text in words} == {3} and len({text[1] for text in words}) == 1:
         return words[0][1], " "
