@@ -44,7 +44,6 @@ _MOST_LETTERS = 50  # of a word of such a line
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 data`."""
     parser = Parser(prog="ds2 data", description="corpora to manifests, and tools for manifests")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
@@ -167,7 +166,7 @@ def _pieces(args: argparse.Namespace) -> None:
     ensure_manifests(config.data)
     check_writable(output, inputs=config.data.train)
     texts = [u.text for u in read_manifests(config.data.train)]
-    characters = replace(config.alphabet, pieces=[], unknown="drop")
+    characters = replace(config.alphabet, pieces=[], lexicon="", unknown="drop")
     pieces = learn_pieces(texts, Alphabet.from_config(characters), count)
     if len(pieces) < count:
         log.warning(
@@ -391,7 +390,9 @@ def _normalise(args: argparse.Namespace) -> int:
             log.warning("%s", unread_message(unread, alphabet.numbers))
         if others:
             log.warning("outside the alphabet: %s", describe(others))
-        status |= bool(unknown)
+        if unpronounced := alphabet.unpronounced([text]):
+            log.warning("without a pronunciation: %s", unpronounced)
+        status |= bool(unknown or unpronounced)
     return status
 
 

@@ -33,7 +33,6 @@ _CLEAR = "\r\x1b[K"
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 listen`."""
     parser = Parser(
         prog="ds2 listen",
         settings=DECODER_SETTINGS,
@@ -171,7 +170,7 @@ def _microphone(sounddevice: Any, name: str, wanted_hz: int) -> Iterator[tuple[i
     def record(samples: NDArray[np.float32], frames: int, time: Any, status: Any) -> None:
         recorded.put(samples[:, 0].copy())
 
-    chosen: str | int | None = int(name) if name.isdigit() else name or None
+    chosen: str | int | None = int(name) if name.isdecimal() else name or None
     try:
         rate_hz = wanted_hz
         try:

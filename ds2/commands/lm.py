@@ -51,7 +51,6 @@ _PHONE_GRID = ("0.4:1.6:4", "0:1:3")  # words of one sound need the model (alpha
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 lm`."""
     parser = Parser(prog="ds2 lm", description="Build, train and query language models.")
     commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
 
@@ -102,7 +101,8 @@ def _add_build(commands: Any) -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
-    alphabet = None if args.unit == "piece" and not (args.model or args.pieces) else _alphabet(args)
+    own_pieces = args.unit == "piece" and not (args.model or args.pieces)
+    alphabet = None if own_pieces else _alphabet(args, of_words=args.unit == "word")
     if args.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
         raise LanguageModelError(f"--unit piece: the alphabet of {args.model} has characters: give --pieces alone")
     output = args.output
@@ -165,7 +165,7 @@ def _train(args: argparse.Namespace) -> int:
         Stopped: by a signal, after state and model are written.
     """
     _check_texts(args)
-    alphabet = _alphabet(args)
+    alphabet = _alphabet(args, of_words=False)
     output: Path = args.output
     state_file = output.parent / f"{output.name}.state"
     check_writable(output, state_file, inputs=_inputs(args))
@@ -392,13 +392,19 @@ def _add_unknown(parser: argparse.ArgumentParser) -> None:
                               "or stop; always counted and reported")  # fmt: skip
 
 
-def _alphabet(args: argparse.Namespace) -> Alphabet:
+def _alphabet(args: argparse.Namespace, *, of_words: bool) -> Alphabet:
     if args.model and args.pieces:
         raise LanguageModelError(
             "--pieces and --model exclude each other: the alphabet of the network has its own labels"
         )
     if args.model:
-        return load_model(args.model).alphabet
+        alphabet = load_model(args.model).alphabet
+        if alphabet.pronunciations is not None and not of_words:
+            raise LanguageModelError(
+                f"--model {args.model}: this network writes phones, and texts have letters: leave --model out "
+                "(--symbols, --case and --replace say how texts are normalised), or take `ds2 lm build --unit word`"
+            )
+        return alphabet
     replacements = {}
     for pair in args.replace:
         old, equals, new = pair.partition("=")

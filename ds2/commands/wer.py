@@ -24,7 +24,6 @@ _MAX_NAMED = 10  # utterances in a message
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 wer`."""
     parser = Parser(prog="ds2 wer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("references", type=Path)
     parser.add_argument("hypotheses", type=Path)
@@ -52,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _score(args: argparse.Namespace) -> None:
     """Read, match and align the files; print and write the reports."""
-    if [args.references, args.hypotheses, args.hypotheses_b].count(STANDARD_INPUT) > 1:
+    if [args.references, args.hypotheses, args.hypotheses_b, args.utt2spk].count(STANDARD_INPUT) > 1:
         raise ScoringError("standard input, -, can be one of the files only: give the others by name")
     if args.out:
         check_writable(args.out / "report.txt")

@@ -158,13 +158,17 @@ def test_alphabet_writes_one_that_a_run_can_use(
 
 
 def test_normalise_shows_what_becomes_of_a_text(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main(["data", "normalise", "Im Jahr 1995: 50 %", "alphabet=german", "alphabet.numbers=de"]) == 0
     assert capsys.readouterr().out == "im jahr neunzehnhundertfünfundneunzig fünfzig prozent\n"
     assert main(["data", "normalise", "alphabet=english_text", "alphabet.numbers=en", "--", "-5 ñ", "24/7"]) == 1
     assert capsys.readouterr().out == "minus five ñ\n24 7\n"
     assert "no sure reading of '24/7'" in caplog.text and "'ñ' U+00F1" in caplog.text
+    (tmp_path / "words.txt").write_text("hello HH AH L OW\n", encoding="utf-8")
+    assert main(["data", "normalise", "Hello", f"alphabet.lexicon={tmp_path / 'words.txt'}"]) == 0
+    assert main(["data", "normalise", "Hello hell", f"alphabet.lexicon={tmp_path / 'words.txt'}"]) == 1
+    assert capsys.readouterr().out == "hello\nhello hell\n" and "without a pronunciation: hell" in caplog.text
     assert main(["data", "normalise", "x=3", "alphabet. X=3", "alphabet.case=lower"]) == 1
     assert capsys.readouterr().out == "x=3\nalphabet. x=3\n"
 

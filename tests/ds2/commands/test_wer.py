@@ -95,8 +95,9 @@ def test_missing_hypotheses_stop_unless_allowed(write: Write, capsys: pytest.Cap
 
 
 def test_standard_input_is_one_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-", "-"]) == 2
-    assert "can be one of the files only" in capsys.readouterr().err
+    for files in (["-", "-"], ["-", __file__, "--ids", "--utt2spk", "-"]):
+        assert main(files) == 2
+        assert "can be one of the files only" in capsys.readouterr().err
 
 
 def test_a_manifest_needs_no_ids(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

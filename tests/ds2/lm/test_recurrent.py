@@ -240,6 +240,14 @@ def test_a_model_of_pieces_scores_texts_of_characters(tmp_path: Path, capsys: py
         run(["train", str(text), "--output", lm, *cut, "--model", lm])
 
 
+@pytest.mark.parametrize("command", [["train"], ["build", "--unit", "character"], ["build", "--unit", "piece"]])
+def test_a_network_of_phones_has_no_letters_for_a_model(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("hello\n", encoding="utf-8")
+    [kind, *options] = command
+    with pytest.raises(LanguageModelError, match=r"--model english: this network writes phones.*: leave --model out"):
+        run([kind, str(tmp_path / "text.txt"), "--output", str(tmp_path / "lm"), "--model", "english", *options])
+
+
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_scores() -> None:
     model = small(hidden=64)

@@ -106,6 +106,12 @@ def test_a_warning_says_if_transcripts_give_fewer_pieces(
     assert main(["data", "pieces", str(pieces), *base, "--count", "500"]) == 0
     found = read_pieces(pieces)
     assert len(found) < 500 and f"only {len(found)} of 500 pieces" in caplog.text
+    (tmp_path / "lexicon.txt").write_text("ab EY B\n", encoding="utf-8")  # as of a recipe of phones
+    assert (
+        main(["data", "pieces", str(pieces), *base, f"alphabet.lexicon={tmp_path / 'lexicon.txt'}", "--count", "500"])
+        == 0
+    )
+    assert read_pieces(pieces) == found
 
 
 def test_a_model_of_pieces_trains_decodes_and_gets_a_language_model(
