@@ -25,7 +25,6 @@ _SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 align`."""
     parser = Parser(prog="ds2 align", description="word times of transcripts, and doubtful transcripts")
     add_model(parser)
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")

@@ -39,7 +39,6 @@ class Command:
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 completion`."""
     parser = Parser(prog="ds2 completion", description="a script that lets the Tab key complete the arguments of ds2")
     parser.add_argument("shell", choices=["bash", "zsh", "fish"])
     return parser

@@ -28,7 +28,6 @@ _OPEN_MPI_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 doctor`."""
     parser = Parser(prog="ds2 doctor", description="versions, devices, disk: what a bug report needs")
     parser.add_argument("--forget-tiles", action="store_true", help="remove what was calibrated here")
     return parser

@@ -17,15 +17,8 @@ from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.evaluate import (
-    Evaluation,
-    evaluate,
-    keyword_table,
-    recognition_loader,
-    robustness,
-    robustness_table,
-    worst_recordings,
-)
+from ds2.recognition import evaluate
+from ds2.recognition.evaluate import Evaluation
 from ds2.recognition.latency import Latency, WordEnds, aligned_ends, measure_latency, read_ends
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
@@ -36,7 +29,6 @@ log = logging.getLogger(__name__)
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 evaluate`."""
     parser = Parser(
         prog="ds2 evaluate",
         settings=DECODER_SETTINGS,
@@ -128,20 +120,20 @@ def run(arguments: Sequence[str]) -> int:
             graph = compile_phrases(args.keywords, recogniser.alphabet)
             recogniser = recogniser.only_keywords(args.keywords, args.false_alarms or FALSE_ALARMS)
         trained_on = training_data(data) if comm.rank == 0 and not args.keywords else []
-        for scored in evaluate(
+        for scored in evaluate.evaluate(
             recogniser, manifests, data, batch_audio_s=args.batch_audio_s, workers=args.workers, comm=comm
         ):
             if comm.rank != 0:
                 continue
             folder = reports / scored.manifest.stem
             if args.keywords:
-                _report_table(scored.manifest, keyword_table(scored, graph), folder / "keywords.md")
+                _report_table(scored.manifest, evaluate.keyword_table(scored, graph), folder / "keywords.md")
                 continue
             evaluation = _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored
             overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
             if overlap:
                 log.warning("%s", overlap)
-            recordings = worst_recordings(evaluation, data, args.recordings)
+            recordings = evaluate.worst_recordings(evaluation, data, args.recordings)
             evaluation.write(folder, file, options, recordings)
             print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
             if evaluation.words_only is not None:
@@ -170,7 +162,7 @@ def _with_latency(
     if word_ends is not None:
         ends = word_ends.of(utterances)
     else:
-        ends = aligned_ends(recogniser, recognition_loader(utterances, data, recogniser.device, workers))
+        ends = aligned_ends(recogniser, evaluate.recognition_loader(utterances, data, recogniser.device, workers))
     references = [aligned.reference for aligned in evaluation.report.utterances]
     return replace(evaluation, latency=measure_latency(recogniser, utterances, references, ends, data))
 
@@ -205,8 +197,10 @@ def _robustness(
     snrs_db = args.robustness or [20.0, 10.0, 5.0, 0.0]
     for manifest in manifests:
         utterances = scored_utterances([manifest], recogniser.alphabet)
-        rows = robustness(recogniser, utterances, data, snrs_db, batch_audio_s=args.batch_audio_s, workers=args.workers)
-        _report_table(manifest, robustness_table(list(rows)), folder / manifest.stem / "robustness.md")
+        rows = evaluate.robustness(
+            recogniser, utterances, data, snrs_db, batch_audio_s=args.batch_audio_s, workers=args.workers
+        )
+        _report_table(manifest, evaluate.robustness_table(list(rows)), folder / manifest.stem / "robustness.md")
 
 
 def _report_table(manifest: Path, table: str, path: Path) -> None:

@@ -16,7 +16,6 @@ _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("to
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 export`."""
     parser = Parser(
         prog="ds2 export",
         description="one file that needs no ds2: its inputs, outputs and states are described in docs/guide/export.md",

@@ -24,7 +24,6 @@ _GATE_VALUES = 6  # gates, output and the state before, kept a unit and frame
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 info`."""
     parser = Parser(
         prog="ds2 info",
         settings=ALL_SETTINGS,

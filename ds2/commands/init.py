@@ -43,7 +43,6 @@ _IGNORED = "/runs/\n/corpora/\n"
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 init`."""
     parser = Parser(
         prog="ds2 init", description="make a folder with a recipe of your own and a README of three commands"
     )

@@ -7,7 +7,6 @@ from ds2.model import shipped
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 models`."""
     parser = Parser(
         prog="ds2 models",
         usage="%(prog)s [NAME]",

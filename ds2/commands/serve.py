@@ -32,7 +32,6 @@ _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused con
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 serve`."""
     protocols, roots, limits = _protocols_and_limits()
     parser = Parser(
         prog="ds2 serve",

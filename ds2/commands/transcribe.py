@@ -39,7 +39,6 @@ _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}  # o
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 transcribe`."""
     parser = Parser(
         prog="ds2 transcribe",
         settings=DECODER_SETTINGS,

@@ -7,7 +7,6 @@ from ds2.system.machine import VERSION, git_commit
 
 
 def make_parser() -> Parser:
-    """Return the parser of `ds2 version`."""
     return Parser(prog="ds2 version", description="the version and commit of this copy")
 
 

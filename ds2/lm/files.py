@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -395,49 +395,39 @@ class _Reader:
     def _section(self, n: int, count: int, top: bool) -> tuple[_Words, _Floats, _Floats]:
         word_blocks, value_blocks = [], []  # grow with the lines that are read: a wrong count allocates nothing
         for part in ngram.slices(count, _BLOCK_LINES):
-            numbered = [(number, line.split()) for number, line in islice(self._lines, part.stop - part.start)]
-            self._check(numbered, n, part.stop - part.start, top)
-            rows = [fields for _, fields in numbered]
-            columns = list(zip_longest(*rows, fillvalue="0"))  # a missing back-off is 0
-            log_probs = [float(value) if value != "-inf" else _ABSENT_LOG10 for value in columns[0]]
-            backoffs = list(map(float, columns[n + 1])) if len(columns) == n + 2 else [0.0] * len(rows)
-            value_blocks.append(np.array([log_probs, backoffs]))
-            ids = [
-                [self._ids[_UNKNOWN_SPELLINGS.get(token, token)] for token in column] for column in columns[1 : n + 1]
-            ]
-            word_blocks.append(np.array(ids, np.int32).T)
-        words, values = np.concatenate(word_blocks), np.concatenate(value_blocks, axis=1)
+            size = part.stop - part.start
+            rows = [self._entry(number, line.split(), n, top) for number, line in islice(self._lines, size)]
+            if len(rows) < size:
+                raise self._error(
+                    f"the file ends {size - len(rows)} or more {n}-grams early: it is truncated, copy it again"
+                )
+            word_blocks.append(np.array([words for words, _ in rows], np.int32))
+            value_blocks.append(np.array([values for _, values in rows]))
+        words, values = np.concatenate(word_blocks), np.concatenate(value_blocks).T
         if not ((abs(values) <= _MAX_LOG10).all() and (values[0] <= 0).all()):  # false for NaN too
             raise self._error(
                 f"the {n}-grams above hold a log-prob above 0, or a number that is not finite or beyond {_MAX_LOG10:g}"
             )
         return words, values[0] * _LN10, values[1] * _LN10
 
-    def _check(self, rows: list[tuple[int, list[str]]], n: int, count: int, top: bool) -> None:
-        """Raise an error for the first line that is not an n-gram; for n = 1, number the words."""
-        ids, allowed = self._ids, (n + 1,) if top else (n + 1, n + 2)
-        for number, fields in rows:
-            try:
-                if len(fields) not in allowed:
-                    raise ValueError(f"{len(fields)} fields instead of {' or '.join(map(str, allowed))}")
-                if n == 1:
-                    word = _UNKNOWN_SPELLINGS.get(fields[1], fields[1])
-                    if word in ids:
-                        raise ValueError(f"{word} is listed twice")
-                    ids[word] = len(ids)
-                float(fields[0])
-                float(fields[-1] if len(fields) == n + 2 else 0)
-                for word in fields[1 : n + 1]:
-                    if word not in ids and word not in _UNKNOWN_SPELLINGS:
-                        raise ValueError(f"{word} is not among the unigrams")
-            except ValueError as error:
-                self._number = number
-                raise self._error(f"{' '.join(fields)[:80]!r} is no {n}-gram: {error}") from error
-        self._number = rows[-1][0] if rows else self._number
-        if len(rows) < count:
-            raise self._error(
-                f"the file ends {count - len(rows)} or more {n}-grams early: it is truncated, copy it again"
-            )
+    def _entry(self, number: int, fields: list[str], n: int, top: bool) -> tuple[list[int], tuple[float, float]]:
+        """Return the words of a line, its log-prob and its back-off; for n = 1, number the word."""
+        self._number, ids, allowed = number, self._ids, (n + 1,) if top else (n + 1, n + 2)
+        try:
+            if len(fields) not in allowed:
+                raise ValueError(f"{len(fields)} fields instead of {' or '.join(map(str, allowed))}")
+            words = [_UNKNOWN_SPELLINGS.get(word, word) for word in fields[1 : n + 1]]
+            if n == 1 and words[0] in ids:
+                raise ValueError(f"{words[0]} is listed twice")
+            if n == 1:
+                ids[words[0]] = len(ids)
+            log_prob = float(fields[0]) if fields[0] != "-inf" else _ABSENT_LOG10
+            backoff = float(fields[-1]) if len(fields) == n + 2 else 0.0
+            if absent := [word for word in words if word not in ids]:
+                raise ValueError(f"{absent[0]} is not among the unigrams")
+        except ValueError as error:
+            raise self._error(f"{' '.join(fields)[:80]!r} is no {n}-gram: {error}") from error
+        return [ids[word] for word in words], (log_prob, backoff)
 
     def _specials(self, log_prob: _Floats, backoff: _Floats) -> tuple[_Floats, _Floats]:
         missing = {START, END} - self._ids.keys()
