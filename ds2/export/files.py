@@ -108,7 +108,10 @@ def export_onnx(
     metadata = {DESCRIPTION: json.dumps(described)}
     if for_sherpa:
         metadata |= sherpa_metadata(loaded, exported.chunk, example)
-    types = {name: (tensor.dtype.is_floating_point, _sizes(tensor, exported)) for name, tensor in example.items()}
+    types: dict[str, tuple[bool, list[int | str]]] = {
+        name: (x.dtype.is_floating_point, ["B", *x.shape[1:]] if exported.chunk or x.dim() == 1 else ["B", "N"])
+        for name, x in example.items()
+    }
     types |= {f"next_{name}": types[name] for name in STATES if name in types}
     types |= {"log_probs": (True, ["B", "T", len(loaded.alphabet)]), "frames": (False, ["B"])}
     model = ops.model(list(example), outputs, types, metadata)
@@ -183,12 +186,6 @@ def _describe(loaded: LoadedModel, exported: Exported, delay: int) -> dict[str, 
         # sherpa-onnx runs a chunk only when one frame more is ready.
         described["tail_s"] = (delay * loaded.model.time_stride + exported.chunk + 1) * loaded.features.step_s
     return described
-
-
-def _sizes(tensor: Tensor, exported: Exported) -> list[int | str]:
-    if not exported.chunk and tensor.dim() > 1:
-        return ["B", "N"]
-    return ["B", *tensor.shape[1:]]
 
 
 @contextmanager

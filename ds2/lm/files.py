@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -291,8 +291,26 @@ def _head(path: Path, *, unpacked: bool = True) -> bytes:
 
 def write_arpa(model: NGram, path: Path) -> None:
     """Write an ARPA file atomically, compressed if it ends in .gz or .xz; raises LanguageModelError if it cannot."""
-    with _write_errors(path), files.new_text(path) as file:
-        _write(model, file)
+    words = np.array(model.vocabulary, dtype=object)
+    levels = ngram.to_levels(model)
+    with _write_errors(path), files.new_text(path) as out:
+        out.write("\\data\\\n")
+        out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
+        history: list[_Words] = []  # columns with the words of the n-grams one order below
+        for n, level in enumerate(levels, start=1):
+            out.write(f"\n\\{n}-grams:\n")
+            for part in ngram.slices(len(level)):
+                columns = [words[c[level.prefix[part]]] for c in history] + [words[level.word[part]]]
+                log_probs = (level.log_prob[part] / _LN10).tolist()
+                texts = map(" ".join, zip(*columns, strict=True))
+                if n == len(levels):
+                    out.writelines(f"{p:.8g}\t{t}\n" for p, t in zip(log_probs, texts, strict=True))
+                else:
+                    backoffs = (level.backoff[part] / _LN10).tolist()
+                    rows = zip(log_probs, texts, backoffs, strict=True)
+                    out.writelines(f"{p:.8g}\t{t}\t{b:.8g}\n" for p, t, b in rows)
+            history = [column[level.prefix] for column in history] + [level.word]
+        out.write("\n\\end\\\n")
 
 
 @contextmanager
@@ -301,28 +319,6 @@ def _write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise LanguageModelError(f"{path} could not be written: {error}{files.describe_full_disk(error)}") from error
-
-
-def _write(model: NGram, out: TextIO) -> None:
-    words = np.array(model.vocabulary, dtype=object)
-    levels = ngram.to_levels(model)
-    out.write("\\data\\\n")
-    out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
-    history: list[_Words] = []  # columns with the words of the n-grams one order below
-    for n, level in enumerate(levels, start=1):
-        out.write(f"\n\\{n}-grams:\n")
-        for part in ngram.slices(len(level)):
-            columns = [words[c[level.prefix[part]]] for c in history] + [words[level.word[part]]]
-            log_probs = (level.log_prob[part] / _LN10).tolist()
-            texts = map(" ".join, zip(*columns, strict=True))
-            if n == len(levels):
-                out.writelines(f"{p:.8g}\t{t}\n" for p, t in zip(log_probs, texts, strict=True))
-            else:
-                backoffs = (level.backoff[part] / _LN10).tolist()
-                rows = zip(log_probs, texts, backoffs, strict=True)
-                out.writelines(f"{p:.8g}\t{t}\t{b:.8g}\n" for p, t, b in rows)
-        history = [column[level.prefix] for column in history] + [level.word]
-    out.write("\n\\end\\\n")
 
 
 def read_arpa(path: Path) -> NGram:
@@ -491,7 +487,10 @@ def arpa_file(lm: NGram, source: str) -> Iterator[Path]:
 
 
 def _cached_file(lm: NGram) -> Path:
-    path = files.cache_dir() / "arpa" / f"{_content_key(lm)}.arpa"
+    digest = hashlib.sha256(json.dumps([_CACHE_VERSION, lm.vocabulary, lm.entry_starts, lm.state_starts]).encode())
+    for name in TENSORS:
+        digest.update(getattr(lm, name).cpu().contiguous().numpy())
+    path = files.cache_dir() / "arpa" / f"{digest.hexdigest()[:24]}.arpa"
     if not _use(path):
         write_arpa(lm, path)
         _limit_cache(path)
@@ -505,13 +504,6 @@ def _use(cached: Path) -> bool:
     with suppress(OSError):  # the file belongs to another user
         cached.touch()
     return True
-
-
-def _content_key(lm: NGram) -> str:
-    digest = hashlib.sha256(json.dumps([_CACHE_VERSION, lm.vocabulary, lm.entry_starts, lm.state_starts]).encode())
-    for name in TENSORS:
-        digest.update(getattr(lm, name).cpu().contiguous().numpy())
-    return digest.hexdigest()[:24]
 
 
 def _limit_cache(newest: Path) -> None:

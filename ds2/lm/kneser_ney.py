@@ -17,10 +17,10 @@ import tempfile
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,27 +40,10 @@ _MIN_MASS = 1e-99  # keeps the logarithm of a back-off weight of zero finite
 
 
 class Scratch:
-    """Memory-mapped arrays in a temporary folder, whose space is reserved so that a full disk raises an error."""
+    """Memory-mapped arrays in a folder, whose space is reserved so that a full disk raises an error."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._open = ExitStack()
-        try:
-            self._folder = self._open.enter_context(temporary_folder(folder or Path(tempfile.gettempdir()), "ds2-lm"))
-        except OSError as error:
-            raise LanguageModelError(
-                f"no temporary folder can be created in {folder}: {error}; choose another folder with --temp-dir"
-            ) from error
-        self._files = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._open.close()
-        if isinstance(error, OSError):
-            raise LanguageModelError(
-                f"the n-grams do not fit in {self._folder.parent} ({error}): choose another folder with --temp-dir"
-            ) from error
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files = folder, 0
 
     def _path(self) -> Path:
         self._files += 1
@@ -89,6 +72,22 @@ class Scratch:
             np.memmap(path, dtype, "r+") if path.stat().st_size else np.zeros(0, dtype)
             for path, dtype in zip(paths, dtypes, strict=True)
         ]
+
+
+@contextmanager
+def temporary_scratch(folder: Path | None) -> Iterator[Scratch]:
+    """Yield arrays in a new folder within `folder`, by default that of the system for temporary files.
+
+    Raises:
+        LanguageModelError: the new folder cannot be made, or the disk is full.
+    """
+    parent, problem = folder or Path(tempfile.gettempdir()), "no temporary folder can be created"
+    try:
+        with temporary_folder(parent, "ds2-lm") as own:
+            problem = "the n-grams do not fit"
+            yield Scratch(own)
+    except OSError as error:
+        raise LanguageModelError(f"{problem} in {parent} ({error}): choose another folder with --temp-dir") from error
 
 
 @dataclass
@@ -249,7 +248,7 @@ def estimate(
             f"prune {' '.join(map(str, prune))} must be at most {order} thresholds that start with 0 (no "
             "unigram is pruned) and never decrease: the prefix of an n-gram must stay"
         )
-    with Scratch(temp_dir) as scratch:
+    with temporary_scratch(temp_dir) as scratch:
         vocabulary, counted = count_ngrams(sentences, order, memory_bytes, scratch)
         adjusted = [
             _adjusted_counts(level, above, scratch) for level, above in zip(counted, [*counted[1:], None], strict=True)

@@ -131,20 +131,19 @@ def _table(heading: str, groups: Mapping[str, ErrorCounts]) -> str:
 
 
 def _aligned(utterance: AlignedUtterance) -> str:
-    rows: tuple[list[str], list[str], list[str]] = ([], [], [])
+    columns = []
     for edit, reference, hypothesis in utterance.pairs():
-        width = max(len(reference), len(hypothesis), 1)
-        for row, cell in zip(
-            rows, (reference or "*" * width, hypothesis or "*" * width, "" if edit == "C" else edit), strict=True
-        ):
-            row.append(cell.ljust(width))
+        width = max(len(reference), len(hypothesis))
+        cells = (reference or "*" * width, hypothesis or "*" * width, "" if edit == "C" else edit)
+        columns.append([cell.ljust(width) for cell in cells])
     counts = utterance.words
     speaker = f" (speaker {utterance.speaker})" if utterance.speaker else ""
     head = (
         f"{utterance.name}{speaker}: {counts.substitutions} sub, {counts.deletions} del, {counts.insertions} ins "
         f"of {counts.reference_length} words"
     )
-    lines = [f"{label} {' '.join(row)}".rstrip() for label, row in zip(("REF:", "HYP:", "    "), rows, strict=True)]
+    rows = zip(("REF:", "HYP:", "    "), *columns, strict=True)
+    lines = [" ".join(row).rstrip() for row in rows]
     return "\n".join([head, *lines])
 
 

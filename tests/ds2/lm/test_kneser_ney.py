@@ -18,7 +18,7 @@ from support.paths import REAL_DATA
 from ds2.commands.lm import run
 from ds2.lm import kneser_ney
 from ds2.lm.files import load_ngram
-from ds2.lm.kneser_ney import Estimate, Scratch, estimate
+from ds2.lm.kneser_ney import Estimate, estimate
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.lm.sentences import SentenceReader, perplexity
 from ds2.system.files import TextError
@@ -258,8 +258,10 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LanguageModelError, match=r"No space left.*--temp-dir"):
         estimate([line.split() for line in TINY], 2, temp_dir=tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(LanguageModelError, match="no temporary folder"):
-        Scratch(tmp_path / "absent")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    for folder in (tmp_path / "absent", None):
+        with pytest.raises(LanguageModelError, match=r"no temporary folder can be created in .*/absent .*--temp-dir"):
+            estimate([line.split() for line in TINY], 2, temp_dir=folder)
 
 
 def test_an_estimate_has_counts_and_discounts() -> None:
