@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from ds2.system import UserError
@@ -339,6 +339,15 @@ def _amount(number: str, unit: str, base: str) -> str:
     return f"{number} {unit}"
 
 
+def _time(match: re.Match[str], language: str, gender: str, hours: tuple[str, str] = ("", ""), joint: str = " ") -> str:
+    """Read an hour, what stands behind one and behind several, a joint, and the minutes if there are any."""
+    hour, minute = int(match[1]), int(match[2] or 0)
+    if hour > 24:
+        return ""
+    words = _spell(str(hour), language, f"spellout-cardinal-{gender}") + hours[hour > 1]
+    return words + (f"{joint}{_spell(str(minute), language)}" if minute else "")
+
+
 def _english(language: str) -> Iterator[tuple[str, _Reader]]:
     def ordinal(number: str) -> str:
         return _spell(number, language, "spellout-ordinal-verbose")
@@ -382,13 +391,7 @@ def _german(language: str) -> Iterator[tuple[str, _Reader]]:
             return ""
         return _spell(match[1], language, f"spellout-ordinal{ending}")
 
-    def time(match: re.Match[str]) -> str:
-        hour, minute = int(match[1]), int(match[2])
-        if hour > 24:
-            return ""
-        words = f"{_spell(str(hour), language, 'spellout-cardinal-masculine')} Uhr"
-        return f"{words} {_spell(str(minute), language)}" if minute else words
-
+    time = partial(_time, language=language, gender="masculine", hours=(" Uhr", " Uhr"))
     yield r"\b(\d{1,2})[:.]([0-5]\d)\s?Uhr\b", time
     yield r"\b(\d{1,2}):([0-5]\d)(?!:)", time
     yield r"\b(1)\s?Uhr\b", lambda _: "ein Uhr"
@@ -402,12 +405,7 @@ def _german(language: str) -> Iterator[tuple[str, _Reader]]:
 
 def _spanish(language: str) -> Iterator[tuple[str, _Reader]]:
     endings = {"º": "masculine", "o": "masculine", "ª": "feminine", "a": "feminine", "er": "masculine-adjective"}
-
-    def time(match: re.Match[str]) -> str:
-        hour, minute = int(match[1]), int(match[2])
-        words = _spell(str(hour), language, "spellout-cardinal-feminine") if hour < 25 else ""
-        return f"{words} y {_spell(str(minute), language)}" if words and minute else words
-
+    time = partial(_time, language=language, gender="feminine", joint=" y ")
     yield (r"\b(\d{1,3})\.?(º|ª|o|a|er)(?!\w)", lambda m: _spell(m[1], language, f"spellout-ordinal-{endings[m[2]]}"))
     yield r"\b(\d{1,2}):([0-5]\d)(?!:)(?:\s?h\b)?", time
 
@@ -422,13 +420,7 @@ def _french(language: str) -> Iterator[tuple[str, _Reader]]:
         gender = "feminine" if ending.rstrip("s") in ("re", "ère") else "masculine"
         return _spell(number, language, f"spellout-ordinal-{gender}{'-plural' * ending.endswith('s')}")
 
-    def time(match: re.Match[str]) -> str:
-        hour, minute = int(match[1]), int(match[2] or 0)
-        if hour > 24:
-            return ""
-        words = _spell(str(hour), language, "spellout-cardinal-feminine")
-        return f"{words} {'heures' if hour > 1 else 'heure'}" + (f" {_spell(str(minute), language)}" if minute else "")
-
+    time = partial(_time, language=language, gender="feminine", hours=(" heure", " heures"))
     yield r"\b(\d{1,4})(ers?|res?|ères?|es?|èmes?|emes?|nds?|ndes?)\b", ordinal
     yield r"\b(\d{1,2})(?::|\s?h\s?)([0-5]\d)(?!:)", time
     yield r"\b(\d{1,2})\s?h()\b", time
