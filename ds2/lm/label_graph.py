@@ -33,7 +33,8 @@ def label_model(
         alphabet: whose labels are the tokens.
         order: the longest n-gram, in labels.
         prune: n-grams of three and more labels are dropped that occur at most so often.
-        texts: text files or manifests. Lines with characters outside the alphabet are skipped.
+        texts: text files or manifests. Lines with characters outside the alphabet are skipped, and of a network of
+            phones those with words without a pronunciation.
         transcripts: used where there are no `texts`.
 
     Raises:
@@ -41,12 +42,13 @@ def label_model(
     """
     if reserved := set(RESERVED).intersection(alphabet.symbols):
         raise LanguageModelError(f"the alphabet has the reserved symbol {', '.join(sorted(reserved))}: rename it")
-    sentences = (
-        SentenceReader(texts, alphabet.unit, alphabet)
-        if texts
-        else (label_tokens(alphabet.encode(text), alphabet) for text in transcripts)
-    )
+    labels: Iterable[list[int]] = map(alphabet.encode, transcripts)
+    if texts:
+        spoken = None if alphabet.pronunciations is None else alphabet.pronunciations.words.keys()
+        lines = (line for line in SentenceReader(texts, "word", alphabet) if spoken is None or spoken >= set(line))
+        labels = (alphabet.spell(" ".join(line)) for line in lines)
     thresholds = [0, 0, prune][:order]
+    sentences = (label_tokens(of_one, alphabet) for of_one in labels)
     return estimate(sentences, order, thresholds, unit=alphabet.unit, alphabet=alphabet.to_dict()).model
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from ds2_ops.ctc.denominator import Denominator, LabelGraph
 
+from ds2.config.schema import AlphabetConfig
 from ds2.lm import label_graph
 from ds2.lm.label_graph import LabelScorer, label_model
-from ds2.lm.ngram import LanguageModelError
+from ds2.lm.ngram import TENSORS, LanguageModelError
 from ds2.text.alphabet import Alphabet
 
 CHARACTERS = Alphabet(("", *"abcd "))
@@ -73,6 +74,22 @@ def test_pieces_and_text_files(tmp_path: Path) -> None:
     labels = tuple(pieces.encode("ab"))
     exact = math.exp(LabelScorer(model, pieces)(labels))
     assert weight(graph, labels) == pytest.approx(exact, rel=1e-5 + 2 * len(labels) / 4096)
+
+
+@pytest.mark.parametrize("alphabet", ["characters", "pieces", "phones"])
+def test_texts_give_the_model_of_equal_transcripts(alphabet: str, tmp_path: Path) -> None:
+    (tmp_path / "lexicon.txt").write_text("ab EY B\nabc EY B IY S IY\ncab K AE B\n")
+    (tmp_path / "text.txt").write_text("ab abc\nxyz\ncab\ncab  ab\n")
+    labels = {
+        "characters": CHARACTERS,
+        "pieces": Alphabet(("", "\u2581", "a", "b", "c", "\u2581a", "ab")),
+        "phones": Alphabet.from_config(AlphabetConfig(lexicon=str(tmp_path / "lexicon.txt"))),
+    }[alphabet]
+    of_texts = label_model(labels, 2, 0, texts=[tmp_path / "text.txt"])
+    of_transcripts = label_model(labels, 2, 0, transcripts=["ab abc", "cab", "cab ab"])
+    assert of_texts.vocabulary == of_transcripts.vocabulary and set(of_texts.tokens) <= {"<space>", *labels.symbols}
+    for name in TENSORS:
+        assert torch.equal(getattr(of_texts, name), getattr(of_transcripts, name))
 
 
 def test_a_graph_of_the_same_texts_is_the_same() -> None:
