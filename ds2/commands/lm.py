@@ -4,6 +4,7 @@ import argparse
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
@@ -237,8 +238,12 @@ def _query(args: argparse.Namespace) -> int:
     model = load_ngram(args.lm)
     alphabet = _stored_alphabet(model)
     for line in sys.stdin:
-        text = line if alphabet is None else alphabet.normalise(line)[0]
-        tokens = list(text.strip()) if model.unit == "character" else tokenise(text, model.unit, alphabet)
+        text, unknown = (line, Counter[str]()) if alphabet is None else alphabet.normalise(line)
+        if model.unit == "character":
+            tokens = list(text.strip())
+        else:  # a word with a character that the pieces lack is one token, which the model lacks too
+            spelled = ((w, None if unknown.keys() & set(w) else alphabet) for w in text.split())
+            tokens = [token for word, own in spelled for token in tokenise(word, model.unit, own)]
         scores = model.sentence(tokens)
         known = ["" if token in model.ids or token == " " else " OOV" for token in tokens]
         parts = (

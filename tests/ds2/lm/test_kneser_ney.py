@@ -7,6 +7,7 @@ import io
 import logging
 import lzma
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -267,3 +268,27 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_estimate_has_counts_and_discounts() -> None:
     result: Estimate = estimate([line.split() for line in TINY], 3, (0, 1, 1))
     assert result.counts == (12, 23, 26) and result.remaining_counts == (12, 9, 6)
+
+
+@pytest.mark.parametrize(
+    ("unit", "tokens"),
+    [
+        ("word", "'ab', 'éa' OOV, '</s>'"),
+        ("character", "'a', 'b', ' ', 'é' OOV, 'a', '</s>'"),
+        ("piece", "'\u2581ab', 'éa' OOV, '</s>'"),
+    ],
+)
+def test_a_query_marks_tokens_that_the_model_lacks(
+    unit: str, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("ab abb\nba\n", encoding="utf-8")
+    (tmp_path / "two.pieces").write_text("\u2581a\n\u2581ab\n\u2581\na\nb\n", encoding="utf-8")
+    cut = ["--symbols", " ab", "--pieces", str(tmp_path / "two.pieces"), "--unit", unit]
+    model = str(tmp_path / "out.lm")
+    assert run(["build", str(tmp_path / "text.txt"), "--order", "2", "--output", model, *cut]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("Ab  éa\n"))
+    capsys.readouterr()
+    assert run(["query", model]) == 0
+    total, _, listed = capsys.readouterr().out.partition(": ")
+    scores = [float(score) for score in re.findall(r"-\d+\.\d+", listed)]
+    assert re.sub(r" -\d+\.\d+", "", listed).strip() == tokens and sum(scores) == pytest.approx(float(total), abs=1e-3)
