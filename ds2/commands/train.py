@@ -50,7 +50,7 @@ _REFUSED = {
     "--experimental-rerun": "the same command again resumes the run; its config lies in run_dir/config.yaml",
 }
 _WIDTH = 120  # of the help
-_LONGEST_NAME = 120  # of a folder
+_LONGEST_NAME, _MOST_BYTES = 120, 240  # of a folder, in characters and in UTF-8: most file systems take 255
 ALL = "all"  # name of a job that differs in nothing
 _SHORT = {"-sc": "--shell-completion", "-cn": "--config-name", "-cp": "--config-path", "-r": "--run"}
 
@@ -203,9 +203,10 @@ class Job:
 def folder_name(differing: str) -> str:
     """Return a folder name for `key=value,...`: unsafe characters become _, a long name ends in a hash."""
     name = re.sub(r"[^\w.,=+-]+", "_", differing) or ALL
-    if len(name) <= _LONGEST_NAME:
+    if len(name) <= _LONGEST_NAME and len(name.encode()) <= _MOST_BYTES:
         return name
-    return f"{name[: _LONGEST_NAME - 9]}-{hashlib.sha256(differing.encode()).hexdigest()[:8]}"
+    start = name[: _LONGEST_NAME - 9].encode()[: _MOST_BYTES - 9].decode(errors="ignore")
+    return f"{start}-{hashlib.sha256(differing.encode()).hexdigest()[:8]}"
 
 
 def ranking(jobs: Sequence[Job], metric: str) -> str:

@@ -64,3 +64,5 @@ def test_folder_names_suit_file_systems() -> None:
     assert folder_name("data.train=[/a/b.jsonl]") == "data.train=_a_b.jsonl_"
     long = [folder_name(f"x={'y' * 300}{n}") for n in (1, 2)]
     assert all(len(name) <= 120 for name in long) and long[0] != long[1]
+    wide = [folder_name(f"alphabet.symbols={'語' * 90}{n}") for n in (1, 2)]  # 3 bytes each
+    assert all(len(name.encode()) <= 255 for name in wide) and wide[0] != wide[1]
