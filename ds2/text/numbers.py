@@ -38,15 +38,6 @@ class NumbersError(UserError):
 
 
 @dataclass(frozen=True)
-class _Money:
-    """The names of a currency and of its hundredth part: of one, of several."""
-
-    unit: tuple[str, str]
-    part: tuple[str, str]
-    feminine: bool = False
-
-
-@dataclass(frozen=True)
 class _Forms:
     """The words that a language adds to a number with a sign, a unit or a currency."""
 
@@ -56,7 +47,7 @@ class _Forms:
     degree: tuple[str, str]
     fractions: str  # one half, ... one tenth
     plural: str  # of a fraction
-    money: dict[str, _Money]
+    money: dict[str, str]  # of a currency the words of one and of several, and of one and of several hundredths
     amount: str  # {0}: three dollars, {1}: fifty, {2}: cents
 
 
@@ -64,41 +55,26 @@ _LANGUAGES = {
     "en": _Forms(
         "percent", "to", "plus", ("degree", "degrees"),
         "half third quarter fifth sixth seventh eighth ninth tenth", "s",
-        {
-            "$": _Money(("dollar", "dollars"), ("cent", "cents")),
-            "€": _Money(("euro", "euros"), ("cent", "cents")),
-            "£": _Money(("pound", "pounds"), ("penny", "pence")),
-        },
+        {"$": "dollar dollars cent cents", "€": "euro euros cent cents", "£": "pound pounds penny pence"},
         "{0} and {1} {2}",
     ),
     "de": _Forms(
         "Prozent", "bis", "plus", ("Grad", "Grad"),
         "halb drittel viertel fünftel sechstel siebtel achtel neuntel zehntel", "",
-        {
-            "$": _Money(("Dollar", "Dollar"), ("Cent", "Cent")),
-            "€": _Money(("Euro", "Euro"), ("Cent", "Cent")),
-            "£": _Money(("Pfund", "Pfund"), ("Penny", "Pence")),
-        },
+        {"$": "Dollar Dollar Cent Cent", "€": "Euro Euro Cent Cent", "£": "Pfund Pfund Penny Pence"},
         "{0} {1}",
     ),
     "es": _Forms(
         "por ciento", "a", "más", ("grado", "grados"),
         "medio tercio cuarto quinto sexto séptimo octavo noveno décimo", "s",
-        {
-            "$": _Money(("dólar", "dólares"), ("centavo", "centavos")),
-            "€": _Money(("euro", "euros"), ("céntimo", "céntimos")),
-            "£": _Money(("libra", "libras"), ("penique", "peniques"), feminine=True),
-        },
+        {"$": "dólar dólares centavo centavos", "€": "euro euros céntimo céntimos",
+         "£": "libra libras penique peniques"},
         "{0} con {1} {2}",
     ),
     "fr": _Forms(
         "pour cent", "à", "plus", ("degré", "degrés"),
         "demi tiers quart cinquième sixième septième huitième neuvième dixième", "s",
-        {
-            "$": _Money(("dollar", "dollars"), ("cent", "cents")),
-            "€": _Money(("euro", "euros"), ("centime", "centimes")),
-            "£": _Money(("livre", "livres"), ("penny", "pence"), feminine=True),
-        },
+        {"$": "dollar dollars cent cents", "€": "euro euros centime centimes", "£": "livre livres penny pence"},
         "{0} {1}",
     ),
 }  # fmt: skip
@@ -306,16 +282,16 @@ def _money(
         symbol, scale = match["symbol"], match["scale"] or ""
         if symbol == "$" and base == "es" and language not in ("es", "es_ES", "es_US", "es_PR", "es_EC", "es_SV"):
             return ""  # pesos in most countries
-        money = forms.money[symbol]
+        one, several, hundredth, hundredths = forms.money[symbol].split()
         if scale:
             words = value(match["number"])
-            return words and _amount(f"{words} {scale}", money.unit[1], base)
+            return words and _amount(f"{words} {scale}", several, base)
         number = re.fullmatch(rf"({whole})(?:[.,](\d\d|[-–—]+))?", match["number"])
         if number is None or (number[1][0] == "0" and number[1] != "0") or len(number[1]) > _MAX_GROUPED:
             return ""
         units, parts = re.sub(marks, "", number[1]), (number[2] or "0").lstrip("0-–—") or "0"
-        gender = "feminine" if money.feminine else "masculine"
-        unit, part = money.unit[units != "1"], money.part[parts != "1"]
+        gender = "feminine" if symbol == "£" and base in ("es", "fr") else "masculine"
+        unit, part = one if units == "1" else several, hundredth if parts == "1" else hundredths
         units = _spell(units, language, "" if base == "en" else f"spellout-cardinal-{gender}")
         parts = "" if parts == "0" else _spell(parts, language, "" if base == "en" else "spellout-cardinal-masculine")
         if number[1] == "0" and parts:
