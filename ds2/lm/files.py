@@ -29,7 +29,7 @@ from ds2.text.alphabet import Alphabet, AlphabetError
 
 log = logging.getLogger(__name__)
 FORMAT_VERSION = 2  # 1 had no digest of the header
-_COMPRESSED, _COMPRESSED_FORMAT = "compressed n-gram", 1
+_KIND, _COMPRESSED, _COMPRESSED_FORMAT = "n-gram", "compressed n-gram", 1
 _COLUMNS: tuple[type[np.int32 | np.int16], ...] = (  # words after each history, words, log-probs, back-offs
     np.int32, np.int32, np.int16, np.int16,
 )  # fmt: skip
@@ -62,16 +62,10 @@ def save_ngram(model: NGram, path: Path) -> None:
         return
     tensors = {name: getattr(model, name).cpu().contiguous() for name in TENSORS}
     tensors["vocabulary"] = torch.frombuffer(bytearray("\n".join(model.vocabulary).encode()), dtype=torch.uint8)
-    metadata = {
-        "format": FORMAT_VERSION,
-        "kind": "n-gram",
-        "entry_starts": model.entry_starts,
-        "state_starts": model.state_starts,
-        "unit": model.unit,
-        "alphabet": None if model.alphabet is None else dict(model.alphabet),
-    }
+    alphabet = None if model.alphabet is None else dict(model.alphabet)
+    metadata = _NgramHeader(FORMAT_VERSION, _KIND, model.entry_starts, model.state_starts, model.unit, alphabet)
     with _write_errors(path), files.atomic_file(path) as partial:
-        write_tensors(tensors, partial, make_header(metadata, tensors, content=False))
+        write_tensors(tensors, partial, make_header(asdict(metadata), tensors, content=False))
 
 
 def load_ngram(path: Path) -> NGram:
@@ -93,7 +87,7 @@ def load_ngram(path: Path) -> NGram:
         with safe_open(str(path), framework="pt") as opened:
             header = opened.metadata() or {}
             metadata = read_header(header, FORMAT_VERSION)
-            if metadata.get("kind") != "n-gram":
+            if metadata.get("kind") != _KIND:
                 raise ValueError(
                     f"is a {metadata.get('kind')}, not an n-gram model: `ds2 lm build` writes "
                     "n-gram models; a recurrent model belongs in decode.rescore"

@@ -12,15 +12,8 @@ from ds2.text.numbers import number_words, numbers_languages
 _ROWS = 40
 _DOTTED_I = {"ı", "İ", "\u0307"}
 # The first word of a letter's Unicode name, and the language whose number words are proposed for it.
-_SCRIPTS = {
-    "HIRAGANA": "ja",
-    "KATAKANA": "ja",
-    "HANGUL": "ko",
-    "HEBREW": "he",
-    "ARABIC": "ar",
-    "THAI": "th",
-    "CYRILLIC": "ru",
-}
+_SCRIPTS = {"HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "HEBREW": "he", "ARABIC": "ar", "THAI": "th",
+            "CYRILLIC": "ru"}  # fmt: skip
 _CHINESE = "CJK"  # letters without kana: Chinese reads 2 in two ways, so digits stay symbols
 _SAMPLE = 20_000  # characters of the texts whose language is guessed
 _MIN_LETTERS = 40  # below, a guess is worth nothing
