@@ -494,7 +494,7 @@ def _words(paths: list[Path], alphabet: Alphabet) -> Counter[str]:
 
     counts: Counter[str] = Counter()
     texts = [path for path in paths if not {".lm", ".arpa"} & set(path.suffixes[-2:])]
-    for tokens in SentenceReader(texts, "word", alphabet=None):
+    for tokens in SentenceReader(texts):
         counts.update(alphabet.normalise(" ".join(tokens))[0].split())
     for path in paths:
         if path not in texts:
@@ -581,7 +581,7 @@ def _short_lines(paths: Sequence[Path]) -> Iterator[list[str]]:
     """
     from ds2.lm.sentences import SentenceReader  # imported late, as above
 
-    for line in SentenceReader(paths, alphabet=None):
+    for line in SentenceReader(paths):
         words = [word[at : at + _MOST_LETTERS] for word in line for at in range(0, len(word), _MOST_LETTERS)]
         yield from (words[first : first + _MOST_WORDS] for first in range(0, len(words), _MOST_WORDS))
 

@@ -46,24 +46,20 @@ class SentenceReader:
 
     Args:
         unit: "word" splits at white space; "character" writes a space as <space>; "piece" splits words into the pieces
-            of the alphabet, or at white space if the alphabet has no pieces.
+            of the alphabet, without an alphabet at white space.
         alphabet: normalises the lines; None: unchanged lines.
         unknown: what to do with a character outside the alphabet: "skip" the line, "drop" the character or "stop".
     """
 
     paths: Sequence[Path]
     unit: str = "word"
-    alphabet: Alphabet | None = field(default_factory=lambda: Alphabet(("", *" 'abcdefghijklmnopqrstuvwxyz")))
+    alphabet: Alphabet | None = None
     unknown: str = "skip"
     lines: int = 0
     empty_lines: int = 0
     skipped_lines: int = 0
     tokens: int = 0
     characters: Counter[str] = field(default_factory=Counter)  # outside the alphabet
-
-    def __post_init__(self) -> None:
-        if self.unit == "piece" and self.alphabet is not None and not self.alphabet.has_pieces:
-            self.alphabet = None
 
     def __iter__(self) -> Iterator[list[str]]:
         """Yield sentences.

@@ -93,7 +93,7 @@ def test_equals_lmplz(prune: tuple[int, ...], values: dict[str, tuple[float, flo
 @pytest.mark.skipif(not BOOKS.is_file(), reason="needs the books text beside the checkout")
 def test_equals_lmplz_on_books() -> None:
     """37,045 lines; figures as `lmplz -o 4` and `query` of KenLM 0.3.0 printed them."""
-    reader = SentenceReader([BOOKS])
+    reader = SentenceReader([BOOKS], alphabet=ALPHABET)
     sentences = [tokens for _, tokens in zip(range(37045), reader, strict=False)]
     result = estimate(sentences, 4)
     assert result.counts == (23794, 219142, 430219, 492320)
