@@ -18,7 +18,6 @@ from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition import evaluate
-from ds2.recognition.evaluate import Evaluation
 from ds2.recognition.latency import Latency, WordEnds, aligned_ends, measure_latency, read_ends
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
@@ -155,8 +154,8 @@ def _word_ends(path: Path, manifests: Sequence[Path]) -> WordEnds:
 
 
 def _with_latency(
-    recogniser: Recogniser, evaluation: Evaluation, data: DataConfig, workers: int, word_ends: WordEnds | None
-) -> Evaluation:
+    recogniser: Recogniser, evaluation: evaluate.Evaluation, data: DataConfig, workers: int, word_ends: WordEnds | None
+) -> evaluate.Evaluation:
     """Stream the utterances of an evaluation and add when their words were shown."""
     utterances = evaluation.utterances
     if word_ends is not None:
@@ -167,7 +166,7 @@ def _with_latency(
     return replace(evaluation, latency=measure_latency(recogniser, utterances, references, ends, data))
 
 
-def _log_latency(file: Path, evaluation: Evaluation, latency: Latency, step: int) -> None:
+def _log_latency(file: Path, evaluation: evaluate.Evaluation, latency: Latency, step: int) -> None:
     """Add a latency to the TensorBoard of the run of a model file, if it has one, at a step of the training."""
     folder = file.parent / "tensorboard"
     if not folder.is_dir():

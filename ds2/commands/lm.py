@@ -35,7 +35,6 @@ from ds2.recognition import tuning
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
-from ds2.recognition.tuning import DevLogProbs, TuningTrial
 from ds2.system.files import STANDARD_INPUT, check_writable, sole_writer
 from ds2.system.machine import git_commit
 from ds2.system.plain import counted
@@ -294,10 +293,10 @@ def _tune(args: argparse.Namespace) -> int:
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
     references = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
-    dev = DevLogProbs.of(batches, references, loaded.frame_s, loaded.alphabet, lm, device)
+    dev = tuning.DevLogProbs.of(batches, references, loaded.frame_s, loaded.alphabet, lm, device)
     alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
     alphas, betas = args.alphas or alphas, args.betas or betas
-    trials: list[TuningTrial] = []
+    trials: list[tuning.TuningTrial] = []
     for trial in tuning.search(dev, replace(options, rescore=""), alphas, betas):
         trials.append(trial)
         print(
@@ -323,7 +322,7 @@ def _tune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tune_rescoring(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
+def _tune_rescoring(dev: tuning.DevLogProbs, options: DecodeConfig) -> DecodeConfig:
     shares = tuning.tune_rescoring(dev, options, load_recurrent(Path(options.rescore), dev.device))
     for share, errors in shares:
         print(f"recurrent model's share {share:g}: WER {100 * errors.rate:.2f} %", flush=True)
@@ -331,7 +330,7 @@ def _tune_rescoring(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
     return replace(options, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
 
 
-def _tune_keywords(dev: DevLogProbs, options: DecodeConfig) -> DecodeConfig:
+def _tune_keywords(dev: tuning.DevLogProbs, options: DecodeConfig) -> DecodeConfig:
     keywords = tuning.tune_keywords(dev, replace(options, rescore=""))
     for keyword in keywords:
         print(

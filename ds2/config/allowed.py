@@ -1,7 +1,6 @@
 """Declarations of settings: the numbers or names that each allows, and settings without effect."""
 
 import math
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,16 +44,9 @@ def number(default: float, low: float, high: float, *, above: bool = False, belo
     return field(default=default, metadata={ALLOWED: Range(low, high, above, below)})
 
 
-def numbers(
-    default: Sequence[float], low: float, high: float, *, below: bool = False, lengths: tuple[int, ...] = ()
-) -> Any:
-    """A setting that is a list of numbers of one range; arguments as of `Range`."""
-    return field(default_factory=lambda: list(default), metadata={ALLOWED: Range(low, high, False, below, lengths)})
-
-
-def numbers_by_name(low: float, high: float, *, above: bool, way_out: str) -> Any:
-    """A setting that maps names chosen by the user to numbers of one range; empty by default."""
-    return field(default_factory=dict, metadata={ALLOWED: Range(low, high, above, way_out=way_out)})
+def numbers(default: list[float] | dict[str, float], low: float, high: float, **others: Any) -> Any:
+    """A setting that is a list of numbers of one range, or maps names to them; arguments as of `Range`."""
+    return field(default_factory=lambda: copy(default), metadata={ALLOWED: Range(low, high, **others)})
 
 
 def choice(default: str, *others: str) -> Any:

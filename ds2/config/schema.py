@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from ds2_ops.recurrent.cells import GATED, PLAIN
 from omegaconf import MISSING
 
-from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name, removed
+from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, removed
 from ds2.system import UserError
 
 CODECS = ("mulaw", "alaw", "gsm", "adpcm", "mp3")
@@ -167,8 +167,8 @@ class OptimConfig:
     anneal: float = number(1.2, 0, 1e6, above=True)  # divisor of optim.schedule=anneal
     warmup_steps: int = number(0, 0, COUNT)  # steps in which the rate rises from zero
     clip_norm: float = number(400.0, 0, UNLIMITED)  # greatest norm of the gradient; 0: no clipping
-    layer_rates: dict[str, float] = numbers_by_name(  # factors of the rate, by start or end of names: {weight_hh: 0.3}
-        0, 1e6, above=True, way_out="train.freeze=[NAME] keeps weights unchanged"
+    layer_rates: dict[str, float] = numbers(  # factors of the rate, by start or end of names: {weight_hh: 0.3}
+        {}, 0, 1e6, above=True, way_out="train.freeze=[NAME] keeps weights unchanged"
     )
 
 
