@@ -420,7 +420,13 @@ def _alphabet(args: argparse.Namespace, *, of_words: bool) -> Alphabet:
 
 
 def _stored_alphabet(model: NGram) -> Alphabet | None:
-    return None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
+    alphabet = None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
+    if alphabet is not None and alphabet.pronunciations is not None and model.unit != "word":
+        raise LanguageModelError(
+            "the language model is one of phones, as train.objective=ctc_crf makes it, and texts have letters: name a "
+            "model of words, characters or pieces"
+        )
+    return alphabet
 
 
 def _inputs(args: argparse.Namespace) -> list[Path]:

@@ -1,5 +1,6 @@
 """The graph of label sequences: its weights are the probabilities of the n-gram, whatever order, pruning and labels."""
 
+import io
 import itertools
 import math
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 import torch
 from ds2_ops.ctc.denominator import Denominator, LabelGraph
 
+from ds2.commands.lm import run
 from ds2.config.schema import AlphabetConfig
 from ds2.lm import label_graph
+from ds2.lm.files import save_ngram
 from ds2.lm.label_graph import LabelScorer, label_model
 from ds2.lm.ngram import TENSORS, LanguageModelError
 from ds2.text.alphabet import Alphabet
@@ -90,6 +93,16 @@ def test_texts_give_the_model_of_equal_transcripts(alphabet: str, tmp_path: Path
     assert of_texts.vocabulary == of_transcripts.vocabulary and set(of_texts.tokens) <= {"<space>", *labels.symbols}
     for name in TENSORS:
         assert torch.equal(getattr(of_texts, name), getattr(of_transcripts, name))
+
+
+def test_a_model_of_phones_is_not_asked_for_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lexicon.txt").write_text("ab EY B\n")
+    phones = Alphabet.from_config(AlphabetConfig(lexicon=str(tmp_path / "lexicon.txt")))
+    save_ngram(label_model(phones, 2, 0, transcripts=["ab ab"]), tmp_path / "phones.lm")
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+    for command in (["query", str(tmp_path / "phones.lm")], ["ppl", str(tmp_path / "phones.lm"), __file__]):
+        with pytest.raises(LanguageModelError, match="one of phones.*: name a model of words"):
+            run(command)
 
 
 def test_a_graph_of_the_same_texts_is_the_same() -> None:
