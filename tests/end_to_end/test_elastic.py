@@ -23,8 +23,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.forked import used_elsewhere
 from support.launch import TIMEOUT_S, tool
-from support.paths import ROOT
 from support.run_log import events
 
 from ds2.cli import main
@@ -137,31 +137,30 @@ def test_a_new_rank_0_writes_the_files_that_the_lost_one_did_not_write_or_took_a
 
 
 def test_a_run_of_one_process_is_refused_where_ranks_come_and_go(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
-        "from ds2.training.run_folder import sole_use\n"
-        "with sole_use(Path(sys.argv[1]), SimpleNamespace(rank=0, elastic=True, host='here')):\n"
-        "    print('held', flush=True)\n    sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as ranks:
-        assert ranks.stdout is not None and ranks.stdout.readline() == "held\n"
+    with used_elsewhere(tmp_path, SimpleNamespace(rank=0, elastic=True, host="here")) as ranks:
         written = rf"written by ranks that come and go, of which process {ranks.pid} on here started last: end that run"
         with pytest.raises(CheckpointError, match=written), sole_use(tmp_path, Communicator(torch.device("cpu"))):
             pass
-        ranks.kill()
 
 
-def test_what_rank_0_needs_is_imported_before_the_ranks_meet(tiny_overrides: list[str], tmp_path: Path) -> None:
+def test_what_rank_0_needs_is_imported_before_the_ranks_meet(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They would wait for the next rank 0 otherwise."""
-    code = (
-        "import sys, os\nfrom ds2.cli import main\nfrom ds2.training.trainer import Trainer\n"
-        "Trainer.regroup = lambda *_: os._exit(10 + ('torch.utils.tensorboard' in sys.modules))\nmain(sys.argv[1:])"
-    )
-    settings = ["train", *tiny_overrides, "comm.max_ranks=2", f"run_dir={tmp_path / 'run'}"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "ops")))}
-    assert subprocess.run([sys.executable, "-c", code, *settings], env=environment, check=False).returncode == 11
+    import torch.utils.tensorboard
+
+    imported = []
+
+    def meet(*_: object) -> None:
+        imported.append("torch.utils.tensorboard" in sys.modules)
+        raise LostRankError("met")
+
+    monkeypatch.setattr(torch.utils, "tensorboard", torch.utils.tensorboard)  # to have it again after the test
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
+    monkeypatch.setattr(trainer.Trainer, "regroup", meet)
+    with pytest.raises(LostRankError, match="met"):
+        loop.train(tiny_config("comm.max_ranks=2"), tmp_path / "run")
+    assert imported == [True]
 
 
 def last_commit(number: int) -> trainer.LastCommit:

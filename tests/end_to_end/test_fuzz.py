@@ -6,14 +6,16 @@ DS2_FUZZ_CASES=2000 DS2_FUZZ_SEED=7 fuzzes longer and elsewhere; see tools/fuzz.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fuzzing.inputs import TARGETS
+from fuzzing import inputs
+from fuzzing.damage import BYTES
+from fuzzing.files import Target
 from support.launch import tool
-from support.paths import ROOT
 
 CASES, SEED = os.environ.get("DS2_FUZZ_CASES", "12"), os.environ.get("DS2_FUZZ_SEED", "1")
 
@@ -23,44 +25,37 @@ CASES, SEED = os.environ.get("DS2_FUZZ_CASES", "12"), os.environ.get("DS2_FUZZ_S
 def test_damaged_inputs_are_named_errors_or_right_results() -> None:
     done = tool("fuzz", "inputs", "--cases", CASES, "--seed", SEED)
     assert done.returncode == 0, done.stdout
-    assert f"\n{int(CASES) * len(TARGETS)} cases: " in done.stdout and "\noverrides: " in done.stdout
+    assert f"\n{int(CASES) * len(inputs.TARGETS)} cases: " in done.stdout and "\noverrides: " in done.stdout
 
 
-FAULTY_READERS = """
-import os, sys, time
-sys.path[:0] = [{tools!r}, {tests!r}]
-from fuzzing import files, inputs
-from fuzzing.damage import BYTES
-
-def make(folder):
-    (folder / "f").write_bytes(b"whole")
-
-def reader(fault):
-    def read(folder):
-        kind = (folder / "f").read_bytes()
-        if kind != b"whole":
-            fault()
-        return kind
-    return read
-
-faults = dict(
-    traceback=lambda: {{}}["x"], died=os.abort, hang=lambda: time.sleep(3600), memory=lambda: b"1" * (1 << 27),
-    wrong=lambda: None,
-)
-inputs.MEMORY_KIB = 1 << 16
-for name, fault in faults.items():
-    inputs.HANG_S = 2 if name == "hang" else 60
-    inputs.TARGETS["faulty"] = files.Target("faulty", make, reader(fault), BYTES, checked=True)
-    print(name, inputs.main(["--cases", "2", "--only", "faulty"]))
-"""
+FAULTS: dict[str, Callable[[], object]] = {
+    "traceback": lambda: {}["x"],
+    "died": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(3600),
+    "memory": lambda: b"1" * (1 << 27),
+    "wrong": lambda: None,
+}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured by /proc")
-def test_the_fuzzer_sees_each_kind_of_fault(tmp_path: Path) -> None:
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY_READERS.format(tools=str(ROOT / "tools"), tests=str(ROOT / "tests")))
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "ops")))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    for kind in ("traceback", "died", "hang", "memory", "wrong"):
-        assert f"\n{kind} 1\n" in done.stdout and f": {kind}: " in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("kind", FAULTS)
+def test_the_fuzzer_sees_each_kind_of_fault(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(folder: Path) -> bytes:
+        content = (folder / "f").read_bytes()
+        if content != b"whole":
+            FAULTS[kind]()
+        return content
+
+    def make(folder: Path) -> None:
+        (folder / "f").write_bytes(b"whole")
+
+    target = Target("faulty", make, read, BYTES, checked=True)
+    monkeypatch.setitem(inputs.TARGETS, target.name, target)
+    monkeypatch.setattr(inputs, "MEMORY_KIB", 1 << 16)
+    monkeypatch.setattr(inputs, "HANG_S", 0.2 if kind == "hang" else 60.0)
+    monkeypatch.setattr(inputs.logging, "disable", lambda _: None)
+    monkeypatch.setattr(inputs.torch, "set_num_threads", lambda _: None)
+    assert inputs.main(["--cases", "2", "--only", target.name, "--commit", "abc"]) == 1
+    assert f": {kind}: " in capsys.readouterr().out

@@ -6,16 +6,18 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.forked import used_elsewhere
 from support.paths import ROOT
 from support.run_log import losses
 
 from ds2.config.schema import Config
+from ds2.distributed.communicator import Communicator
 from ds2.system.signals import handle_signals
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.training.loop import train
@@ -98,18 +100,11 @@ def test_the_slurm_script_requeues_a_job_that_saved_and_no_other(status: int, as
 def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
-    code = (
-        "import sys, time\nfrom pathlib import Path\nimport torch\n"
-        "from ds2.distributed.communicator import Communicator\n"
-        "from ds2.training.run_folder import sole_use\n"
-        "with sole_use(Path(sys.argv[1]), Communicator(torch.device('cpu'))):\n    print('held', flush=True)\n"
-        "    time.sleep(3600)"
-    )
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    with subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=rf"being written by process {other.pid} on .*run_dir="):
-            train(tiny_config("train.epochs=1"), run_dir)
-        other.kill()
+    with (
+        used_elsewhere(run_dir, Communicator(torch.device("cpu"))) as other,
+        pytest.raises(CheckpointError, match=rf"being written by process {other.pid} on .*run_dir="),
+    ):
+        train(tiny_config("train.epochs=1"), run_dir)
     assert train(tiny_config("train.epochs=1"), run_dir) == 0

@@ -1,15 +1,20 @@
-"""Processes that start in milliseconds: each is forked from one that has imported ds2 and computed nothing."""
+"""Processes that start in milliseconds: forked from one that has only imported ds2, or from the test."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from ds2.cli import main
 from ds2.lm import recurrent_training
+from ds2.training.run_folder import sole_use
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -42,3 +47,24 @@ def kill_lm_training(steps: int, command: list[str]) -> None:
 
     recurrent_training.pad_texts = pad_texts
     raise SystemExit(main(command))
+
+
+@contextmanager
+def used_elsewhere(run_dir: Path, comm: Any) -> Iterator[BaseProcess]:
+    """Another process, forked from this one, in which `comm`'s job uses a run folder until it is killed."""
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+
+    def hold() -> None:
+        with sole_use(run_dir, comm):
+            held.set()
+            time.sleep(3600)
+
+    process = fork.Process(target=hold)
+    process.start()
+    try:
+        held.wait()
+        yield process
+    finally:
+        process.kill()
+        process.join()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ds2.distributed.test_launch import LAUNCHERS
+
 
 @pytest.mark.parametrize(
     ("command", "status"),
@@ -64,16 +66,22 @@ def test_triton_gets_its_last_collection() -> None:
     assert run.stdout == "0\n"
 
 
-def test_loading_a_model_imports_no_compiler(make_model: Callable[..., Path], recording: Path) -> None:
+def test_loading_a_model_imports_no_compiler_and_training_alone_no_mpi(
+    make_model: Callable[..., Path], recording: Path
+) -> None:
     kinds = (["model.cell=lstm"], ["model.start=even"], ["model.norm=rms"], [])
     models = [str(make_model(*kind).rename(recording.with_name(f"{at}.safetensors"))) for at, kind in enumerate(kinds)]
     code = (
         f"import sys\nfrom ds2.recognition.recogniser import Recogniser\nfor model in {models}:\n"
         f"    Recogniser.load(model).transcribe({str(recording)!r})\n"
-        "print({'torch._dynamo', 'triton'} & {*sys.modules})"
+        "print({'torch._dynamo', 'triton'} & {*sys.modules})\n"
+        "import ds2.training.loop, ds2.training.trainer\nfrom ds2.config.schema import CommConfig\n"
+        "from ds2.distributed.launch import connect\n"
+        "with connect(CommConfig(), 'cpu'): print('mpi4py' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.stdout == "set()\n", run.stderr
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    run = subprocess.run([sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=False)
+    assert run.stdout == "set()\nFalse\n", run.stderr
 
 
 @pytest.mark.parametrize(

@@ -48,16 +48,6 @@ def test_a_single_process_is_its_own_world() -> None:
             pass
 
 
-def test_training_alone_never_imports_mpi() -> None:
-    code = (
-        "import sys, ds2.training.loop, ds2.training.trainer\nfrom ds2.config.schema import CommConfig\n"
-        "from ds2.distributed.launch import connect\n"
-        "with connect(CommConfig(), 'cpu'): pass\nsys.exit('mpi4py' in sys.modules)"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("variables", "by", "world", "rank"),
     [

@@ -84,9 +84,9 @@ def test_the_others_of_a_batch_get_all_their_words(serve: Callable[..., Running]
 
 @pytest.fixture
 def workers(make_model: Callable[..., Path]) -> Iterator[Running]:
-    """A server with two workers whose recogniser gives sources that fail."""
+    """A server with a worker whose recogniser gives sources that fail."""
     recogniser, bound = fragile(make_model(), "greedy"), bind("127.0.0.1", 0)
-    server = Workers(recogniser, Limits(idle_s=WAIT_S), share(bound), 2)
+    server = Workers(recogniser, Limits(idle_s=WAIT_S), share(bound), 1)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     yield Running(recogniser, server.address[1], server.end)
