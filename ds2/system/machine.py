@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.1.0"  # as in pyproject.toml
+_MANY_OBJECTS = 100_000  # a collection that visits fewer takes some 10 ms
 
 
 def usable_cores() -> int:
@@ -65,7 +66,8 @@ def short_collections() -> Iterator[None]:
     Python delays it until a quarter as many objects are new: meanwhile what has ended, such as thousands of
     connections, stays in memory. Where a caller has frozen most objects, these stay frozen and no others are.
     """
-    freezes = gc.get_freeze_count() < len(gc.get_objects())  # some versions of Python start with a few frozen ones
+    objects = len(gc.get_objects())  # without frozen ones: to count these takes as long as to visit them
+    freezes = objects > _MANY_OBJECTS and gc.get_freeze_count() < objects  # Python itself may start with a few frozen
     if freezes:
         gc.collect()
         gc.freeze()
