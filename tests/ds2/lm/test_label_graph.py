@@ -101,7 +101,7 @@ def test_a_model_of_phones_is_not_asked_for_letters(tmp_path: Path, monkeypatch:
     save_ngram(label_model(phones, 2, 0, transcripts=["ab ab"]), tmp_path / "phones.lm")
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
     for command in (["query", str(tmp_path / "phones.lm")], ["ppl", str(tmp_path / "phones.lm"), __file__]):
-        with pytest.raises(LanguageModelError, match="one of phones.*: name a model of words"):
+        with pytest.raises(LanguageModelError, match=r"one of phones.*: name a model of words"):
             run(command)
 
 
