@@ -535,8 +535,6 @@ def _splice(args: argparse.Namespace) -> None:
     check_writable(args.folder / MANIFEST, inputs=[file, *args.manifests, *args.text])
     _require_texts("--text", args.text, "texts or manifests")
     lines = sum(1 for _ in _short_lines(args.text))  # the same errors, before minutes of alignment
-    if not lines:
-        raise UserError(f"--text: {', '.join(map(str, args.text))} has no words")
     loaded = load_model(file, device)
     alphabet = loaded.alphabet
     if alphabet.has_pieces:

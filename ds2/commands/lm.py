@@ -482,8 +482,6 @@ def _print_perplexity(model: NGram, texts: Sequence[Path], alphabet: Alphabet | 
 def _print_recurrent_perplexity(model: RecurrentLM, texts: Sequence[Path], unknown: str) -> None:
     reader = SentenceReader(texts, "word", model.alphabet, unknown)
     lines = [" ".join(words) for words in reader]
-    if not lines:
-        raise LanguageModelError("the text to score is empty: no line holds a word")
     nats = -sum(model.score(lines))
     labels = sum(len(model.alphabet.spell(line)) for line in lines) + len(lines)
     a_word = torch.tensor(nats / (reader.tokens + len(lines)), dtype=torch.float64).exp()  # infinite where math fails

@@ -56,13 +56,11 @@ class TrainingText:
 
     @classmethod
     def of(cls, sentences: Iterable[list[str]], alphabet: Alphabet) -> Self:
-        """Convert the sentences of a `SentenceReader` with the same alphabet; raises LanguageModelError without any."""
+        """Convert the sentences, one or more, of a `SentenceReader` with the same alphabet."""
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
         labels[SPACE] = labels.get(" ", BOUNDARY)
         separator = [labels[" "]] if " " in labels else []
         rows = [np.array([*map(labels.__getitem__, tokens), *separator], np.uint16) for tokens in sentences]
-        if not rows:
-            raise LanguageModelError("the text is empty: no line has a token")
         return cls(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), len(separator))
 
     @property

@@ -65,7 +65,8 @@ class SentenceReader:
         """Yield sentences.
 
         Raises:
-            LanguageModelError: reserved tokens; with "stop" an unknown character, with "skip" one in every line.
+            LanguageModelError: reserved tokens; with "stop" an unknown character; no line has a token, or with "skip"
+                each has an unknown character.
         """
         for path in self.paths:
             for number, line in read_lines(path):
@@ -75,10 +76,11 @@ class SentenceReader:
                 if tokens:
                     self.tokens += len(tokens)
                     yield tokens
-        if self.skipped_lines and not self.tokens:
-            raise LanguageModelError(
-                f"no line is left: {self.report()}; choose --unknown drop, or an alphabet that has them"
-            )
+        if self.paths and not self.tokens:
+            reason = "the text is empty: no line has a word"
+            if self.skipped_lines:
+                reason = f"no line is left: {self.report()}; choose --unknown drop, or an alphabet that has them"
+            raise LanguageModelError(f"{', '.join(map(str, self.paths))}: {reason}")
 
     def _tokens(self, line: str, where: str) -> list[str]:
         if self.alphabet is not None:
@@ -126,8 +128,6 @@ class Perplexity:
 
     def format(self) -> str:
         """Return the perplexity with and without tokens outside the vocabulary (OOV), and their rate, as text."""
-        if not self.sentences:
-            raise LanguageModelError("the text is empty: no line has a token")
         mean = -self.log_prob / (self.tokens + self.sentences)
         if not 0 <= mean < _MAX_NATS:
             raise LanguageModelError(

@@ -205,8 +205,8 @@ def test_settings_that_cannot_work_are_named(order: int, prune: tuple[int, ...],
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("empty.txt", b"", "text is empty"),
-        ("blank.txt", b"\n \n", "text is empty"),
+        ("empty.txt", b"", r"empty\.txt: the text is empty"),
+        ("blank.txt", b"\n \n", r"blank\.txt: the text is empty"),
         ("digits.txt", b"1\n2 a\n", "no line is left: 2 lines, .* outside the alphabet: .*; choose --unknown drop"),
         ("latin.txt", "the cat\ncaf\u00e9\n".encode("latin-1"), r"latin\.txt:2: byte 4 is not UTF-8"),
         ("wide.txt", "the cat".encode("utf-16-le"), "UTF-16"),
@@ -218,9 +218,13 @@ def test_settings_that_cannot_work_are_named(order: int, prune: tuple[int, ...],
 )
 def test_bad_texts_are_named(name: str, content: bytes, match: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
+    (tmp_path / "good.txt").write_text("the cat sat\n")
+    command = ["build", "--order", "2", "--output", str(tmp_path / "out.lm")]
     with pytest.raises((LanguageModelError, TextError), match=match):
-        run(["build", str(tmp_path / name), "--output", str(tmp_path / "out.lm")])
+        run([*command, str(tmp_path / name)])
     assert not (tmp_path / "out.lm").exists()
+    with pytest.raises((LanguageModelError, TextError), match=match):
+        run([*command, str(tmp_path / "good.txt"), "--heldout", str(tmp_path / name)])
 
 
 def test_reserved_tokens_and_missing_texts_are_named(tmp_path: Path) -> None:

@@ -171,8 +171,6 @@ def test_a_saved_model_loads(tmp_path: Path) -> None:
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(LanguageModelError, match="does not know 'c'"):
         small().score(["abc"])
-    with pytest.raises(LanguageModelError, match="empty"):
-        TrainingText.of(iter([]), AB)
     with pytest.raises(ConfigError, match="hidden=0"):
         small(hidden=0)
     with pytest.raises(LanguageModelError, match=r"there is no recurrent language model .*none: `ds2 lm train TEXT"):
