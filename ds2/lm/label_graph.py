@@ -15,7 +15,6 @@ from ds2.lm.ngram import END, RESERVED, SPACE, UNKNOWN, LanguageModelError, NGra
 from ds2.lm.sentences import SentenceReader
 from ds2.text.alphabet import BLANK, Alphabet
 
-_ROUNDING = 1e-5  # of a probability from a float32 logarithm
 MAX_ARCS = 500_000
 
 
@@ -73,14 +72,14 @@ class LabelScorer:
 
 
 def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
-    """Compose a model of labels with the topology of CTC.
+    """Compose a model of `label_model`, which is interpolated, with the topology of CTC.
 
     The weight of a label sequence is its probability, the end included, apart from the rounding of weights. A node of a
     longest history has arcs only for the labels of its n-grams, weighted by what the n-gram adds to the back-off
     probability; its parent is the node of the shorter history. All other nodes have arcs to all labels.
 
     Raises:
-        LanguageModelError: the model is not interpolated, or the graph would have more than `MAX_ARCS` arcs.
+        LanguageModelError: the graph would have more than `MAX_ARCS` arcs.
     """
     scorer, labels = LabelScorer(model, alphabet), len(alphabet)
     size, order = len(model.vocabulary), model.order
@@ -120,9 +119,8 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
                 if label is None:
                     continue
                 whole, rest = probs[state, label], share * probs[shorter, label]
-                if whole - rest < -_ROUNDING * whole:
-                    raise LanguageModelError("the model of labels is not interpolated: build it with `ds2 lm build`")
-                leaving.append((label, max(0.0, whole - rest), int(following[state, scorer.ids[label]])))
+                own = max(0.0, whole - rest)  # less than 0 by rounding only
+                leaving.append((label, own, int(following[state, scorer.ids[label]])))
             parents.append((node(shorter, last), share))
         arcs += [(number, node(after, label), weight) for label, weight, after in leaving if weight > 0]
     ends = probs_of_words[[state for state, _ in pending], model.ids[END]]
