@@ -45,12 +45,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """The lines of a text in one array: line i has the labels (N,) uint16 from starts[i] to starts[i + 1].
+    """The lines of a text in one array: line i has the labels (N,) from starts[i] to starts[i + 1], uint16 if they fit.
 
     If the alphabet has a space, each line ends with one, which separates lines that are joined.
     """
 
-    labels: NDArray[np.uint16]
+    labels: NDArray[np.uint16 | np.int32]
     starts: NDArray[np.int64]
     separator: int  # labels between two lines: 1 or 0
 
@@ -60,7 +60,8 @@ class TrainingText:
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
         labels[SPACE] = labels.get(" ", BOUNDARY)
         separator = [labels[" "]] if " " in labels else []
-        rows = [np.array([*map(labels.__getitem__, tokens), *separator], np.uint16) for tokens in sentences]
+        kind = np.uint16 if len(alphabet) <= 1 << 16 else np.int32
+        rows = [np.array([*map(labels.__getitem__, tokens), *separator], kind) for tokens in sentences]
         return cls(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), len(separator))
 
     @property

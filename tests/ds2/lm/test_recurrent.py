@@ -168,6 +168,14 @@ def test_a_saved_model_loads(tmp_path: Path) -> None:
     assert loaded.score(["ab"]) == model.score(["ab"])
 
 
+def test_a_text_has_the_labels_of_a_large_alphabet() -> None:
+    last = chr(0x2A6DF)
+    many = Alphabet(
+        ("", *map(chr, range(0x4E00, 0xA000)), *map(chr, range(0xAC00, 0xD7A4)), *map(chr, range(0x20000, 0x2A6E0)))
+    )
+    assert TrainingText.of(iter([[last, "\u4e00"]]), many).labels.tolist() == [len(many) - 1, 1]
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(LanguageModelError, match="does not know 'c'"):
         small().score(["abc"])
