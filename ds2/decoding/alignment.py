@@ -97,7 +97,7 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
 
 
 def align_on_gpu(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
-    """`force_align` in one kernel launch, with two copies to the device and one back.
+    """`force_align` in one kernel launch; waits for the device once, for the result.
 
     Args:
         log_probs: (T, B, V) float32 on a GPU.
@@ -108,9 +108,9 @@ def align_on_gpu(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[
     table = np.zeros((len(targets), longest + 1), np.int32)
     table[:, 0] = sizes
     table[:, 1:][np.arange(longest) < table[:, :1]] = [label for target in targets for label in target]
-    on_device = torch.from_numpy(table).to(device)
+    on_device = torch.from_numpy(table).to(device, non_blocking=True)
     labels, counts = on_device[:, 1:].contiguous(), on_device[:, 0].contiguous()
-    result = kernel.align(log_probs.contiguous(), lengths.to(device), labels, counts)
+    result = kernel.align(log_probs.contiguous(), lengths.to(device, non_blocking=True), labels, counts)
     columns = [result.log_prob[:, None].view(torch.int32), result.spans.flatten(1), result.peaks.view(torch.int32)]
     packed = torch.cat(columns, 1)
     host = packed.cpu().numpy()
@@ -165,7 +165,7 @@ def align_all(
     for rank in range(max(map(len, targets), default=0)):
         chosen = [index for index, row in enumerate(targets) if rank < len(row)]
         rows = torch.tensor(chosen)
-        own = log_probs if len(chosen) == len(targets) else log_probs[:, rows.to(log_probs.device)]
+        own = log_probs if len(chosen) == len(targets) else log_probs[:, rows.to(log_probs.device, non_blocking=True)]
         aligned = force_align(own, lengths[rows], [targets[index][rank] for index in chosen])
         for index, alignment in zip(chosen, aligned, strict=True):
             alignments[index].append(alignment)
@@ -295,7 +295,7 @@ def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
         positions = torch.arange(len(frames))
         silence_start = torch.where(own[: len(frames)], 0, positions + 1).cummax(0).values
         wanted = (positions - silence_start < round(_SILENCE_S / aligner.frame_s)).nonzero()[:, 0]
-        shorter = frames[wanted.to(frames.device)] if len(wanted) < len(frames) else frames
+        shorter = frames[wanted.to(frames.device, non_blocking=True)] if len(wanted) < len(frames) else frames
         aligner.keep(shorter, numbers[wanted])
 
 

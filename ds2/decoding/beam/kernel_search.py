@@ -200,12 +200,13 @@ class KernelStreams:
         count = sum(len(part.numbers) for part in parts)
         copies = self.start(count, 0)
         copies.empty = False
-        (_, rows), (numbers, to) = self._prepare(parts, 2), self._prepare([copies], 2)
+        (sources, rows), (numbers, to) = self._prepare(parts, 2), self._prepare([copies], 2)
         for table in vars(self.tables).values():
             table[to] = table[rows]
         tables = self.tables
         frame, counts = tables.open_runs[rows][None].contiguous(), tables.has_open_run[rows].long()
-        self._search(frame, counts, numbers, to, max_removed=0)
+        self._launch(frame, counts, to, max_removed=0)
+        self._longest[numbers] = self._longest[sources]  # an open run is of blanks, which add no labels
         return self.beams([copies])
 
     @torch.inference_mode()
@@ -235,16 +236,18 @@ class KernelStreams:
             shared = [before + labels for before, labels in zip(shared, more, strict=True)]
         return shared
 
-    def _search(
-        self, packed: Tensor, counts: Tensor, numbers: NDArray[np.int64], rows: Tensor, max_removed: int = MAX_REMOVED
-    ) -> list[list[int]]:
+    def _search(self, packed: Tensor, counts: Tensor, numbers: NDArray[np.int64], rows: Tensor) -> list[list[int]]:
+        shared = self._launch(packed, counts, rows, MAX_REMOVED).cpu().numpy()
+        self._longest[numbers] = shared[:, 1]
+        return first_of_rows(shared[:, 2:], shared[:, 0])
+
+    def _launch(self, packed: Tensor, counts: Tensor, rows: Tensor, max_removed: int) -> Tensor:
+        """Search packed frames without a wait for the device; return what `append_labels` does."""
         tables, slots = self.tables, rows.int()
         grown = torch.empty(0, dtype=torch.int32, device=self.device)
         before = kernel.PrefixTables(self._halves, tables.names, tables.integers, tables.floats, grown)
         after = self.search.search(packed, counts, before, slots, tables.roots)
-        shared = kernel.append_labels(counts, slots, after, tables.labels, tables.counts, max_removed).cpu().numpy()
-        self._longest[numbers] = shared[:, 1]
-        return first_of_rows(shared[:, 2:], shared[:, 0])
+        return kernel.append_labels(counts, slots, after, tables.labels, tables.counts, max_removed)
 
     def _prepare(self, parts: Sequence[Slots], more_labels: int) -> tuple[NDArray[np.int64], Tensor]:
         """Return (B,) rows of streams, on the host and on the device, with capacity for more labels in the tables."""
@@ -260,7 +263,7 @@ class KernelStreams:
         """Write the first state of new streams, all at once: a batch may hold hundreds."""
         tables, first = self.tables, self._first
         pairs = [(number, part.root) for part in parts for number in part.numbers]
-        rows, roots = torch.tensor(pairs, device=self.device).unbind(1)
+        rows, roots = torch.tensor(pairs).to(self.device, non_blocking=True).unbind(1)
         tables.blank[rows], tables.label[rows], tables.floats[rows] = first.blank, first.label, first.floats
         tables.names[rows] = torch.nn.functional.pad(first.names, (0, 1))
         integers = first.integers[..., :SESSION_ROOT].repeat(len(pairs), 1, 1)
