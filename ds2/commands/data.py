@@ -14,7 +14,7 @@ from typing import Any
 from ds2.audio.read import RATES_HZ
 from ds2.commands import common
 from ds2.commands.common import ALL_SETTINGS, ALPHABET_SETTINGS, Parser, add_command, real, whole
-from ds2.commands.compose import compose_config, overridden_keys, with_search_path
+from ds2.commands.compose import choices, compose_config, overridden_keys, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data import manifest
@@ -327,6 +327,8 @@ def _add_alphabet(commands: Any) -> None:
 def _alphabet(args: argparse.Namespace) -> None:
     if args.out:
         check_writable(args.out, inputs=args.manifests)
+        if args.out.stem in choices("alphabet"):
+            raise ConfigError(f"--out {args.out}: alphabet={args.out.stem} is one of ds2: give yours another name")
     config = compose_config([*args.overrides, "run_dir=unused"]).alphabet
     set_keys = overridden_keys(args.overrides)
     if not set_keys & {"alphabet", "alphabet.symbols"}:
@@ -334,10 +336,8 @@ def _alphabet(args: argparse.Namespace) -> None:
     if not set_keys & {"alphabet", "alphabet.punctuation"}:
         config = replace(config, punctuation="drop")
     alphabet = Alphabet.from_config(replace(config, unknown="drop", pieces=[]))
-    counts: Counter[str] = Counter()
     texts = [utterance.text for utterance in read_manifests(args.manifests)]
-    for text in texts:
-        counts.update(alphabet.normalise(text)[0])
+    counts = Counter(chain.from_iterable(alphabet.normalise(text)[0] for text in texts))
     if not any(c.strip() for c in counts):
         raise ConfigError(f"{', '.join(map(str, args.manifests))}: no transcript has a character that counts")
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
@@ -363,11 +363,10 @@ def _alphabet(args: argparse.Namespace) -> None:
         source = ", ".join(path.name for path in args.manifests)
         write_text(args.out, f"# Characters of {source}, by `ds2 data alphabet`.\n{content}")
         folder, name = args.out.parent, args.out.stem
-        if folder.name == "alphabet" and args.out.suffix == ".yaml":
-            print(f"wrote {args.out}; use it with --config-dir {folder.parent} alphabet={name}")
-        else:  # Hydra finds no other place
-            way = f"move it to my_conf/alphabet/{name}.yaml, then --config-dir my_conf alphabet={name}"
-            print(f"wrote {args.out}; to use it {way}")
+        use = f"use it with --config-dir {folder.parent} alphabet={name}"
+        if folder.name != "alphabet" or args.out.suffix != ".yaml":  # Hydra finds no other place
+            use = f"to use it move it to my_conf/alphabet/{name}.yaml, then --config-dir my_conf alphabet={name}"
+        print(f"wrote {args.out}; {use}")
 
 
 def _add_normalise(commands: Any) -> None:

@@ -155,6 +155,8 @@ def test_alphabet_writes_one_that_a_run_can_use(
     out.unlink()
     assert main(["data", "alphabet", str(manifest), "--least", "1000", "--out", str(out)]) == 2
     assert "--least 1000: no letter occurs so often" in capsys.readouterr().err and not out.exists()
+    assert main(["data", "alphabet", str(manifest), "--out", str(out.with_name("english.yaml"))]) == 2
+    assert "alphabet=english is one of ds2: give yours another name" in capsys.readouterr().err
 
 
 def test_normalise_shows_what_becomes_of_a_text(
