@@ -353,9 +353,12 @@ def _alphabet(args: argparse.Namespace) -> None:
         print(f"left out, {counted(sum(digits.values()), 'digit')}: {unread_message(unread, alphabet.numbers)}")
     elif digits:
         language = text_language(texts) or "LANGUAGE (en, de, tr, ...)"
+        marks = {c for c in symbols if c in alphabet.symbols and not c.isalnum()} - {" "}  # which would be dropped
+        kept = "".join(sorted({*digits, *marks})).replace("'", "\\'")
+        setting = f"\"alphabet.symbols='{kept}'\"" if marks else f"alphabet.symbols={kept}"
         print(
             f"left out, {counted(sum(digits.values()), 'digit')}: make them words with alphabet.numbers={language}, "
-            f"or keep them with alphabet.symbols={''.join(sorted(digits))}"
+            f"or keep them with {setting}"
         )
     if rare:
         print(f"left out, occurring less than {args.least} times: {describe(rare)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,14 @@ def test_the_use_that_alphabet_shows_works(
     use = re.search(r"--config-dir \S+ alphabet=\S+", last)
     assert use is not None
     assert "ö" in compose_config(with_search_path([*use[0].split(), "run_dir=x"])).alphabet.symbols
+
+
+def test_digits_are_kept_beside_apostrophes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_manifest(tmp_path / "m.jsonl", [Utterance(tmp_path / "a.wav", 1.0, "don't say 42")])
+    assert main(["data", "alphabet", str(tmp_path / "m.jsonl")]) == 0
+    setting = shlex.split(capsys.readouterr().out.partition("or keep them with ")[2])[0]
+    assert main(["data", "alphabet", str(tmp_path / "m.jsonl"), setting]) == 0
+    assert 'symbols: " \'24adnosty"' in capsys.readouterr().out
 
 
 def test_alphabet_of_blank_transcripts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
