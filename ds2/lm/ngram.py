@@ -180,10 +180,9 @@ class NGram:
     def sentence(self, tokens: Sequence[str]) -> list[float]:
         """Return the log-probs of a sentence's tokens and its end; raises LanguageModelError for NaN and infinity."""
         state, scores = self.start(), []
-        for token in tokens:
-            score, state = self.score(state, token)
+        for word in (*self.token_ids(tokens), self.ids[END]):
+            score, state = self.query(state, word)
             scores.append(score)
-        scores.append(self.finish(state))
         if not all(map(math.isfinite, scores)):
             raise LanguageModelError(f"the language model is damaged: {_BAD_NUMBERS}")
         return scores

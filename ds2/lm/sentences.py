@@ -11,7 +11,7 @@ import torch
 
 from ds2.lm.ngram import END, RESERVED, SPACE, UNKNOWN, LanguageModelError, NGram
 from ds2.system.files import read_lines
-from ds2.system.plain import counted, parse_json
+from ds2.system.plain import counted, parse_object
 from ds2.text.alphabet import Alphabet, describe
 
 _BATCH_SENTENCES = 4096
@@ -29,10 +29,9 @@ def tokenise(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
 
 def _transcript(line: str, where: str) -> str:
     try:
-        record = parse_json(line) if line.strip() else {"text": ""}
+        text = parse_object(line).get("text") if line.strip() else ""
     except ValueError as error:
-        raise LanguageModelError(f"{where} is not JSON ({error}): a plain text must not be called .jsonl") from error
-    text = record.get("text") if isinstance(record, dict) else None
+        raise LanguageModelError(f"{where} is {error}: a plain text must not be called .jsonl") from error
     if not isinstance(text, str):
         raise LanguageModelError(f'{where} has no "text": a .jsonl file must be a manifest')
     return text

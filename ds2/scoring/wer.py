@@ -21,7 +21,9 @@ MAX_CELLS_APART = 10**10  # of texts that have less than half of their tokens in
 STORED_CELLS = 10**8  # tables up to this size are stored whole, in 25 MB
 _MASK_BYTES = 2**25  # cache of the masks of frequent tokens
 Key = TypeVar("Key", str, int)
-_LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper limits of the rows of the table by length; the last row has none
+# The rows of the table by length: the most words of each, without that of the last one, and how it is called.
+_LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)
+_LENGTH_LABELS = ("0", "1-5", "6-10", "11-20", "21-40", "41+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class Report:
     def by_length(self) -> dict[str, ErrorCounts]:
         """Word errors by number of words in the reference, short utterances first."""
         groups = _grouped(self.utterances, lambda u: bisect_left(_LENGTH_LIMITS_WORDS, u.words.reference_length))
-        return {_length_label(row): groups[row] for row in sorted(groups)}
+        return {_LENGTH_LABELS[row]: groups[row] for row in sorted(groups)}
 
     @cached_property
     def confusions(self) -> Counter[tuple[str, str, str]]:
@@ -316,10 +318,3 @@ def _grouped(utterances: Iterable[AlignedUtterance], key: Callable[[AlignedUtter
     for utterance in utterances:
         groups[key(utterance)] += utterance.words
     return groups
-
-
-def _length_label(row: int) -> str:
-    if row == 0:
-        return "0"
-    low = _LENGTH_LIMITS_WORDS[row - 1] + 1
-    return f"{low}-{_LENGTH_LIMITS_WORDS[row]}" if row < len(_LENGTH_LIMITS_WORDS) else f"{low}+"
