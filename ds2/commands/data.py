@@ -354,8 +354,8 @@ def _alphabet(args: argparse.Namespace) -> None:
     elif digits:
         language = text_language(texts) or "LANGUAGE (en, de, tr, ...)"
         marks = {c for c in symbols if c in alphabet.symbols and not c.isalnum()} - {" "}  # which would be dropped
-        kept = "".join(sorted({*digits, *marks})).replace("'", "\\'")
-        setting = f"\"alphabet.symbols='{kept}'\"" if marks else f"alphabet.symbols={kept}"
+        value = "".join(sorted({*digits, *marks})).replace("'", "\\'")
+        setting = f"\"alphabet.symbols='{value}'\"" if marks else f"alphabet.symbols={value}"
         print(
             f"left out, {counted(sum(digits.values()), 'digit')}: make them words with alphabet.numbers={language}, "
             f"or keep them with {setting}"

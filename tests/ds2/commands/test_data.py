@@ -191,7 +191,7 @@ def test_the_use_that_alphabet_shows_works(
     assert "ö" in compose_config(with_search_path([*use[0].split(), "run_dir=x"])).alphabet.symbols
 
 
-def test_digits_are_kept_beside_apostrophes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_digits_join_apostrophes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_manifest(tmp_path / "m.jsonl", [Utterance(tmp_path / "a.wav", 1.0, "don't say 42")])
     assert main(["data", "alphabet", str(tmp_path / "m.jsonl")]) == 0
     setting = shlex.split(capsys.readouterr().out.partition("or keep them with ")[2])[0]
