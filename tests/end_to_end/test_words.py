@@ -63,9 +63,12 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 def words_of(source: str) -> Counter[str]:
     """Count the replaced words among the parts of a module's identifiers."""
-    names = (name for name in identifiers(ast.parse(source)) if not name.endswith("NotFoundError"))  # Python's own
-    parts = (part.lower() for name in names for part in PARTS.split(name))
-    return Counter(part for part in parts if part in REPLACED)
+    counts = Counter[str]()
+    for name, count in Counter(identifiers(ast.parse(source))).items():
+        if not name.endswith("NotFoundError"):  # Python's own
+            for part in PARTS.split(name):
+                counts[part.lower()] += count * (part.lower() in REPLACED)
+    return +counts
 
 
 def words_in_the_tree() -> dict[tuple[str, str], int]:
