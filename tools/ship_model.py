@@ -31,7 +31,6 @@ from ds2.recognition.settings import decode_settings, save_settings, tuned_file
 from ds2.system.tensor_file import load, save
 from ds2.text.alphabet import Alphabet
 
-ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 15_000_000  # of the weights, and of the language model
 SPEECH = {
     "librispeech": "LibriSpeech, 20 readers of test-clean",
