@@ -162,26 +162,6 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     )
 
 
-def test_a_stopped_worker_does_not_keep_its_server(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds2.serve.processes.END_S", 0.5)
-    bound = bind("127.0.0.1", 0)
-    server = Workers(Recogniser.load(make_model(), device="cpu", decode=DecodeConfig()), Limits(), share(bound), 1)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    (worker,) = server.processes()
-    assert worker.pid is not None
-    try:
-        os.kill(worker.pid, signal.SIGSTOP)
-        server.end()
-        thread.join(WAIT_S)
-        assert (thread.is_alive(), worker.exitcode) == (False, -signal.SIGKILL)
-    finally:
-        worker.kill()
-        bound.close()
-
-
 def test_a_worker_that_stays_stopped_is_replaced(
     running: tuple[Running, Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,11 +189,13 @@ def test_a_worker_that_stays_stopped_is_replaced(
         stopped.kill()
 
 
-def test_a_worker_whose_connection_has_ended_keeps_nobody_waiting(make_model: Callable[..., Path]) -> None:
-    """Not even one that is stopped and does not notice it."""
+def test_a_stopped_worker_keeps_neither_the_others_nor_its_server(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the others once its connection has ended, which it does not notice; and not a server that ends."""
     recogniser, bound = Recogniser.load(make_model(), device="cpu", decode=DecodeConfig()), bind("127.0.0.1", 0)
     server = Workers(recogniser, Limits(), share(bound), 1)
-    (worker,) = server.processes()
+    (worker,) = workers = server.processes()
     assert worker.pid is not None
     try:
         os.kill(worker.pid, signal.SIGSTOP)
@@ -222,10 +204,20 @@ def test_a_worker_whose_connection_has_ended_keeps_nobody_waiting(make_model: Ca
         start_s = time.monotonic()
         server._receive_from_workers(True)
         assert (time.monotonic() - start_s < END_S / 2, worker.exitcode) == (True, -signal.SIGKILL)
-    finally:
-        worker.kill()
+
+        (another,) = server.processes()
+        assert another.pid is not None
+        workers.append(another)
+        os.kill(another.pid, signal.SIGSTOP)
+        monkeypatch.setattr("ds2.serve.processes.END_S", 0.5)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
         server.end()
-        server._join()
+        thread.join(WAIT_S)
+        assert (thread.is_alive(), another.exitcode) == (False, -signal.SIGKILL)
+    finally:
+        for process in workers:
+            process.kill()
         bound.close()
 
 
