@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import mpi4py
 import pytest
 
 import ds2
@@ -21,6 +22,8 @@ from ds2.lm.sentences import SentenceReader
 from ds2.recognition.recogniser import Recogniser
 from ds2.system import UserError
 from ds2.system.signals import Stopped
+
+mpi4py.rc.initialize = False  # all modules are imported below: MPI would start, for which each worker waits a second
 
 
 def exception_classes() -> Iterator[type[BaseException]]:
