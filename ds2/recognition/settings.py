@@ -1,6 +1,7 @@
 """The decoder settings of a model: those tuned for it, or without them those of its config."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import cast
 
@@ -36,6 +37,8 @@ def decode_settings(
     file = tuned_file(model_file)
     place = ", ".join([str(file)] * file.is_file() + list(changes))
     _refuse_interpolation(model_file, repr(config.decode))
+    if not place:
+        return deepcopy(config.decode)  # was checked with the rest
     try:
         base: DictConfig | ListConfig = to_tree(Config(decode=config.decode, run_dir=""))
         if tuned and file.is_file():
