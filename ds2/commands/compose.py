@@ -6,37 +6,27 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ds2
 from ds2.config import convert
 from ds2.config.check import check
-from ds2.config.convert import (
-    FREE_FORM,
-    Inheritance,
-    declared_settings,
-    is_free_form,
-    raise_explained,
-    read_yaml,
-    text_keys,
-)
+from ds2.config.convert import FREE_FORM, Inheritance, is_free_form, raise_explained, read_yaml, text_keys
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import did_you_mean
@@ -55,7 +45,7 @@ _DEEPEST = 50  # brackets within each other: no setting has more than 3, and of 
 _HOME = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 
 
-class ConfigFolder(FileConfigSource):
+class ConfigFolder(ConfigSource):
     """A folder of --config-dir: Hydra's `file://`, but a recipe needs no `# @package _global_` at its top.
 
     Files that are no YAML, or hold no mapping, are ConfigErrors.
@@ -66,7 +56,7 @@ class ConfigFolder(FileConfigSource):
         return "ds2"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path, self._normalize_file_name(config_path))
+        file = self._file(config_path)
         try:
             text = file.read_text(encoding="utf-8")
             values = read_yaml(text)
@@ -79,6 +69,24 @@ class ConfigFolder(FileConfigSource):
             header["package"] = "_global_"
         config = OmegaConf.create(values or {})
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
+
+    def is_group(self, config_path: str) -> bool:
+        return Path(self.path, config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        return self._file(config_path).is_file()
+
+    def available(self) -> bool:
+        return self.is_group("")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        names: list[str] = []
+        for path in Path(self.path, config_path).iterdir():
+            self._list_add_result(names, f"{config_path}/{path.name}", path.name, results_filter)
+        return sorted(set(names))
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))
 
 
 def config_dir() -> Path:
@@ -173,28 +181,19 @@ def check_sweep(overrides: Sequence[str]) -> None:
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    chosen, settings = list[str](), list[str]()
-    for override, text in zip(map(parse_override, overrides), hydra_overrides(overrides), strict=True):
-        key = override.key_or_group
+    for override in map(parse_override, overrides):
         if override.is_sweep_override():
+            key = override.get_key_element()
             raise ConfigError(
                 f"{override.input_line} has several values: `ds2 train --multirun` trains a run for each; a list is "
-                f"{override.get_key_element()}=[A,B], and one text with a comma in it is quoted twice: "
-                f"\"{override.get_key_element()}='A,B'\""
+                f"{key}=[A,B], and one text with a comma in it is quoted twice: \"{key}='A,B'\""
             )
         _check_choice(override)
-        is_group = "." not in key and (key not in declared_settings() or bool(choices(key)))
-        of_hydra = key.startswith("hydra.") or (is_group and not isinstance(override.value(), dict))
-        (chosen if of_hydra else settings).append(text)
     register_schema()
-    # A file of the tree may have changed since; folders of --config-dir are read each time.
-    changed = [file.stat().st_mtime_ns for file in sorted(config_dir().rglob("*.yaml"))]
-    has_folders = any(text.startswith("hydra.searchpath=") for text in chosen)
-    choose = _choose.__wrapped__ if has_folders else _choose
+    GlobalHydra.instance().clear()
     try:
-        composed = deepcopy(choose(tuple(chosen), tuple(changed)))
-        ConfigLoaderImpl._apply_overrides_to_config([_parsed(text) for text in settings], composed)
-        return composed
+        with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+            return compose(config_name=PRIMARY_CONFIG, overrides=hydra_overrides(overrides))
     except MissingConfigException as error:
         _raise_missing(error)
     except RecursionError as error:
@@ -204,14 +203,6 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         ) from error
     except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
         raise_explained(error, overrides)
-
-
-@functools.lru_cache(32)
-def _choose(chosen: tuple[str, ...], changed: tuple[int, ...]) -> DictConfig:
-    """Compose the choices of groups, which takes a tenth of a second; `changed` tells states of the files apart."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-        return compose(config_name=PRIMARY_CONFIG, overrides=list(chosen))
 
 
 def _check_choice(override: Override) -> None:
@@ -335,7 +326,7 @@ def parse_override(override: str) -> Override:
         key = override.partition("=")[0]
         raise ConfigError(f"{key[:_DEEPEST]}: {depth} brackets within each other, allowed are 3, as of model.convs")
     try:
-        return _parsed(_quote_words(override))
+        return OverridesParser.create().parse_override(_quote_words(override))
     except (HydraException, ValueError) as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(
@@ -343,11 +334,6 @@ def parse_override(override: str) -> Override:
             "twice, once for the shell: \"alphabet.symbols='abc '\". Keys in braces are ASCII; others need a file: "
             "`replace: {é: e}` in MY_CONF/alphabet/mine.yaml, --config-dir MY_CONF alphabet=mine"
         ) from error
-
-
-@functools.lru_cache(1024)  # each is looked at four times
-def _parsed(override: str) -> Override:
-    return OverridesParser.create().parse_override(override)
 
 
 def _quote_words(override: str) -> str:

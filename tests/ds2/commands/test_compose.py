@@ -1,11 +1,9 @@
 """Composition: every recipe and preset works, wrong keys name the right one, values that cannot work are refused."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from ds2.commands import compose
 from ds2.commands.compose import (
     check_sweep,
     compose_config,
@@ -41,19 +39,6 @@ def test_every_recipe_composes(recipe: str, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(("group", "choice"), GROUPS)
 def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
     compose_config([f"{group}={choice}"])
-
-
-def test_files_that_changed_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook, whose process goes on."""
-    ours, mine = shutil.copytree(config_dir(), tmp_path / "conf"), tmp_path / "mine"
-    monkeypatch.setattr(compose, "config_dir", lambda: ours)
-    (mine / "recipe").mkdir(parents=True)
-    for folder, options in ((ours, []), (mine, ["--config-dir", str(mine)])):
-        for epochs in (3, 4):
-            changing = folder / "recipe" / "changing.yaml"
-            changing.write_text(f"# @package _global_\ntrain:\n  epochs: {epochs}\n")
-            assert compose_config(with_search_path([*options, "recipe=changing"])).train.epochs == epochs
-        changing.unlink()
 
 
 def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None:
