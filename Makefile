@@ -25,8 +25,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # A worker on each core; a worker that is done takes tests from the others.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
+# One worker more than cores: tests of servers and ranks wait for other processes.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) -n $$($(BIN)/python -c 'from ds2.system.machine import usable_cores; print(min(8, usable_cores() + 1))')
 
 # Fuzzing, kills, long trainings and every tile of the kernels compiled.
 test-slow: $(VENV)/installed
