@@ -295,7 +295,7 @@ def _drop_long_silences(aligners: Sequence[IncrementalAligner]) -> None:
         positions = torch.arange(len(frames))
         silence_start = torch.where(own[: len(frames)], 0, positions + 1).cummax(0).values
         wanted = (positions - silence_start < round(_SILENCE_S / aligner.frame_s)).nonzero()[:, 0]
-        shorter = frames[wanted.to(frames.device, non_blocking=True)] if len(wanted) < len(frames) else frames
+        shorter = frames[wanted.to(frames.device)] if len(wanted) < len(frames) else frames
         aligner.keep(shorter, numbers[wanted])
 
 

@@ -257,7 +257,7 @@ class BlockRunner:
         if len(rows) == len(slots) and len(set(firsts)) == 1:
             selected = logits[firsts[0] : firsts[0] + longest, : len(slots)]
         else:  # one launch for streams that begin at different frames
-            indices = torch.tensor([rows, firsts], dtype=torch.int64).to(logits.device, non_blocking=True)
+            indices = torch.tensor([rows, firsts], dtype=torch.int64).to(logits.device)
             frames = indices[1] + torch.arange(longest, device=logits.device)[:, None]
             selected = logits[frames.clamp_max(len(logits) - 1), indices[0]]
         return BlockOutput([first_row + row for row in rows], selected, lengths)

@@ -257,13 +257,17 @@ class KernelStreams:
         empty = [part for part in parts if part.empty]
         if empty:
             self._initialise(empty)
-        return numbers, torch.from_numpy(numbers).to(self.device, non_blocking=True)
+        return numbers, self._on_device(numbers)
+
+    def _on_device(self, array: NDArray[np.int64]) -> Tensor:
+        """Start to copy an array to the device, from pinned memory: the array may be gone before the copy reads it."""
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def _initialise(self, parts: Sequence[Slots]) -> None:
         """Write the first state of new streams, all at once: a batch may hold hundreds."""
         tables, first = self.tables, self._first
         pairs = [(number, part.root) for part in parts for number in part.numbers]
-        rows, roots = torch.tensor(pairs).to(self.device, non_blocking=True).unbind(1)
+        rows, roots = self._on_device(np.array(pairs)).unbind(1)
         tables.blank[rows], tables.label[rows], tables.floats[rows] = first.blank, first.label, first.floats
         tables.names[rows] = torch.nn.functional.pad(first.names, (0, 1))
         integers = first.integers[..., :SESSION_ROOT].repeat(len(pairs), 1, 1)
