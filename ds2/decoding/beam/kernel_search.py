@@ -261,7 +261,8 @@ class KernelStreams:
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         """Start to copy an array to the device, from pinned memory: the array may be gone before the copy reads it."""
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _initialise(self, parts: Sequence[Slots]) -> None:
         """Write the first state of new streams, all at once: a batch may hold hundreds."""
