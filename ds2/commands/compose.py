@@ -23,7 +23,6 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import ds2
 from ds2.config import convert
 from ds2.config.check import check
 from ds2.config.convert import FREE_FORM, Inheritance, is_free_form, raise_explained, read_yaml, text_keys
@@ -91,7 +90,7 @@ class ConfigFolder(ConfigSource):
 
 def config_dir() -> Path:
     """Return the Hydra tree: `conf` in a checkout, `ds2/conf` in an installed wheel."""
-    package = Path(ds2.__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / f"{PRIMARY_CONFIG}.yaml").is_file():
             return candidate

@@ -38,7 +38,7 @@ def decode_settings(
     place = ", ".join([str(file)] * file.is_file() + list(changes))
     _refuse_interpolation(model_file, repr(config.decode))
     if not place:
-        return deepcopy(config.decode)  # was checked with the rest
+        return deepcopy(config.decode)  # it was checked when the model was read
     try:
         base: DictConfig | ListConfig = to_tree(Config(decode=config.decode, run_dir=""))
         if tuned and file.is_file():
