@@ -21,7 +21,7 @@ MAX_CELLS_APART = 10**10  # of texts that have less than half of their tokens in
 STORED_CELLS = 10**8  # tables up to this size are stored whole, in 25 MB
 _MASK_BYTES = 2**25  # cache of the masks of frequent tokens
 Key = TypeVar("Key", str, int)
-# The rows of the table by length: the most words of each, without that of the last one, and how it is called.
+# Rows of the table by length: the largest number of words of each but the last, and the label of each.
 _LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)
 _LENGTH_LABELS = ("0", "1-5", "6-10", "11-20", "21-40", "41+")
 

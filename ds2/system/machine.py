@@ -66,8 +66,9 @@ def short_collections() -> Iterator[None]:
     Python delays it until a quarter as many objects are new: meanwhile what has ended, such as thousands of
     connections, stays in memory. Where a caller has frozen most objects, these stay frozen and no others are.
     """
-    objects = len(gc.get_objects())  # without frozen ones: to count these takes as long as to visit them
-    freezes = objects > _MANY_OBJECTS and gc.get_freeze_count() < objects  # Python itself may start with a few frozen
+    # get_freeze_count visits every frozen object, so it is asked last. Some versions of Python start with a few.
+    objects = len(gc.get_objects())  # that are not frozen
+    freezes = objects > _MANY_OBJECTS and gc.get_freeze_count() < objects
     if freezes:
         gc.collect()
         gc.freeze()

@@ -47,7 +47,7 @@ class _Forms:
     degree: tuple[str, str]
     fractions: str  # one half, ... one tenth
     plural: str  # of a fraction
-    money: dict[str, str]  # of a currency the words of one and of several, and of one and of several hundredths
+    money: dict[str, str]  # by currency sign: the words for one and for several, then those for its hundredths
     amount: str  # {0}: three dollars, {1}: fifty, {2}: cents
 
 
