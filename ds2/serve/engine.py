@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -317,14 +318,22 @@ def _result(live: LiveSession, partial: Hypothesis) -> StreamResult:
 
 
 def _deliver(answers: Answers) -> None:
-    """Deliver all answers at once to each who waits."""
+    """Deliver all answers at once to each who waits; one who cannot be answered keeps nobody else from an answer.
+
+    If that fails, all get an error instead. Of two answers to a chunk, one who waits takes the first.
+    """
     by_deliver: defaultdict[Callable[[Answers], None], list[tuple[Chunk, StreamResult | Exception]]] = defaultdict(list)
     for chunk, answer in answers:
         by_deliver[chunk.deliver].append((chunk, answer))
     for deliver, own in by_deliver.items():
-        deliver(own)
         for chunk, _ in own:
             chunk.answered = True
+        try:
+            deliver(own)
+        except Exception:
+            log.exception("answers cannot be delivered")
+            with suppress(Exception):
+                deliver([(chunk, BrokenError()) for chunk, _ in own])
 
 
 class EngineClient(ABC):

@@ -302,7 +302,7 @@ class WorkerLink:
             self.engine.close(live)
 
     def deliver(self, answers: Answers) -> None:
-        """Send the answers to chunks of this worker."""
+        """Send the answers to chunks of this worker; raises TypeError, and sends none, if no message can hold one."""
         partial = PartialResults([], [], [], [])
         messages: list[PartialResults | Answer | Failure] = []
         for chunk, answer in answers:
@@ -328,13 +328,7 @@ class WorkerLink:
         with self._sending:
             if not answers or self.end.fileno() < 0:
                 return
-            try:
-                data = pack(answers)
-            except TypeError:  # a value that no message holds is a fault of one decoder, not the end of all sessions
-                log.exception("answers cannot be sent")
-                calls = [answer.call for answer in answers if not isinstance(answer, PartialResults)]
-                partial = [call for answer in answers if isinstance(answer, PartialResults) for call in answer.calls]
-                data = pack([Failure(call, "", "") for call in [*calls, *partial]])
+            data = pack(answers)
             if not self.unsent:
                 self._taken_s = time.monotonic()
             self.unsent += data
@@ -389,7 +383,8 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
                     answers.append((call, value))
                 case Failure(call):
                     answers.append((call, message.error()))
-        resolve([(self._waiting.pop(call), answer) for call, answer in answers])
+        calls = [(self._waiting.pop(call, None), answer) for call, answer in answers]
+        resolve([(future, answer) for future, answer in calls if future is not None])  # None: it has its answer
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.serving import RATE_HZ, samples_of, speech
 
+from ds2.audio.read import AudioError
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
@@ -82,6 +83,28 @@ def test_what_is_answered_before_a_turn_fails_is_not_answered_again(make_model: 
     ]
     assert engine.turn([], chunks) == []
     assert answers == [("first", StreamResult), ("failed", MemoryError), ("second", BrokenError)]
+
+
+def test_who_cannot_be_answered_gets_one_more_try_and_keeps_nobody_waiting(make_model: Callable[..., Path]) -> None:
+    engine = Engine(recogniser_of(make_model()), Limits())
+    answers: list[tuple[str, type]] = []
+
+    def deliver(own: Answers) -> None:
+        answers.extend((chunk.call, type(answer)) for chunk, answer in own)
+
+    def fail(own: Answers) -> None:
+        deliver(own[:1])
+        raise MemoryError
+
+    def chunk(call: str, own: Callable[[Answers], None], samples: object = None) -> Chunk:
+        return Chunk(engine.open(SessionSettings(RATE_HZ, NEVER)), samples, own, call)  # type: ignore[arg-type]
+
+    refused = np.full(10, np.nan, np.float32)
+    assert engine.turn([], [chunk("sent", fail), chunk("lost", fail), chunk("refused", fail, refused)]) == []
+    assert answers == [
+        ("refused", AudioError), ("refused", BrokenError), ("sent", StreamResult), ("sent", BrokenError),
+    ]  # fmt: skip
+    assert engine.turn([], [chunk("next", deliver)]) == [] and answers[4:] == [("next", StreamResult)]
 
 
 def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:

@@ -96,8 +96,29 @@ def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
     with_words = StreamResult([], "ab", 0, 0.1, [WORD])
     link.deliver([(partial, with_words)])
     assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Answer(8, with_words)]
+    with pytest.raises(TypeError):
+        link.deliver([(partial, with_words), (final, StreamResult([], 1j))])  # type: ignore[arg-type]
+    link.deliver([(final, BrokenError())])
+    assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Failure(7, "BrokenError", str(BrokenError()))]
     link.close()
     theirs.close()
+
+
+def test_of_two_answers_to_a_call_a_worker_takes_the_first_and_the_others_get_theirs() -> None:
+    ours, theirs = socket.socketpair()
+    remote = RemoteRecogniser(theirs, PhraseReader(Alphabet(("", "a", "b")), frozenset("ab")), 16000)
+
+    async def talk() -> list[Any]:
+        await remote.start()
+        first, second = remote.submit(1, None), remote.submit(1, None)
+        partial = PartialResults([1], ["a"], [0], [None])
+        remote.data_received(pack([partial, Failure(1, "", ""), Answer(2, RESULT)]))
+        remote.data_received(pack([Failure(1, "", "")]))
+        remote.close()
+        return [await first, await second]
+
+    assert asyncio.run(talk()) == [StreamResult([], "a"), RESULT]
+    ours.close()
 
 
 def test_a_worker_that_takes_no_answers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
