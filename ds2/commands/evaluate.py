@@ -13,7 +13,8 @@ from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
 from ds2.data.manifest import Utterance, read_manifest
 from ds2.data.splits import ScoredData, scored_utterances
-from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
+from ds2.decoding.keywords import KeywordDecoder
+from ds2.decoding.phrases import FALSE_ALARMS
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
@@ -116,7 +117,6 @@ def run(arguments: Sequence[str]) -> int:
             _robustness(recogniser, manifests, data, args, reports)
             return 0
         if args.keywords:
-            graph = compile_phrases(args.keywords, recogniser.alphabet)
             recogniser = recogniser.only_keywords(args.keywords, args.false_alarms or FALSE_ALARMS)
         trained_on = training_data(data) if comm.rank == 0 and not args.keywords else []
         for scored in evaluate.evaluate(
@@ -125,8 +125,9 @@ def run(arguments: Sequence[str]) -> int:
             if comm.rank != 0:
                 continue
             folder = reports / scored.manifest.stem
-            if args.keywords:
-                _report_table(scored.manifest, evaluate.keyword_table(scored, graph), folder / "keywords.md")
+            if isinstance(recogniser.decoder, KeywordDecoder):
+                table = evaluate.keyword_table(scored, recogniser.decoder.graph)
+                _report_table(scored.manifest, table, folder / "keywords.md")
                 continue
             evaluation = _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored
             overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()

@@ -56,8 +56,8 @@ def keyword_bonus(alarms: Sequence[float], wanted: float) -> float:
     return bonus
 
 
-def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: float) -> ChangedDecoder:
-    """Return a decoder that writes keywords, and `[unk]` for the words between them.
+class KeywordDecoder(ChangedDecoder):
+    """A decoder that writes keywords, and `[unk]` for the words between them; its `graph` is theirs.
 
     Args:
         decoder: a beam search that was measured, with or without calibrated confidences.
@@ -69,24 +69,25 @@ def keyword_decoder(decoder: Decoder, keywords: Iterable[str], false_alarms: flo
         LexiconError: keywords that the language model lacks.
         DecodeError: another decoder, or `false_alarms` are fewer than were measured.
     """
-    search = measured_search(decoder)
-    if search is None:
-        raise DecodeError(
-            "keywords for a number of false alarms need decode.method=beam, decode.times=true and "
-            "decode.keyword_alarms, which `ds2 lm tune` measures; phrases with an allowance need none of them"
-        )
-    if false_alarms not in Range(0, math.inf, above=True, below=True):
-        shown = short_repr(false_alarms)
-        raise DecodeError(f"false_alarms={shown}: give a number an hour above 0, such as {FALSE_ALARMS}")
-    listed = keywords if isinstance(keywords, str) else [phrase for phrase in keywords if phrase != OTHERS]
-    graph = compile_phrases(listed, search.network_alphabet)
-    bonus = keyword_bonus(search.options.keyword_alarms, false_alarms)
-    spotting = ChangedDecoder(decoder, partial(only_keywords, graph=graph), dict.fromkeys(texts_of(graph), bonus))
-    try:
-        spotting.start()  # now rather than with the first audio
-    except LexiconError as error:
-        raise LexiconError(f"{error}; phrases with an allowance need no language model") from error
-    return spotting
+
+    def __init__(self, decoder: Decoder, keywords: Iterable[str], false_alarms: float) -> None:
+        search = measured_search(decoder)
+        if search is None:
+            raise DecodeError(
+                "keywords for a number of false alarms need decode.method=beam, decode.times=true and "
+                "decode.keyword_alarms, which `ds2 lm tune` measures; phrases with an allowance need none of them"
+            )
+        if false_alarms not in Range(0, math.inf, above=True, below=True):
+            shown = short_repr(false_alarms)
+            raise DecodeError(f"false_alarms={shown}: give a number an hour above 0, such as {FALSE_ALARMS}")
+        listed = keywords if isinstance(keywords, str) else [phrase for phrase in keywords if phrase != OTHERS]
+        self.graph = compile_phrases(listed, search.network_alphabet)
+        bonus = keyword_bonus(search.options.keyword_alarms, false_alarms)
+        super().__init__(decoder, partial(only_keywords, graph=self.graph), dict.fromkeys(texts_of(self.graph), bonus))
+        try:
+            self.start()  # now rather than with the first audio
+        except LexiconError as error:
+            raise LexiconError(f"{error}; phrases with an allowance need no language model") from error
 
 
 def texts_of(graph: PhraseGraph) -> list[str]:

@@ -24,7 +24,7 @@ from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word, within
-from ds2.decoding.keywords import keyword_decoder
+from ds2.decoding.keywords import KeywordDecoder
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.phrase_search import PhraseDecoder
@@ -221,7 +221,7 @@ class Recogniser(Pipeline):
             DecodeError: the decoder is no beam search that was measured (`ds2 lm tune`), or `false_alarms` are fewer
                 than can be had.
         """
-        return replace(self, decoder=keyword_decoder(self.decoder, keywords, false_alarms))
+        return replace(self, decoder=KeywordDecoder(self.decoder, keywords, false_alarms))
 
     def session(
         self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotPhrases | None = None

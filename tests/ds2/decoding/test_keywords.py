@@ -15,7 +15,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.decoder import Decoder, batch_key
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
-from ds2.decoding.keywords import BONUSES, keyword_bonus, keyword_decoder, measured_search, only_keywords
+from ds2.decoding.keywords import BONUSES, keyword_bonus, KeywordDecoder, measured_search, only_keywords
 from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.phrases import OTHERS, PhraseError, compile_phrases
@@ -87,7 +87,7 @@ def test_a_keyword_is_written_where_its_likelihood_ratio_exceeds_the_threshold()
                 continue
             total = {row: score + bonus * row.count(keyword) for row, score in scores.items()}
             best = max(total, key=total.__getitem__)
-            decoder = keyword_decoder(search(ALL), [keyword], math.exp(bonus))
+            decoder = KeywordDecoder(search(ALL), [keyword], math.exp(bonus))
             texts = decoder.decode(frames, torch.tensor([6]))[0][0].text.split()
             assert texts.count(keyword) == best.count(keyword)
             assert set(texts) <= {keyword, OTHERS}
@@ -99,7 +99,7 @@ def test_a_keyword_is_written_where_its_likelihood_ratio_exceeds_the_threshold()
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stream_in_any_pieces_is_the_whole(alphabet: Alphabet, seed: int) -> None:
     frames, draw = drawn(seed, 120, alphabet), random.Random(seed)
-    decoder = keyword_decoder(search(replace(NARROW, lexicon=True), alphabet), ["cat", "(tea|eat) at"], 8.0)
+    decoder = KeywordDecoder(search(replace(NARROW, lexicon=True), alphabet), ["cat", "(tea|eat) at"], 8.0)
     whole = decoder.decode(frames, torch.tensor([120]))
     assert len({*whole[0][0].text.split(), OTHERS}) > 1
     decoding, at = decoder.start(), 0
@@ -113,7 +113,7 @@ def test_a_stream_in_any_pieces_is_the_whole(alphabet: Alphabet, seed: int) -> N
 
 def test_searches_for_other_keywords_share_a_batch() -> None:
     inner, frames = search(NARROW), drawn(1, 120).repeat(1, 2, 1)
-    decoders = [keyword_decoder(inner, keywords, 8.0) for keywords in (["cat"], ["tea", "at"])]
+    decoders = [KeywordDecoder(inner, keywords, 8.0) for keywords in (["cat"], ["tea", "at"])]
     assert batch_key(decoders[0]) == batch_key(decoders[1]) != batch_key(inner)
     decodings, lengths = [decoder.start() for decoder in decoders], torch.tensor([120, 120])
     decoders[0].step(decodings, frames, lengths)
@@ -173,7 +173,7 @@ def test_more_false_alarms_are_a_higher_bonus() -> None:
 
 
 def test_each_text_of_the_keywords_has_the_bonus() -> None:
-    decoder = keyword_decoder(search(NARROW), ["(cat|at) [tea]", OTHERS], 6.0)
+    decoder = KeywordDecoder(search(NARROW), ["(cat|at) [tea]", OTHERS], 6.0)
     texts = ["cat", "at", "cat tea", "at tea"]
     assert decoder.hot_words == dict.fromkeys(texts, pytest.approx(math.log(6.0)))
 
@@ -198,11 +198,11 @@ def test_what_cannot_be_had_is_named(
     changes: dict[str, Any], keywords: Any, alarms: float, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        keyword_decoder(search(replace(NARROW, **changes)), keywords, alarms)
+        KeywordDecoder(search(replace(NARROW, **changes)), keywords, alarms)
 
 
 def test_streams_have_no_hot_words_of_their_own() -> None:
-    decoder = keyword_decoder(search(replace(NARROW, confidence=[0.5, 0.0])), ["cat"], 1.0)
+    decoder = KeywordDecoder(search(replace(NARROW, confidence=[0.5, 0.0])), ["cat"], 1.0)
     assert not decoder.hot_characters and measured_search(decoder) is not None
     with pytest.raises(LexiconError, match="takes none"):
         decoder.start(1, {"tea": 1.0})

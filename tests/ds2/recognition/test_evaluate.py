@@ -26,7 +26,7 @@ from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.decoding.decoder import ChangedDecoder
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
-from ds2.decoding.phrases import OTHERS, compile_phrases
+from ds2.decoding.phrases import OTHERS, PhraseGraph, compile_phrases
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, prepare_model
 from ds2.recognition.evaluate import (
@@ -272,9 +272,20 @@ def test_keywords_are_counted_by_utterance(tmp_path: Path) -> None:
     ]
 
 
-def test_the_command_reports_keywords_alone(
-    model_file: Path, tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_reports_keywords_alone_and_compiles_them_once(
+    model_file: Path,
+    tone_manifest: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    graphs, make = list[PhraseGraph](), PhraseGraph.__init__
+
+    def count(graph: PhraseGraph, *parts: Any) -> None:
+        graphs.append(graph)
+        make(graph, *parts)
+
+    monkeypatch.setattr(PhraseGraph, "__init__", count)
     words = [word for utterance in read_manifest(tone_manifest) for word in utterance.text.split()]
     grams = [f"-1 {word}" for word in ("<s>", "</s>", "<unk>", *dict.fromkeys(words))]
     lm = tmp_path / "words.arpa"
@@ -284,7 +295,7 @@ def test_the_command_reports_keywords_alone(
     assert main([*command, *search, "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
     table = (tmp_path / "out" / tone_manifest.stem / "keywords.md").read_text()
     assert table in capsys.readouterr().out.replace("\nreport:", "report:")
-    assert f"| {words[0]} | {words.count(words[0])} | " in table
+    assert f"| {words[0]} | {words.count(words[0])} | " in table and len(graphs) == 1
     assert not (tmp_path / "out" / tone_manifest.stem / "report.txt").exists()
 
 
