@@ -10,7 +10,7 @@ from ds2.commands.common import Parser, add_model, real
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import is_shipped
-from ds2.system.files import check_writable
+from ds2.system.files import check_writable, sole_writer
 
 _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("torch", False): "model.pt2"}
 
@@ -50,11 +50,12 @@ def run(arguments: Sequence[str]) -> int:
         from ds2.export.files import TOKENS, export_onnx, export_torch
 
         check_writable(path, path.with_name(TOKENS), inputs=[file])
-        loaded = load_model(file)
-        if args.to == "onnx":
-            described = export_onnx(loaded, path, for_sherpa=for_sherpa, chunk_s=chunk_s, int8=args.int8)
-        else:
-            described = export_torch(loaded, path, chunk_s=chunk_s)
+        with sole_writer(path):
+            loaded = load_model(file)
+            if args.to == "onnx":
+                described = export_onnx(loaded, path, for_sherpa=for_sherpa, chunk_s=chunk_s, int8=args.int8)
+            else:
+                described = export_torch(loaded, path, chunk_s=chunk_s)
     except ImportError as error:
         raise ConfigError(f"ds2 export needs {error.name}: {install_command('export')}") from error
     tokens = path.with_name(TOKENS)

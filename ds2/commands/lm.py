@@ -113,21 +113,22 @@ def _build(args: argparse.Namespace) -> int:
     _check_texts(args)
     _refuse_repeated(args.text)
     check_writable(output, *filter(None, [args.arpa]), inputs=_inputs(args))
-    reader = SentenceReader(args.text, args.unit, alphabet, args.unknown)
-    stored, memory = None if alphabet is None else alphabet.to_dict(), args.memory_mib << 20
-    result = estimate(
-        reader, args.order, args.prune, unit=args.unit, alphabet=stored, memory_bytes=memory, temp_dir=args.temp_dir
-    )
-    print(f"read {reader.report()}")
-    for n, (size, before, discounts) in enumerate(
-        zip(result.remaining_counts, result.counts, result.discounts, strict=True), start=1
-    ):
-        print(f"{n}-grams {size} of {before}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
-    save_ngram(result.model, output)
-    print(_written(output))
-    if args.arpa:
-        write_arpa(result.model, args.arpa)
-        print(_written(args.arpa))
+    with sole_writer(output):
+        reader = SentenceReader(args.text, args.unit, alphabet, args.unknown)
+        stored, memory = None if alphabet is None else alphabet.to_dict(), args.memory_mib << 20
+        result = estimate(
+            reader, args.order, args.prune, unit=args.unit, alphabet=stored, memory_bytes=memory, temp_dir=args.temp_dir
+        )
+        print(f"read {reader.report()}")
+        for n, (size, before, discounts) in enumerate(
+            zip(result.remaining_counts, result.counts, result.discounts, strict=True), start=1
+        ):
+            print(f"{n}-grams {size} of {before}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
+        save_ngram(result.model, output)
+        print(_written(output))
+        if args.arpa:
+            write_arpa(result.model, args.arpa)
+            print(_written(args.arpa))
     if args.heldout:
         _print_perplexity(result.model, args.heldout, alphabet, args.unknown)
     return 0
@@ -288,37 +289,38 @@ def _tune(args: argparse.Namespace) -> int:
     target = tuned_file(file)
     picture = args.picture or target.with_suffix(".png")
     check_writable(target, picture)
-    manifests = common.manifests_of(file, args.manifests, loaded.config.data.dev, "data.dev")
-    utterances = scored_utterances(manifests, loaded.alphabet)
-    recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
-    batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
-    references = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
-    dev = tuning.DevLogProbs.of(batches, references, loaded.frame_s, loaded.alphabet, lm, device)
-    alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
-    alphas, betas = args.alphas or alphas, args.betas or betas
-    trials: list[tuning.TuningTrial] = []
-    for trial in tuning.search(dev, replace(options, rescore=""), alphas, betas):
-        trials.append(trial)
+    with sole_writer(target):
+        manifests = common.manifests_of(file, args.manifests, loaded.config.data.dev, "data.dev")
+        utterances = scored_utterances(manifests, loaded.alphabet)
+        recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
+        batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
+        references = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
+        dev = tuning.DevLogProbs.of(batches, references, loaded.frame_s, loaded.alphabet, lm, device)
+        alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
+        alphas, betas = args.alphas or alphas, args.betas or betas
+        trials: list[tuning.TuningTrial] = []
+        for trial in tuning.search(dev, replace(options, rescore=""), alphas, betas):
+            trials.append(trial)
+            print(
+                f"{len(trials):3d}  alpha {trial.alpha:<6g} beta {trial.beta:<6g} beam {trial.beam:<4d} "
+                f"WER {100 * trial.errors.rate:.2f} %, best {100 * tuning.choose(trials).errors.rate:.2f} %",
+                flush=True,
+            )
+        best = tuning.choose(trials)
+        tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
+        if options.rescore:
+            tuned = _tune_rescoring(dev, tuned)
+        slope, offset = tuning.tune_confidence(dev, tuned)
+        tuned = replace(tuned, confidence=[round(slope, 4), round(offset, 4)], keyword_alarms=[])
+        if tuned.method == "beam":
+            tuned = _tune_keywords(dev, tuned)
+        save_settings(tuned, target)
         print(
-            f"{len(trials):3d}  alpha {trial.alpha:<6g} beta {trial.beta:<6g} beam {trial.beam:<4d} "
-            f"WER {100 * trial.errors.rate:.2f} %, best {100 * tuning.choose(trials).errors.rate:.2f} %",
-            flush=True,
+            f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
+            f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"
         )
-    best = tuning.choose(trials)
-    tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
-    if options.rescore:
-        tuned = _tune_rescoring(dev, tuned)
-    slope, offset = tuning.tune_confidence(dev, tuned)
-    tuned = replace(tuned, confidence=[round(slope, 4), round(offset, 4)], keyword_alarms=[])
-    if tuned.method == "beam":
-        tuned = _tune_keywords(dev, tuned)
-    save_settings(tuned, target)
-    print(
-        f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
-        f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"
-    )
-    tuning.draw(trials, best, picture)
-    print(f"wrote {picture}")
+        tuning.draw(trials, best, picture)
+        print(f"wrote {picture}")
     return 0
 
 

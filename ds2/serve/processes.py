@@ -383,8 +383,8 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
                     answers.append((call, value))
                 case Failure(call):
                     answers.append((call, message.error()))
-        calls = [(self._waiting.pop(call, None), answer) for call, answer in answers]
-        resolve([(future, answer) for future, answer in calls if future is not None])  # None: it has its answer
+        waiting = self._waiting  # of two answers the first counts
+        resolve([(waiting.pop(call), answer) for call, answer in answers if call in waiting])
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -21,6 +21,7 @@ from ds2.commands import data
 from ds2.lm.sentences import SentenceReader
 from ds2.recognition.recogniser import Recogniser
 from ds2.system import UserError
+from ds2.system.files import sole_writer
 from ds2.system.signals import Stopped
 
 mpi4py.rc.initialize = False  # all modules are imported below: MPI would start, for which each worker waits a second
@@ -208,3 +209,29 @@ def test_a_fault_of_ds2_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     with pytest.raises(KeyError):
         cli.main(["info"])
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        ("lm build t.txt --output a.lm", "a.lm"),
+        ("lm tune best.safetensors t.lm {dev} --device cpu", "best-decode.yaml"),
+        ("export best.safetensors --to onnx --interface plain --out a.onnx", "a.onnx"),
+    ],
+)
+def test_a_second_process_computes_nothing_that_the_first_one_replaces(
+    command: str,
+    output: str,
+    make_model: Callable[..., Path],
+    tone_manifest: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model().rename("best.safetensors")
+    Path("t.txt").write_text("ab\n", encoding="utf-8")
+    assert cli.main(["lm", "build", "t.txt", "--output", "t.lm", "--order", "1", "--symbols", "abc "]) == 0
+    with sole_writer(Path(output)):
+        assert cli.main(command.format(dev=tone_manifest).split()) == 2
+    assert f"{output} is written by another process" in capsys.readouterr().err
