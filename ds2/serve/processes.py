@@ -50,7 +50,7 @@ from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
 from ds2.system.files import temporary_folder
-from ds2.system.machine import call_pickled, short_collections
+from ds2.system.machine import call_pickled, keep_freed_memory, short_collections
 from ds2.system.messages import decode, encode
 from ds2.system.signals import handle_signals, stop_signals
 from ds2.text.alphabet import Alphabet
@@ -576,6 +576,7 @@ class Workers(_Parent):
             self._early += self._receive_from_workers(True)
 
     def _serve(self) -> None:
+        keep_freed_memory()
         with short_collections():
             self.engine.run(self._receive, lambda chunks: os._exit(1))  # workers tell their clients, and end
 

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,15 +70,21 @@ def decode(data: bytes | bytearray | memoryview, classes: Iterable[type] = ()) -
         ) from error
 
 
-def _to_json(value: Any, buffers: bytearray) -> object:  # noqa: PLR0911  one a kind
-    if value is None or isinstance(value, bool | int | float | str):
+def _to_json(value: Any, buffers: bytearray) -> Any:  # noqa: PLR0911  one a kind
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, list):
         return value if _PLAIN.issuperset(map(type, value)) else [_to_json(entry, buffers) for entry in value]
     if isinstance(value, tuple):
-        return {"tuple": [_to_json(entry, buffers) for entry in value]}
+        return {"tuple": _to_json(list(value), buffers)}
+    if dataclasses.is_dataclass(value):
+        names = _field_names(value.__class__)
+        fields = _to_json([getattr(value, name) for name in names], buffers)
+        return {"class": [type(value).__name__, dict(zip(names, fields, strict=True))]}
     if isinstance(value, dict):
         return {"dict": [[_to_json(key, buffers), _to_json(entry, buffers)] for key, entry in value.items()]}
+    if isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, bytes | bytearray):
         return {type(value).__name__: _append(value, buffers)}
     if isinstance(value, torch.Tensor):
@@ -87,10 +94,13 @@ def _to_json(value: Any, buffers: bytearray) -> object:  # noqa: PLR0911  one a 
         return {"tensor": [name, list(value.shape), *_append(octets.view(torch.uint8).numpy().tobytes(), buffers)]}
     if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
         return {"array": [value.dtype.str, list(value.shape), *_append(value.tobytes(), buffers)]}
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: _to_json(getattr(value, f.name), buffers) for f in dataclasses.fields(value) if f.init}
-        return {"class": [type(value).__name__, fields]}
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields that its constructor takes; cached, as a transcript has many words."""
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
 def _append(data: bytes | bytearray, buffers: bytearray) -> list[int]:
@@ -110,14 +120,14 @@ def _from_json(entry: Any, buffers: memoryview, classes: dict[str, type]) -> Any
         return entry
     [(tag, content)] = entry.items()
     if tag == "tuple":
-        return tuple(read(inner) for inner in content)
+        return tuple(read(content))
     if tag == "dict":
         return {read(key): read(inner) for key, inner in content}
     if tag in ("bytes", "bytearray"):
         return (bytes if tag == "bytes" else bytearray)(_buffer(buffers, *content))
     if tag == "class":
         name, fields = content
-        return classes[name](**{key: read(inner) for key, inner in fields.items()})
+        return classes[name](**dict(zip(fields, read([*fields.values()]), strict=True)))
     return _ARRAYS[tag](buffers, *content)
 
 

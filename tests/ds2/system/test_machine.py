@@ -1,10 +1,11 @@
-"""The commit that runs and models name, threads that end, and collections that do not pause a server or a training."""
+"""The commit that runs and models name, threads that end, freed memory, collections that pause no server or training."""
 
 from __future__ import annotations
 
 import gc
 import os
 import pickle
+import platform
 import subprocess
 import sys
 import threading
@@ -160,3 +161,26 @@ def test_a_process_unpickles_its_function_without_collections(monkeypatch: pytes
     finally:
         gc.freeze()  # as before this test
     assert notes == [False, True]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+@pytest.mark.parametrize("keep", [False, True])
+def test_freed_memory_is_used_again(keep: bool) -> None:
+    code = f"""
+from resource import RUSAGE_SELF, getrusage
+from ds2.system.machine import keep_freed_memory
+if {keep}:
+    keep_freed_memory()
+def use():
+    data = bytearray()
+    for _ in range(4):
+        data += bytes(150_000)
+    return bytes(data)
+use()
+before = getrusage(RUSAGE_SELF).ru_minflt
+for _ in range(100):
+    use()
+print(getrusage(RUSAGE_SELF).ru_minflt - before)
+"""
+    new_pages = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert (new_pages < 100) == keep  # a round uses 1.2 MB or more
