@@ -3,28 +3,32 @@
 import io
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import soundfile
 import soxr
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from ds2.audio.features import Features
 from ds2.audio.read import MAX_PEAK, AudioError, check_rate
 from ds2.system.plain import short_repr
 
+if TYPE_CHECKING:  # a worker of a server has no use for torch, which takes a second and 130 MiB
+    from torch import Tensor
 
-def as_samples(audio: ArrayLike | Tensor) -> NDArray[np.float32]:
+    from ds2.audio.features import Features
+
+
+def as_samples(audio: "ArrayLike | Tensor") -> NDArray[np.float32]:
     """Check an array of samples (N,), floats in [-1, 1] or integers of 16 or 32 bits; return it as float32.
 
     Raises:
         AudioError: another shape, type or scale, or NaN.
     """
-    if isinstance(audio, Tensor):
-        audio = audio.detach().cpu()
-        audio = audio.float() if audio.is_floating_point() else audio  # NumPy has no bfloat16
+    if hasattr(audio, "is_floating_point"):
+        tensor: Tensor = cast(Any, audio)
+        tensor = tensor.detach().cpu()
+        audio = tensor.float() if tensor.is_floating_point() else tensor  # NumPy has no bfloat16
     array = np.asarray(audio)
     if not array.ndim:
         raise AudioError(f"{short_repr(audio)} is no audio: give the path of a file, or samples (N,)")
@@ -133,7 +137,7 @@ class SampleBlocks:
     """
 
     def __init__(
-        self, features: Features, block_frames: int, input_buffer: Callable[[int], NDArray[np.float32]] | None = None
+        self, features: "Features", block_frames: int, input_buffer: Callable[[int], NDArray[np.float32]] | None = None
     ) -> None:
         self.samples = 0  # accepted so far
         self._missing_lead = features.lead_samples  # samples that the first window still lacks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds2.decoding.alignment import add_word_times
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
-from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.decoding.phrases import HotWords, refuse_hot_words
 from ds2.decoding.postprocess import SecondPass
 from ds2.text.alphabet import BLANK, Alphabet
 
@@ -152,14 +152,6 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_em
             else "are NaN or infinite: the model's weights are broken, or its input was"
         )
         raise DecodeError(f"log-probs of the utterances at {bad} in the batch {problem} (first at frame {frame})", bad)
-
-
-def refuse_hot_words(hot_words: HotWords | None) -> None:
-    """Raise LexiconError if there are hot words, for decoders that take none."""
-    if hot_words:
-        raise LexiconError(
-            f"hot words of a session {sorted(hot_words)[:3]}: this decoder takes none, use decode.method=beam"
-        )
 
 
 class ChangedDecoder(Decoder):

@@ -26,7 +26,8 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.frames import pack
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
-from ds2.decoding.lexicon import LexiconError, Spelling, as_written
+from ds2.decoding.lexicon import Spelling
+from ds2.decoding.phrases import LexiconError, as_written
 from ds2.lm.files import arpa_file
 from ds2.lm.ngram import UNKNOWN, NGram
 from ds2.system.machine import usable_cores

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, refuse_hot_words
+from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
 from ds2.decoding.hypothesis import Hypothesis, Run, Word, spell_words
-from ds2.decoding.lexicon import HotWords
+from ds2.decoding.phrases import HotWords, refuse_hot_words
 from ds2.text.alphabet import BLANK, Alphabet
 
 

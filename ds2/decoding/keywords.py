@@ -15,8 +15,16 @@ from ds2.config.allowed import Range
 from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.decoder import ChangedDecoder, Decoder, inner_decoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
-from ds2.decoding.lexicon import LexiconError
-from ds2.decoding.phrases import END, FALSE_ALARMS, OTHERS, ROOT, PhraseError, PhraseGraph, compile_phrases
+from ds2.decoding.phrases import (
+    END,
+    FALSE_ALARMS,
+    OTHERS,
+    ROOT,
+    LexiconError,
+    PhraseError,
+    PhraseGraph,
+    compile_phrases,
+)
 from ds2.system.plain import short_repr
 
 BONUSES = (-4.0, -2.0, 0.0, 2.0, 4.0)  # those of `decode.keyword_alarms`

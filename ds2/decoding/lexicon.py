@@ -10,9 +10,8 @@ Shapes: V labels (0 is the CTC blank), L most characters of a label, A character
 
 import math
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -20,50 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.config.allowed import Range
-from ds2.decoding.hypothesis import DecodeError
-from ds2.system.plain import short_repr, shortened
+from ds2.decoding.phrases import HotWords, LexiconError, check_characters
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
-HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: decode.hot_word_bonus
 OFF, ROOT = 0, 1  # trie nodes: outside the trie, the empty prefix
-MAX_PHRASES = 1000  # of one session
-MAX_PHRASE_CHARACTERS = 200
-BONUS = Range(-1e6, 1e6)  # of a hot phrase, as decode.hot_word_bonus may be
 SPARE_NODES = 1024  # of a trie, for hot words; more are added when they are needed
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
-
-
-class LexiconError(DecodeError):
-    """Words that a decoder cannot search for; the message names them and the way out."""
-
-
-def as_written(hot_words: HotWords, alphabet: Alphabet) -> dict[str, float | None]:
-    """Return hot words as the network writes them: normalised like transcripts. Of equal ones the last is used."""
-    return {alphabet.normalise(phrase)[0]: bonus for phrase, bonus in hot_words.items()}
-
-
-def check_hot_words(hot_words: HotWords) -> None:
-    """Raise LexiconError if hot words of a session are no texts, too many or too long, or a bonus is not allowed."""
-    if len(hot_words) > MAX_PHRASES:
-        raise LexiconError(f"{len(hot_words)} hot phrases: {MAX_PHRASES} at most")
-    if other := [phrase for phrase in hot_words if not isinstance(phrase, str)]:
-        raise LexiconError(f"hot phrases {other[:5]}: phrases are texts")
-    for phrase, bonus in hot_words.items():
-        real = isinstance(bonus, Real) and not isinstance(bonus, bool)  # numbers of NumPy too
-        if bonus is not None and not (real and BONUS.low <= bonus <= BONUS.high):
-            which = f"the bonus {short_repr(bonus)} of the hot phrase {phrase[:20]!r}"
-            raise LexiconError(f"{which}: give {BONUS} (natural log)")
-    if long := [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]:
-        raise LexiconError(f"hot phrases {long[:5]}...: {MAX_PHRASE_CHARACTERS} characters at most")
-
-
-def check_characters(phrases: Iterable[str], characters: Collection[str]) -> None:
-    """Raise LexiconError if a phrase is empty or has other characters than these and spaces."""
-    known = {" ", *characters}
-    if bad := [phrase for phrase in phrases if not phrase.strip() or not known.issuperset(phrase)]:
-        allowed = shortened(" ".join(sorted(characters)))
-        raise LexiconError(f"hot phrases {bad[:5]}: give words in the characters that the network writes: {allowed}")
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, refuse_hot_words
+from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
 from ds2.decoding.hypothesis import Hypothesis, Word
-from ds2.decoding.lexicon import HotWords
 from ds2.decoding.phrases import (
     ALLOWANCE,
     DEFAULT_ALLOWANCE,
     END,
     OTHERS,
     ROOT,
+    HotWords,
     PhraseError,
     PhraseGraph,
     compile_phrases,
+    refuse_hot_words,
 )
 from ds2.system.plain import short_repr
 from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet

@@ -4,17 +4,25 @@
 three may hold each other. Words are normalised like transcripts. The phrase `[unk]` alone stands for all other speech.
 
 A phrase becomes a graph: points between words, and words that lead from one point to another.
+
+Hot words and hot phrases are plain texts that a search prefers to others.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import DecodeError
+from ds2.system.plain import short_repr, shortened
 from ds2.text.alphabet import Alphabet
 from ds2.text.numbers import spell_numbers
 
+HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: decode.hot_word_bonus
+MAX_PHRASES = 1000  # of one session
+MAX_PHRASE_CHARACTERS = 200
+BONUS = Range(-1e6, 1e6)  # of a hot phrase, as decode.hot_word_bonus may be
 OTHERS = "[unk]"  # the word for speech that is none of the phrases, as in Vosk
 ALLOWANCE = Range(0, 100)
 DEFAULT_ALLOWANCE = 0.7  # how much less probable than other speech a phrase may be, natural log a label
@@ -31,6 +39,46 @@ _RANGE = re.compile(r"<\s*(\d{1,10})\s*-\s*(\d{1,10})\s*>")
 
 class PhraseError(DecodeError):
     """A phrase that cannot be read or spelled; the message shows it and what is allowed."""
+
+
+class LexiconError(DecodeError):
+    """Words that a decoder cannot search for; the message names them and the way out."""
+
+
+def as_written(hot_words: HotWords, alphabet: Alphabet) -> dict[str, float | None]:
+    """Return hot words as the network writes them: normalised like transcripts. Of equal ones the last is used."""
+    return {alphabet.normalise(phrase)[0]: bonus for phrase, bonus in hot_words.items()}
+
+
+def check_hot_words(hot_words: HotWords) -> None:
+    """Raise LexiconError if hot words of a session are no texts, too many or too long, or a bonus is not allowed."""
+    if len(hot_words) > MAX_PHRASES:
+        raise LexiconError(f"{len(hot_words)} hot phrases: {MAX_PHRASES} at most")
+    if other := [phrase for phrase in hot_words if not isinstance(phrase, str)]:
+        raise LexiconError(f"hot phrases {other[:5]}: phrases are texts")
+    for phrase, bonus in hot_words.items():
+        real = isinstance(bonus, Real) and not isinstance(bonus, bool)  # numbers of NumPy too
+        if bonus is not None and not (real and BONUS.low <= bonus <= BONUS.high):
+            which = f"the bonus {short_repr(bonus)} of the hot phrase {phrase[:20]!r}"
+            raise LexiconError(f"{which}: give {BONUS} (natural log)")
+    if long := [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]:
+        raise LexiconError(f"hot phrases {long[:5]}...: {MAX_PHRASE_CHARACTERS} characters at most")
+
+
+def check_characters(phrases: Iterable[str], characters: Collection[str]) -> None:
+    """Raise LexiconError if a phrase is empty or has other characters than these and spaces."""
+    known = {" ", *characters}
+    if bad := [phrase for phrase in phrases if not phrase.strip() or not known.issuperset(phrase)]:
+        allowed = shortened(" ".join(sorted(characters)))
+        raise LexiconError(f"hot phrases {bad[:5]}: give words in the characters that the network writes: {allowed}")
+
+
+def refuse_hot_words(hot_words: HotWords | None) -> None:
+    """Raise LexiconError if there are hot words, for decoders that take none."""
+    if hot_words:
+        raise LexiconError(
+            f"hot words of a session {sorted(hot_words)[:3]}: this decoder takes none, use decode.method=beam"
+        )
 
 
 @dataclass(frozen=True)

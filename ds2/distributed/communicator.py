@@ -132,11 +132,11 @@ class Communicator:
         """
         if len(holders) == self.world:
             return tensors
-        shapes = self.broadcast({name: (tuple(value.shape), value.new_empty(0)) for name, value in tensors.items()})
+        shapes = self.broadcast({n: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for n, v in tensors.items()})
         if self.rank != 0 and self.rank in holders:
             return tensors
         if self.rank != 0:
-            tensors = {name: torch.empty(shape, dtype=empty.dtype) for name, (shape, empty) in shapes.items()}
+            tensors = {name: torch.empty(shape, dtype=getattr(torch, kind)) for name, (shape, kind) in shapes.items()}
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         for name in shapes:
             self.broadcast_(tensors[name], holders)

@@ -1,13 +1,19 @@
-"""The open segments of live sessions, one row of a table each, so that those of a batch are updated at once.
+"""Segments of live sessions, the rules that end them, and the open ones, a row of a table each.
+
+Those of a batch are updated at once.
 
 Shapes: B sessions in a batch, N rows, A output frames whose audio is there and whose logits are not.
 """
 
 import math
 import threading
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ds2.config.schema import ConfigError
+from ds2.decoding.hypothesis import Hypothesis
 
 PAUSE_S = 0.2  # a pause of the logits that ends a segment which is too long; after it silent audio counts too
 OVERTIME_S = 5.0  # a segment that exceeds `Endpoints.longest_s` by this ends without a pause
@@ -29,6 +35,41 @@ _ROW = np.dtype(
         ("levels", np.int64),  # how many wait
     ]
 )
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Rules that end a segment, in seconds; infinity turns a rule off.
+
+    A segment ends after `silence_s` of silence without words, after `after_speech_s` of silence after words, and at
+    the next pause once it is `longest_s` long, or 5 s later without a pause. Rules are applied after every block.
+
+    The logits decide what is silence. After words, audio whose logits still wait for their lookahead counts too if all
+    of it is 20 dB below the words. In noise a segment therefore ends later, by the lookahead. If the speaker seems to
+    go on in that audio, the segment does not end unless the logits stay silent there.
+    """
+
+    silence_s: float = 2.4
+    after_speech_s: float = 0.8
+    longest_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(f"{field.name}={value} must be seconds above 0; inf turns the rule off")
+
+
+NEVER = Endpoints(math.inf, math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a source with its final hypothesis; word times count from the source's start."""
+
+    start_s: float
+    end_s: float
+    hypothesis: Hypothesis
 
 
 class OpenSegments:

@@ -25,16 +25,16 @@ from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word, within
 from ds2.decoding.keywords import KeywordDecoder
-from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.phrase_search import PhraseDecoder
-from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS
+from ds2.decoding.phrases import DEFAULT_ALLOWANCE, FALSE_ALARMS, HotWords, LexiconError
 from ds2.distributed.communicator import Communicator, weights
 from ds2.inference.runner import file_block_frames, window_logits
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import default_model
+from ds2.recognition.open_segments import Endpoints
 from ds2.recognition.pipeline import Pipeline
-from ds2.recognition.session import BLOCK_S, Endpoints, LiveSession, Session
+from ds2.recognition.session import BLOCK_S, LiveSession, Session
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import short_repr
 from ds2.text.alphabet import Alphabet

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import Config
 from ds2.decoding.decoder import Decoder, batch_key, start_copy
 from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word, within
-from ds2.decoding.lexicon import HotWords
+from ds2.decoding.phrases import HotWords
 from ds2.model.structure import lookahead_parts_ms
-from ds2.recognition.open_segments import PAUSE_S
+from ds2.recognition.open_segments import PAUSE_S, Endpoints, Segment
 from ds2.recognition.pipeline import Pipeline
 
 BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
@@ -149,32 +149,6 @@ class Session:
         return final_results([self])[0]
 
 
-@dataclass(frozen=True)
-class Endpoints:
-    """Rules that end a segment, in seconds; infinity turns a rule off.
-
-    A segment ends after `silence_s` of silence without words, after `after_speech_s` of silence after words, and at
-    the next pause once it is `longest_s` long, or 5 s later without a pause. Rules are applied after every block.
-
-    The logits decide what is silence. After words, audio whose logits still wait for their lookahead counts too if all
-    of it is 20 dB below the words. In noise a segment therefore ends later, by the lookahead. If the speaker seems to
-    go on in that audio, the segment does not end unless the logits stay silent there.
-    """
-
-    silence_s: float = 2.4
-    after_speech_s: float = 0.8
-    longest_s: float = 20.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise ConfigError(f"{field.name}={value} must be seconds above 0; inf turns the rule off")
-
-
-NEVER = Endpoints(math.inf, math.inf, math.inf)
-
-
 def describe_delays(config: Config) -> str:
     """Describe the delay of a word's text, and of final text after the last word, without the time to compute them.
 
@@ -188,15 +162,6 @@ def describe_delays(config: Config) -> str:
         f"a word appears up to {ahead_s + BLOCK_S:.2f} s after it is said, final text up to {silent_s:.2f} s after the "
         f"last word ({noisy_s:.2f} s in noise): pause {pause_s:g} s, lookahead {ahead_s:.2f} s, blocks {BLOCK_S:g} s"
     )
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a source with its final hypothesis; word times count from the source's start."""
-
-    start_s: float
-    end_s: float
-    hypothesis: Hypothesis
 
 
 class LiveSession(Session):

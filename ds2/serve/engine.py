@@ -11,7 +11,6 @@ import os
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,10 +22,11 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from ds2.decoding.hypothesis import Hypothesis, Word
-from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.phrases import LexiconError
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints, LiveSession, Segment, decode_sessions, finish_segments, results
+from ds2.recognition.session import LiveSession, decode_sessions, finish_segments, results
+from ds2.serve.client import EngineClient, SessionSettings, StreamResult, resolve
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
@@ -40,34 +40,6 @@ _LONG_S = 30.0  # longer segments are those of files: the default rules end one 
 _LONG_SHARE = 0.1  # a turn may take so much longer for each second beyond: some searches read the segment again
 _TICKS = 20  # looks at the turn in that time. They are counted, as time in which the process is stopped does not count
 _STDERR = 2  # its file descriptor: sys.stderr may be None
-
-
-@dataclass(frozen=True)
-class SessionSettings:
-    """What a client asks of a session; the first three are as for `LiveSession`."""
-
-    sample_rate_hz: int
-    endpoints: Endpoints
-    hot_words: HotWords | None = None
-    phrases: Sequence[str] = ()  # as `Recogniser.only_phrases` takes them; only these are recognised
-    interim_words: bool = False  # results of the open segment have words with times, which a beam search aligns
-    false_alarms: float | None = None  # an hour; then phrases are keywords, as `Recogniser.only_keywords` takes them
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether a session with these takes time to open."""
-        return bool(self.hot_words or self.phrases)
-
-
-@dataclass
-class StreamResult:
-    """The result of a chunk of samples: segments that became final, and the text of the open segment."""
-
-    final: list[Segment]
-    partial: str
-    fixed_words: int = 0  # first words of the open segment's text that no later audio changes
-    start_s: float | None = None  # where the first word of the open segment begins, seconds of the source
-    words: list[Word] = field(default_factory=list)  # of the open segment, for a session that wants them
 
 
 Answers = Sequence[tuple["Chunk", StreamResult | Exception]]
@@ -336,100 +308,6 @@ def _deliver(answers: Answers) -> None:
                 deliver([(chunk, BrokenError()) for chunk, _ in own])
 
 
-class EngineClient(ABC):
-    """An engine as the protocols use it, from an event loop."""
-
-    def __init__(self, phrases: PhraseReader, sample_rate_hz: int) -> None:
-        self.phrases, self.sample_rate_hz = phrases, sample_rate_hz
-        self.ending = False
-        self.lost: Callable[[], None] = lambda: None  # called, in the event loop, once nothing is answered any more
-
-    async def start(self) -> None:
-        """Start, in the event loop that will use it."""
-        return
-
-    def end(self) -> None:
-        """Open no more sessions; open ones may go on to their end."""
-        self.ending = True
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop, once all calls are answered."""
-
-    async def open(self, settings: SessionSettings) -> "EngineSession":
-        """Open a session.
-
-        Raises:
-            FullError: all sessions are taken, or the server is ending. If the engine is in another process and
-                `settings.is_slow` is false, this error and the following are raised by the first call of the session
-                instead.
-            AudioError: a sample rate outside the allowed range.
-            LexiconError: hot words that the decoder cannot look for, or keywords that the language model lacks.
-            PhraseError: phrases that cannot be read.
-            DecodeError: keywords for a decoder that was not measured, or with fewer false alarms than can be had.
-        """
-        if self.ending:
-            raise FullError("this server is ending: try again later")
-        opening = asyncio.ensure_future(self.open_handle(settings))
-        try:
-            return EngineSession(self, await asyncio.shield(opening), settings.sample_rate_hz)
-        except asyncio.CancelledError:
-            opening.add_done_callback(self._close_opened)
-            raise
-
-    def _close_opened(self, opening: asyncio.Future[Any]) -> None:
-        """Close a session whose client left while it was opened."""
-        if not opening.cancelled() and opening.exception() is None:
-            self.close_handle(opening.result())
-
-    @abstractmethod
-    async def open_handle(self, settings: SessionSettings) -> Any:
-        """As `open`; return the session's handle for the other methods."""
-
-    @abstractmethod
-    def submit(self, handle: Any, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
-        """Submit samples (N,) of a session; None: make all samples before final."""
-
-    @abstractmethod
-    def close_handle(self, handle: Any) -> None:
-        """Close a session, which may be closed already."""
-
-    @abstractmethod
-    def count_refusal(self, reason: str) -> None:
-        """Count a refused request in the metrics."""
-
-    @abstractmethod
-    async def metrics(self) -> bytes:
-        """All metrics in Prometheus' format."""
-
-
-class EngineSession:
-    """The audio of one client; `EngineClient.open` makes it."""
-
-    def __init__(self, engine: EngineClient, handle: Any, sample_rate_hz: int) -> None:
-        self._engine, self._handle, self._sample_rate_hz = engine, handle, sample_rate_hz
-        self.accepted_s = 0.0  # audio accepted so far
-
-    async def accept_waveform(self, samples: NDArray[np.float32]) -> StreamResult:
-        """Decode the next samples (N,) in [-1, 1].
-
-        Raises:
-            AudioError: NaN or infinite samples; the session goes on without them.
-            DecodeError: the model gives NaN or infinity.
-            BrokenError: the recogniser failed.
-        """
-        self.accepted_s += len(samples) / self._sample_rate_hz
-        return await self._engine.submit(self._handle, samples)
-
-    async def flush(self) -> StreamResult:
-        """Make all samples final, to the last one; the session may go on."""
-        return await self._engine.submit(self._handle, None)
-
-    def close(self) -> None:
-        """Close the session; twice does no harm."""
-        self._engine.close_handle(self._handle)
-
-
 class LocalRecogniser(EngineClient):
     """An engine in a thread of this process; arguments and errors as of `Engine`."""
 
@@ -499,14 +377,3 @@ def _resolve_in_loops(answers: Answers) -> None:
             loop.call_soon_threadsafe(resolve, own)
         except RuntimeError:  # the loop has ended, and all its futures with it
             log.debug("an answer came after its event loop had ended")
-
-
-def resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Set results or exceptions of futures that are not done."""
-    for future, answer in answers:
-        if future.done():
-            continue
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import ipaddress
 import logging
+import os
 import re
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -30,8 +31,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from ds2.config.schema import ConfigError
-from ds2.serve.engine import EngineClient
+from ds2.serve.client import EngineClient, RemoteRecogniser
 from ds2.serve.limits import BAD_DATA, Limits, StatusError
+from ds2.serve.phrases import PhraseReader
 from ds2.serve.protocols import wyoming
 from ds2.serve.protocols.deepgram import Deepgram
 from ds2.serve.protocols.openai_realtime import Realtime
@@ -40,6 +42,7 @@ from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 from ds2.serve.protocols.vosk import Vosk
 from ds2.serve.protocols.websocket import Connection, ProtocolRoute
 from ds2.system.machine import short_collections
+from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
 PROTOCOLS: dict[str, type[Connection]] = {  # WebSockets by their path
@@ -488,3 +491,24 @@ def listen_shared(host: str, port: int) -> socket.socket:
 def url(host: str, port: int, scheme: str = "http") -> str:
     """Return the address as a URL; an IPv6 address stands in brackets."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def run_worker(
+    address: tuple[str, int],
+    alphabet: Alphabet,
+    hot_characters: frozenset[str],
+    sample_rate_hz: int,
+    limits: Limits,
+    end: socket.socket,
+) -> None:
+    """Serve on an address that others share, until SIGTERM or until the engine's process has ended.
+
+    Args:
+        address: which is shared (`share`).
+        alphabet, hot_characters, sample_rate_hz: of the recogniser.
+        end: of a socket pair, whose other end the engine's process has.
+    """
+    os.setpgrp()  # the first process handles Ctrl-C and ends the others in order
+    engine = RemoteRecogniser(end, PhraseReader(alphabet, hot_characters), sample_rate_hz)
+    server = make_server(engine, limits, address[1])
+    server.run(sockets=[listen_shared(*address)])

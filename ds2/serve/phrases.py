@@ -8,9 +8,16 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
-from ds2.decoding.decoder import refuse_hot_words
-from ds2.decoding.lexicon import BONUS, MAX_PHRASES, LexiconError, check_characters, check_hot_words
-from ds2.decoding.phrases import FALSE_ALARMS, compile_phrases
+from ds2.decoding.phrases import (
+    BONUS,
+    FALSE_ALARMS,
+    MAX_PHRASES,
+    LexiconError,
+    check_characters,
+    check_hot_words,
+    compile_phrases,
+    refuse_hot_words,
+)
 from ds2.serve.limits import BadRequestError, FullError, check_number
 from ds2.system.plain import parse_json, short_repr
 from ds2.text.alphabet import Alphabet

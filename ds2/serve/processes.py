@@ -4,14 +4,9 @@ One process of Python answers some thousand messages a second, and a GPU decodes
 accept the clients' connections and send their audio to the recogniser's process over a socket pair. One thread owns an
 engine and all its workers' sockets (a thread for each worker would wait for Python's lock while the recogniser runs)
 and decodes some ten thousand chunks a second. A GPU can do more, so there may be several recogniser processes.
-
-Messages are dataclasses, sent as data (`ds2.system.messages`). Those of one turn of an event loop are sent together,
-and so are all answers of a batch.
 """
 
-import asyncio
 import functools
-import itertools
 import logging
 import math
 import multiprocessing
@@ -20,40 +15,48 @@ import pickle
 import selectors
 import signal
 import socket
-import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import multiprocess
 
-from ds2.audio.read import AudioError
 from ds2.audio.stream import is_in_range
 from ds2.config.schema import ConfigError
-from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
-from ds2.decoding.lexicon import LexiconError
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints, LiveSession, Segment
-from ds2.serve.engine import Answers, Chunk, Engine, EngineClient, SessionSettings, StreamResult, resolve
-from ds2.serve.http import listen_shared, make_server
-from ds2.serve.limits import BrokenError, FullError, Limits
-from ds2.serve.phrases import PhraseReader
+from ds2.recognition.session import LiveSession
+from ds2.serve.client import (
+    TO_ENGINE,
+    AcceptWaveforms,
+    Answer,
+    CloseSession,
+    CountRefusal,
+    Failure,
+    Flush,
+    OpenSession,
+    PartialResults,
+    ReadMetrics,
+    Unpacker,
+    WorkerStarted,
+    pack,
+)
+from ds2.serve.engine import Answers, Chunk, Engine
+from ds2.serve.http import run_worker
+from ds2.serve.limits import BrokenError, Limits
 from ds2.system import UserError
 from ds2.system.files import temporary_folder
 from ds2.system.machine import call_pickled, keep_freed_memory, short_collections
-from ds2.system.messages import decode, encode
 from ds2.system.signals import handle_signals, stop_signals
-from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
 WORKER_SESSIONS = 250  # real-time sessions that a worker can handle, with a wide margin
@@ -62,136 +65,6 @@ END_S = 60  # time in which processes finish their open sessions
 _READ_BYTES = 1 << 20
 _TICK_S = 1.0  # longest wait for messages of other processes, or for their end
 _STUCK_S = 10.0  # a worker that reads nothing for so long is terminated, a process that is stopped is killed
-_LENGTH = struct.Struct("<Q")
-
-
-@dataclass(frozen=True)
-class WorkerStarted:
-    """A worker listens now."""
-
-
-@dataclass(frozen=True)
-class OpenSession:
-    """Open a session. Where `settings.is_slow`, `call` is not 0 and the message is answered."""
-
-    call: int
-    session: int  # the worker's number for it
-    settings: SessionSettings
-
-
-@dataclass(frozen=True)
-class AcceptWaveforms:
-    """Decode the next samples of several sessions; lists of their calls, numbers, arrival times, numbers of samples."""
-
-    calls: list[int]
-    sessions: list[int]
-    arrived_s: list[float]
-    lengths: list[int]
-    samples: bytearray  # float32, of one session after the other
-
-
-@dataclass(frozen=True)
-class Flush:
-    """Make all samples of a session final."""
-
-    call: int
-    session: int
-    arrived_s: float
-
-
-@dataclass(frozen=True)
-class CloseSession:
-    """Close a session."""
-
-    session: int
-
-
-@dataclass(frozen=True)
-class CountRefusal:
-    """Count a refused request in the metrics."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReadMetrics:
-    """Send the metrics."""
-
-    call: int
-
-
-@dataclass(frozen=True)
-class PartialResults:
-    """The results of several calls without final segments or words; lists as `StreamResult` has them."""
-
-    calls: list[int]
-    texts: list[str]
-    fixed_words: list[int]
-    starts_s: list[float | None]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The value of a call: None, a StreamResult, or bytes of metrics."""
-
-    call: int
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The error of a call."""
-
-    call: int
-    kind: str  # one of `_ERRORS`; anything else is a fault of the server
-    message: str
-
-    @classmethod
-    def of(cls, call: int, error: Exception) -> Self:
-        """An error as a message."""
-        kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "")
-        return cls(call, kind, str(error) if kind else "")
-
-    def error(self) -> Exception:
-        """The error."""
-        return _ERRORS[self.kind](self.message) if self.kind in _ERRORS else BrokenError()
-
-
-_ERRORS: dict[str, type[UserError]] = {  # a class before those that it derives from
-    kind.__name__: kind for kind in (FullError, LexiconError, AudioError, DecodeError, BrokenError, UserError)
-}
-TO_ENGINE = (
-    WorkerStarted, OpenSession, AcceptWaveforms, Flush, CloseSession, CountRefusal, ReadMetrics, SessionSettings,
-    Endpoints,
-)  # fmt: skip
-TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
-
-
-def pack(messages: Sequence[Any]) -> bytes:
-    """Return messages as bytes, after their length."""
-    data = encode(list(messages))
-    return _LENGTH.pack(len(data)) + data
-
-
-class Unpacker:
-    """Bytes of `pack` as they arrive, in any pieces; `classes` are the messages that may come, and what they hold."""
-
-    def __init__(self, classes: Sequence[type]) -> None:
-        self.classes = classes
-        self._buffer = bytearray()
-
-    def accept(self, data: bytes) -> Iterator[Any]:
-        """Take the next bytes; yield the messages that are complete."""
-        self._buffer += data
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            first = start + _LENGTH.size
-            if len(self._buffer) < first + length:
-                break
-            start = first + length
-            yield from decode(memoryview(self._buffer)[first:start], self.classes)
-        del self._buffer[:start]
 
 
 class WorkerLink:
@@ -352,121 +225,6 @@ class WorkerLink:
             self.unsent.clear()
 
 
-class RemoteRecogniser(EngineClient, asyncio.Protocol):
-    """An engine in another process, as a worker uses it; `end` is of the socket pair."""
-
-    def __init__(self, end: socket.socket, phrases: PhraseReader, sample_rate_hz: int) -> None:
-        super().__init__(phrases, sample_rate_hz)
-        self._end = end
-        self._numbers, self._unpacker = itertools.count(1), Unpacker(TO_WORKER)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by the number of the call
-        self._unsent: list[Any] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._transport: asyncio.Transport | None = None
-
-    async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        await self._loop.create_unix_connection(lambda: self, sock=self._end)
-        self._post(WorkerStarted())
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from it
-
-    def data_received(self, data: bytes) -> None:
-        answers: list[tuple[int, Any]] = []
-        for message in self._unpacker.accept(data):
-            match message:
-                case PartialResults(calls, texts, fixed_words, starts_s):
-                    results = map(StreamResult, itertools.repeat([]), texts, fixed_words, starts_s)
-                    answers += zip(calls, results, strict=True)
-                case Answer(call, value):
-                    answers.append((call, value))
-                case Failure(call):
-                    answers.append((call, message.error()))
-        waiting = self._waiting  # of two answers the first counts
-        resolve([(waiting.pop(call), answer) for call, answer in answers if call in waiting])
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        resolve([(future, BrokenError()) for future in self._waiting.values()])
-        self._waiting.clear()
-        self.lost()
-
-    async def open_handle(self, settings: SessionSettings) -> int:
-        session = next(self._numbers)
-        if not settings.is_slow:
-            self._post(OpenSession(0, session, settings))
-            return session
-        call, future = self._call()
-        self._post(OpenSession(call, session, settings))
-        await future
-        return session
-
-    def submit(self, handle: int, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
-        call, future = self._call()
-        if samples is None:
-            self._post(Flush(call, handle, time.monotonic()))
-            return future
-        if not self._unsent or not isinstance(self._unsent[-1], AcceptWaveforms):
-            self._post(AcceptWaveforms([], [], [], [], bytearray()))
-        waveforms = self._unsent[-1]
-        waveforms.calls.append(call)
-        waveforms.sessions.append(handle)
-        waveforms.arrived_s.append(time.monotonic())
-        waveforms.lengths.append(len(samples))
-        waveforms.samples.extend(samples.tobytes())
-        return future
-
-    def close_handle(self, handle: int) -> None:
-        self._post(CloseSession(handle))
-
-    def count_refusal(self, reason: str) -> None:
-        self._post(CountRefusal(reason))
-
-    async def metrics(self) -> bytes:
-        call, future = self._call()
-        self._post(ReadMetrics(call))
-        return cast(bytes, await future)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    def _call(self) -> tuple[int, asyncio.Future[Any]]:
-        if self._transport is None or self._loop is None:
-            raise BrokenError()
-        call = next(self._numbers)
-        self._waiting[call] = future = self._loop.create_future()
-        return call, future
-
-    def _post(self, message: Any) -> None:
-        if self._loop is None:
-            return
-        if not self._unsent:
-            self._loop.call_soon(self._send)
-        self._unsent.append(message)
-
-    def _send(self) -> None:
-        messages, self._unsent = self._unsent, []
-        if self._transport is not None:
-            self._transport.write(pack(messages))
-
-
-def _run_worker(
-    address: tuple[str, int],
-    alphabet: Alphabet,
-    hot_characters: frozenset[str],
-    sample_rate_hz: int,
-    limits: Limits,
-    end: socket.socket,
-) -> None:
-    """Serve on an address that others share, until SIGTERM or until the engine's process has ended."""
-    os.setpgrp()  # the first process handles Ctrl-C and ends the others in order
-    engine = RemoteRecogniser(end, PhraseReader(alphabet, hot_characters), sample_rate_hz)
-    server = make_server(engine, limits, address[1])
-    server.run(sockets=[listen_shared(*address)])
-
-
 class _Parent:
     """This process and others that serve clients until a signal comes.
 
@@ -567,7 +325,7 @@ class Workers(_Parent):
         hot_characters = recogniser.decoder.hot_characters
         share = replace(limits, uploads_bytes=limits.uploads_bytes // count)
         settings = (address, recogniser.alphabet, hot_characters, recogniser.features.sample_rate_hz, share)
-        super().__init__(functools.partial(_run_worker, *settings), "ds2 serve", daemon=True)
+        super().__init__(functools.partial(run_worker, *settings), "ds2 serve", daemon=True)
         self._selector = selectors.DefaultSelector()
         for _ in range(count):
             self._start()

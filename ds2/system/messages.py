@@ -2,31 +2,23 @@
 
 A message is the length of its JSON header (8 bytes, little-endian), the header, and the bytes of its arrays. In the
 header a list stands for a list, and an object with one key stands for what JSON lacks: `{"tuple": [...]}`,
-`{"tensor": [dtype, shape, offset]}` and so on.
+`{"array": [dtype, shape, offset, size]}` and so on.
 """
 
 import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
 from ds2.system import UserError
 from ds2.system.plain import parse_json
 
 _LENGTH = struct.Struct("<Q")
-_TENSOR_TYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    )
-}  # fmt: skip
 _PLAIN = {type(None), bool, int, float, str}  # what JSON has: a list of these stands for itself
 _ARRAY_KINDS = "biuf"  # of numpy: bool, integers, floats; never objects
 
@@ -39,7 +31,7 @@ def encode(value: object) -> bytes:
     """Return a value as bytes that `decode` reads.
 
     Args:
-        value: None, bool, int, float, str, bytes, a bytearray, a tensor, a numpy array, a dataclass, or lists, tuples
+        value: None, bool, int, float, str, bytes, a bytearray, a numpy array, a dataclass, or lists, tuples
             and dicts of these.
 
     Raises:
@@ -51,7 +43,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, classes: Iterable[type] = ()) -> Any:
-    """Return the value of a message, which may hold these dataclasses; tensors are on the CPU, arrays own their memory.
+    """Return the value of a message, which may hold these dataclasses; its arrays own their memory.
 
     Raises:
         MessageError: `data` is no message, its sizes do not fit, or it holds another class.
@@ -87,11 +79,6 @@ def _to_json(value: Any, buffers: bytearray) -> Any:  # noqa: PLR0911  one a kin
         return value
     if isinstance(value, bytes | bytearray):
         return {type(value).__name__: _append(value, buffers)}
-    if isinstance(value, torch.Tensor):
-        name, octets = str(value.dtype).removeprefix("torch."), value.detach().cpu().contiguous().view(-1)
-        if name not in _TENSOR_TYPES:
-            raise TypeError(f"a tensor of {value.dtype} cannot be sent")
-        return {"tensor": [name, list(value.shape), *_append(octets.view(torch.uint8).numpy().tobytes(), buffers)]}
     if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
         return {"array": [value.dtype.str, list(value.shape), *_append(value.tobytes(), buffers)]}
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
@@ -128,7 +115,9 @@ def _from_json(entry: Any, buffers: memoryview, classes: dict[str, type]) -> Any
     if tag == "class":
         name, fields = content
         return classes[name](**dict(zip(fields, read([*fields.values()]), strict=True)))
-    return _ARRAYS[tag](buffers, *content)
+    if tag == "array":
+        return _array(buffers, *content)
+    raise ValueError(f"an entry of the kind {tag!r}")
 
 
 def _buffer(buffers: memoryview, offset: int, size: int) -> memoryview:
@@ -137,25 +126,10 @@ def _buffer(buffers: memoryview, offset: int, size: int) -> memoryview:
     return buffers[offset : offset + size]
 
 
-def _tensor(buffers: memoryview, name: str, shape: list[int], offset: int, size: int) -> torch.Tensor:
-    dtype = _TENSOR_TYPES[name]
-    _check_size(shape, dtype.itemsize, size)
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(_buffer(buffers, offset, size)), dtype=dtype).view(shape)
-
-
 def _array(buffers: memoryview, name: str, shape: list[int], offset: int, size: int) -> np.ndarray:
     dtype = np.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"an array of {name!r}")
-    _check_size(shape, dtype.itemsize, size)
+    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(f"an array of shape {shape} with {dtype.itemsize} bytes an element in {size} bytes")
     return np.frombuffer(_buffer(buffers, offset, size), dtype).reshape(shape).copy()
-
-
-_ARRAYS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array}
-
-
-def _check_size(shape: list[int], itemsize: int, size: int) -> None:
-    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * itemsize != size:
-        raise ValueError(f"an array of shape {shape} with {itemsize} bytes an element in {size} bytes")

@@ -4,7 +4,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.features import Features
@@ -43,7 +45,7 @@ class DevMonitor:
         self._shown = sorted({place * count // _SHOWN for place in range(_SHOWN)} if count else set())
         self._check: Callable[[], None] = lambda: None
         self._loss, self._feasible = 0.0, 0
-        self._alignments: dict[int, Tensor] = {}
+        self._alignments: dict[int, NDArray[np.float32]] = {}
         self._shown_audio = False  # whether audio and spectrograms, which never change, were logged
 
     def start(self, comm: Communicator) -> None:
@@ -64,7 +66,7 @@ class DevMonitor:
         for row, index in enumerate(indices):
             if index in self._shown:
                 probabilities = logits[: int(lengths[row]), row].float().softmax(1)
-                self._alignments[index] = probabilities[:, self._labels[index]].t().cpu()
+                self._alignments[index] = probabilities[:, self._labels[index]].t().cpu().numpy()
 
     def log(self, run_log: RunLog, step: int, texts: Sequence[str], comm: Communicator) -> float:
         """Log the shown utterances, end the evaluation, and return the mean loss of an utterance in nats.
@@ -74,7 +76,7 @@ class DevMonitor:
             comm: the ranks that shared the evaluation.
         """
         gathered = comm.allgather((self._loss, self._feasible, self._alignments))
-        alignments = {index: image for _, _, images in gathered for index, image in images.items()}
+        alignments = {index: torch.from_numpy(image) for _, _, images in gathered for index, image in images.items()}
         for number, index in enumerate(self._shown if comm.rank == 0 else ()):
             reference, _ = self.alphabet.normalise(self.loader.utterances[index].text)
             shown = LoggedUtterance(reference, texts[index], alignments.get(index))

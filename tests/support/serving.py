@@ -26,7 +26,7 @@ from websockets.exceptions import ConnectionClosed
 
 from ds2.audio.stream import Pcm
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.decoding.lexicon import HotWords
+from ds2.decoding.phrases import HotWords
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.signals import handle_signals
 

@@ -45,14 +45,16 @@ from ds2.config.schema import FeaturesConfig
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.inference.runner import BlockOutput
 from ds2.recognition import session as sessions
+from ds2.recognition.open_segments import NEVER, Endpoints
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import NEVER, Endpoints, LiveSession
+from ds2.recognition.session import LiveSession
 from ds2.serve import phrases, processes
-from ds2.serve.engine import Chunk, Engine, EngineClient, LocalRecogniser, SessionSettings, resolve
+from ds2.serve.client import EngineClient, RemoteRecogniser, SessionSettings, resolve
+from ds2.serve.engine import Chunk, Engine, LocalRecogniser
 from ds2.serve.http import application
 from ds2.serve.limits import Limits
 from ds2.serve.phrases import PhraseReader
-from ds2.serve.processes import RemoteRecogniser, WorkerLink
+from ds2.serve.processes import WorkerLink
 from ds2.serve.protocols import vosk, websocket
 from ds2.text.alphabet import Alphabet
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fuzzing.seeds import Fault
 
-from ds2.serve.engine import resolve
+from ds2.serve.client import resolve
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

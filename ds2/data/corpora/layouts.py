@@ -16,6 +16,7 @@ import numpy as np
 import soundfile
 
 from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_info, check_rate
+from ds2.audio.stream import as_samples
 from ds2.data.corpora import common
 from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, find_audio, read_lines, to_utterances
 from ds2.data.manifest import ManifestError, Utterance, write_manifest
@@ -322,8 +323,6 @@ def _utterance(folder: Path, number: int, entry: tuple[Any, ...], rate_hz: int |
     if isinstance(audio, str | Path):
         path = Path(audio).resolve()
     else:
-        from ds2.audio.stream import as_samples  # imports torch, which files do not need
-
         if rate_hz is None:
             raise AudioError(f"utterance {number}: samples need a rate: save_dataset(..., sample_rate_hz=16000)")
         path = folder / f"{number:06d}.flac"

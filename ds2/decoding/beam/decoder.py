@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times, finalise
-from ds2.decoding.beam.fusion import LENGTH, Fusion
+from ds2.decoding.beam.fusion import LENGTH, Fusion, pronounced_words
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
-from ds2.decoding.beam.pronounced import pronounced_words
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows
 from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, start_copy
 from ds2.decoding.frames import NONE, pack
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
-from ds2.decoding.lexicon import ROOT, HotWords, as_written, check_hot_words
+from ds2.decoding.lexicon import ROOT
+from ds2.decoding.phrases import HotWords, as_written, check_hot_words
 from ds2.decoding.postprocess import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet

@@ -18,10 +18,9 @@ from typing import Any
 from ds2.audio.stream import G711, Pcm
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import measured
-from ds2.decoding.lexicon import HotWords, LexiconError
-from ds2.decoding.phrases import OTHERS, PhraseError
-from ds2.recognition.session import NEVER, Endpoints, Segment
-from ds2.serve.engine import SessionSettings
+from ds2.decoding.phrases import OTHERS, HotWords, LexiconError, PhraseError
+from ds2.recognition.open_segments import NEVER, Endpoints, Segment
+from ds2.serve.client import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Connection, SampleReader, json_object

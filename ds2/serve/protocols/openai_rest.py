@@ -20,8 +20,8 @@ from starlette.types import Message
 from ds2.audio.read import audio_blocks
 from ds2.decoding.hypothesis import Word, measured
 from ds2.recognition.captions import cues, srt, vtt
-from ds2.recognition.session import NEVER, Endpoints, Segment
-from ds2.serve.engine import EngineClient, EngineSession, SessionSettings
+from ds2.recognition.open_segments import NEVER, Endpoints, Segment
+from ds2.serve.client import EngineClient, EngineSession, SessionSettings
 from ds2.serve.limits import BAD_DATA, BadRequestError, FullError, Limits, StatusError, refuse_misspelt
 from ds2.serve.phrases import KEYWORDS
 from ds2.system import UserError

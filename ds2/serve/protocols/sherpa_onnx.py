@@ -12,8 +12,8 @@ from typing import Any
 
 from ds2.audio.stream import Pcm
 from ds2.decoding.hypothesis import Word
-from ds2.recognition.session import Endpoints, Segment
-from ds2.serve.engine import SessionSettings
+from ds2.recognition.open_segments import Endpoints, Segment
+from ds2.serve.client import SessionSettings
 from ds2.serve.limits import BadRequestError
 from ds2.serve.protocols.websocket import Connection
 

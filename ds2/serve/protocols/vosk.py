@@ -16,8 +16,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ds2.config.allowed import Range
-from ds2.recognition.session import Endpoints, Segment
-from ds2.serve.engine import SessionSettings
+from ds2.recognition.open_segments import Endpoints, Segment
+from ds2.serve.client import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number, check_rate
 from ds2.serve.phrases import KEYWORDS
 from ds2.serve.protocols.websocket import Connection, json_object

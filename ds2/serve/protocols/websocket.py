@@ -12,8 +12,8 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ds2.audio.stream import Pcm
-from ds2.recognition.session import Segment
-from ds2.serve.engine import EngineClient, EngineSession, SessionSettings, StreamResult
+from ds2.recognition.open_segments import Segment
+from ds2.serve.client import EngineClient, EngineSession, SessionSettings, StreamResult
 from ds2.serve.limits import BAD_DATA, RESTART, TRY_LATER, BadRequestError, Limits, SessionOverError, StatusError
 from ds2.system import UserError
 from ds2.system.plain import short_repr

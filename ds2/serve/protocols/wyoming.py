@@ -18,9 +18,9 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from ds2.config.allowed import Range
-from ds2.decoding.lexicon import HotWords
-from ds2.recognition.session import NEVER
-from ds2.serve.engine import SessionSettings
+from ds2.decoding.phrases import HotWords
+from ds2.recognition.open_segments import NEVER
+from ds2.serve.client import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number, check_rate, refuse_misspelt
 from ds2.serve.protocols.websocket import Connection, json_object
 from ds2.system.plain import short_repr

@@ -21,8 +21,9 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.lexicon import OFF, ROOT, LexiconError, SessionTrie, Spelling, build_trie, walk
+from ds2.decoding.lexicon import OFF, ROOT, SessionTrie, Spelling, build_trie, walk
 from ds2.decoding.methods import make_decoder
+from ds2.decoding.phrases import LexiconError
 from ds2.lm.files import read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram

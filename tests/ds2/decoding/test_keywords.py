@@ -16,9 +16,8 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.decoder import Decoder, batch_key
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.keywords import BONUSES, KeywordDecoder, keyword_bonus, measured_search, only_keywords
-from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.methods import make_decoder
-from ds2.decoding.phrases import OTHERS, PhraseError, compile_phrases
+from ds2.decoding.phrases import OTHERS, LexiconError, PhraseError, compile_phrases
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet

@@ -16,8 +16,9 @@ from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.beam.fusion import NODE
 from ds2.decoding.frames import NONE
 from ds2.decoding.greedy import GreedyDecoder
-from ds2.decoding.lexicon import OFF, HotWords, LexiconError
+from ds2.decoding.lexicon import OFF
 from ds2.decoding.methods import make_decoder
+from ds2.decoding.phrases import HotWords, LexiconError
 
 OPEN = DecodeConfig(method="beam", beam=16, nbest=4, alpha=0.7, beta=0.4, unknown_score=-3.0)
 # Six frames of three labels and blank align to 358 texts of labels: this beam loses none.

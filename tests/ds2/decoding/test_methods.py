@@ -30,8 +30,8 @@ from ds2.config.allowed import REMOVED
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.decoder import decode_long
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
-from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.methods import METHODS, make_decoder
+from ds2.decoding.phrases import LexiconError
 from ds2.lm.files import read_arpa
 from ds2.lm.ngram import LanguageModelError
 from ds2.text.alphabet import Alphabet

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ds2.decoding.alignment import force_align
-from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.phrase_search import PhraseDecoder
-from ds2.decoding.phrases import END, OTHERS, ROOT, PhraseError, PhraseGraph, compile_phrases
+from ds2.decoding.phrases import END, OTHERS, ROOT, LexiconError, PhraseError, PhraseGraph, compile_phrases
 from ds2.text.alphabet import Alphabet
 from ds2.text.pronunciations import Pronunciations
 

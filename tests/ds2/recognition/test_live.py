@@ -17,12 +17,10 @@ from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.inference.runner import BlockOutput, Slot
 from ds2.model.checkpoint import load_model
+from ds2.recognition.open_segments import NEVER, Endpoints, Segment
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import (
-    NEVER,
-    Endpoints,
     LiveSession,
-    Segment,
     add_levels,
     decode_logits,
     decode_sessions,

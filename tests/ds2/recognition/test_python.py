@@ -21,8 +21,7 @@ from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.data.manifest import ManifestError, read_manifest
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.lexicon import LexiconError
-from ds2.decoding.phrases import PhraseError
+from ds2.decoding.phrases import LexiconError, PhraseError
 from ds2.recognition.recogniser import Recogniser
 from ds2.system import UserError
 

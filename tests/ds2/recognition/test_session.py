@@ -16,7 +16,7 @@ from support.streams import recognise_in_chunks
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.decoding.lexicon import LexiconError
+from ds2.decoding.phrases import LexiconError
 from ds2.lm.files import read_arpa, save_ngram
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser, transcribe_file

@@ -14,8 +14,8 @@ from support.serving import RATE_HZ, WAIT_S, Running, connect, speech, text_alon
 from websockets.exceptions import ConnectionClosed
 
 from ds2.config.schema import DecodeConfig
-from ds2.recognition.session import Endpoints
-from ds2.serve.engine import SessionSettings
+from ds2.recognition.open_segments import Endpoints
+from ds2.serve.client import SessionSettings
 from ds2.serve.http import url
 from ds2.serve.protocols.openai_realtime import Realtime
 

@@ -18,8 +18,9 @@ from websockets.exceptions import ConnectionClosed
 
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
+from ds2.recognition.open_segments import Endpoints
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints, LiveSession
+from ds2.recognition.session import LiveSession
 from ds2.serve.http import bind, share
 from ds2.serve.limits import Limits
 from ds2.serve.processes import Workers

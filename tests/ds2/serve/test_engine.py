@@ -16,9 +16,10 @@ from support.serving import RATE_HZ, samples_of, speech
 from ds2.audio.read import AudioError
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
+from ds2.recognition.open_segments import NEVER, Endpoints
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import NEVER, Endpoints
-from ds2.serve.engine import HANGS_S, Answers, Chunk, Engine, LocalRecogniser, SessionSettings, StreamResult, allowed_s
+from ds2.serve.client import SessionSettings, StreamResult
+from ds2.serve.engine import HANGS_S, Answers, Chunk, Engine, LocalRecogniser, allowed_s
 from ds2.serve.limits import BrokenError, Limits
 
 RULES = Endpoints(longest_s=0.5)

@@ -15,7 +15,7 @@ from support.serving import RATE_HZ, Running, connect, speech, text_alone, text_
 from support.serving import vosk as answers
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.lexicon import HotWords
+from ds2.decoding.phrases import HotWords
 
 DATA = speech(2, 1.5)
 OPEN = DecodeConfig(method="beam", beam=32, label_min_log_prob=-1e9, prune=1e9)  # nothing is cut but by the beam

@@ -13,12 +13,10 @@ import pytest
 
 from ds2.audio.read import AudioError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
-from ds2.decoding.lexicon import LexiconError
-from ds2.recognition.session import NEVER, Endpoints, LiveSession, Segment
-from ds2.serve.engine import Chunk, Engine, SessionSettings, StreamResult
-from ds2.serve.limits import BrokenError, FullError
-from ds2.serve.phrases import PhraseReader
-from ds2.serve.processes import (
+from ds2.decoding.phrases import LexiconError
+from ds2.recognition.open_segments import NEVER, Endpoints, Segment
+from ds2.recognition.session import LiveSession
+from ds2.serve.client import (
     TO_ENGINE,
     TO_WORKER,
     AcceptWaveforms,
@@ -31,11 +29,16 @@ from ds2.serve.processes import (
     PartialResults,
     ReadMetrics,
     RemoteRecogniser,
+    SessionSettings,
+    StreamResult,
     Unpacker,
-    WorkerLink,
     WorkerStarted,
     pack,
 )
+from ds2.serve.engine import Chunk, Engine
+from ds2.serve.limits import BrokenError, FullError
+from ds2.serve.phrases import PhraseReader
+from ds2.serve.processes import WorkerLink
 from ds2.system import UserError
 from ds2.system.messages import MessageError
 from ds2.text.alphabet import Alphabet

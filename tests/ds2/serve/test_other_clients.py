@@ -33,7 +33,7 @@ from support.serving import (
 )
 from websockets.exceptions import ConnectionClosed
 
-from ds2.recognition.session import Endpoints
+from ds2.recognition.open_segments import Endpoints
 from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 
 PIECE = 6400  # bytes

@@ -22,7 +22,7 @@ from support.serving import RATE_HZ, WAIT_S, Running, samples_of, speech, until
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
-from ds2.recognition.session import Endpoints
+from ds2.recognition.open_segments import Endpoints
 from ds2.serve.protocols.vosk import Vosk
 from ds2.serve.tls import self_signed
 

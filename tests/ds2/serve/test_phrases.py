@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ds2.decoding.lexicon import LexiconError, SessionTrie, Spelling, build_trie
+from ds2.decoding.lexicon import SessionTrie, Spelling, build_trie
+from ds2.decoding.phrases import LexiconError
 from ds2.serve.limits import StatusError
 from ds2.serve.phrases import MAX_CHARACTERS, MAX_WAITING, FullError, PhraseReader
 from ds2.text.alphabet import Alphabet

@@ -45,7 +45,7 @@ from ds2.serve.processes import END_S, Workers
 def running(
     tone_manifest: Path, compose_once: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Running, Workers]]:
-    """A server with two workers that takes 40 sessions; all tests share it, as each process imports torch."""
+    """A server with two workers that takes 40 sessions; all tests share it, as it takes seconds to start."""
     folder = tmp_path_factory.mktemp("workers")
     model = write_untrained(compose_once(*tiny_overrides_in(folder, tone_manifest)), folder / "model.safetensors")
     recogniser = Recogniser.of(load_model(model), DecodeConfig(method="beam", beam=8), torch.device("cpu"))
@@ -58,6 +58,12 @@ def running(
     thread.join(WAIT_S)
     bound.close()
     assert not thread.is_alive()
+
+
+def test_workers_have_no_use_for_torch(running: tuple[Running, Workers]) -> None:
+    pids = [process.pid for process in running[1].processes()]
+    assert len(pids) == 2 and not [pid for pid in pids if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+    assert "libtorch" in Path("/proc/self/maps").read_text()
 
 
 def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:

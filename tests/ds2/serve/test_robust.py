@@ -25,7 +25,7 @@ from support.serving import RATE_HZ, WAIT_S, Running, alone, connect, samples_of
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
-from ds2.recognition.session import Endpoints
+from ds2.recognition.open_segments import Endpoints
 from ds2.serve.limits import Limits
 from ds2.serve.protocols.vosk import Vosk
 

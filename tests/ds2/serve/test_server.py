@@ -38,8 +38,8 @@ from websockets.exceptions import ConnectionClosed
 from ds2.cli import main
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
+from ds2.recognition.open_segments import Endpoints
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Endpoints
 from ds2.serve.engine import LocalRecogniser, transcripts
 from ds2.serve.limits import Limits
 

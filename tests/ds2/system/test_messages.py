@@ -40,24 +40,18 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert read == value and repr(read) == repr(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8])
+@pytest.mark.parametrize("dtype", ["<f4", ">i2", "?", "<i8", "|u1"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2), (2, 0, 4)])
-def test_tensors_and_bytes_beside_each_other_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.randint(0, 2, shape).to(dtype)
-    first, middle, second = decode(encode([tensor, b"abc", tensor.t() if tensor.ndim == 2 else tensor]))
-    assert first.dtype == dtype and torch.equal(first, tensor) and middle == b"abc"
-    assert torch.equal(second, tensor.t() if tensor.ndim == 2 else tensor)
-
-
-def test_arrays_of_numpy_come_back_and_can_be_written() -> None:
-    array = np.arange(6, dtype="<i2").reshape(2, 3)[:, ::2]
-    read = decode(encode(array))
-    assert read.dtype == array.dtype and (read == array).all()
-    read += 1
+def test_arrays_and_bytes_beside_each_other_come_back_and_can_be_written(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    first, middle, second = decode(encode([array, b"abc", array.T]))
+    assert first.dtype == array.dtype and middle == b"abc"
+    assert np.array_equal(first, array) and np.array_equal(second, array.T)
+    first[...] = 0
 
 
 def test_what_has_no_form_is_refused_before_it_is_sent() -> None:
-    for value in (object(), {1, 2}, np.array([object()]), torch.zeros(1, dtype=torch.complex64)):
+    for value in (object(), {1, 2}, np.array([object()]), np.zeros(1, np.complex64), torch.zeros(1)):
         with pytest.raises(TypeError):
             encode(value)
 
@@ -87,9 +81,9 @@ def test_a_pickle_is_no_message_and_does_not_run(tmp_path: Path) -> None:
         message({"unknown": 1}), message({"a": 1, "b": 2}), message({"tuple": 3}), message({"dict": [[1]]}),
         message({"dict": [[[], 1]]}), message({"class": ["Point", {"y": 1}]}), message({"class": ["Other", {}]}),
         message({"bytes": [0, 1]}), message({"bytes": [-1, 1]}, b"ab"), message({"bytes": [1, -1]}, b"ab"),
-        message({"tensor": ["float32", [2**40, 2**40], 0, 4]}, b"abcd"),
-        message({"tensor": ["float32", [-1], 0, 4]}, b"abcd"), message({"tensor": ["object", [1], 0, 8]}, b"12345678"),
-        message({"tensor": ["float32", [1], 2, 4]}, b"abcd"), message({"array": ["|O", [1], 0, 8]}, b"12345678"),
+        message({"array": ["<f4", [2**40, 2**40], 0, 4]}, b"abcd"), message({"array": ["<f4", [-1], 0, 4]}, b"abcd"),
+        message({"array": ["other", [1], 0, 8]}, b"12345678"), message({"array": ["<f4", [1], 2, 4]}, b"abcd"),
+        message({"array": ["|O", [1], 0, 8]}, b"12345678"), message({"tensor": ["<f4", [1], 0, 4]}, b"abcd"),
         message({"array": ["<f4", [1.0], 0, 4]}, b"abcd"), message({"array": ["<f4", "a", 0, 4]}, b"abcd"),
         struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000,
     ],

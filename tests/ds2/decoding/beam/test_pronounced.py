@@ -15,12 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BatchedBeamSearch, BeamDecoder
-from ds2.decoding.beam.fusion import Fusion
+from ds2.decoding.beam.fusion import Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch
-from ds2.decoding.beam.pronounced import PronouncedWords
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.methods import make_decoder
+from ds2.decoding.phrases import LexiconError
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet

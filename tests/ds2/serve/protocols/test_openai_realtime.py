@@ -192,7 +192,7 @@ def test_a_binary_message_is_refused_with_the_event_for_audio(shared: Callable[.
 
 
 def _rules(after_speech_s: float) -> Any:
-    from ds2.recognition.session import Endpoints
+    from ds2.recognition.open_segments import Endpoints
 
     assert after_speech_s == 0.3
     return Endpoints(after_speech_s=after_speech_s, longest_s=1.0)  # the untrained model finds no silence
