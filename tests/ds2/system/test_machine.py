@@ -1,4 +1,4 @@
-"""The commit that runs and models name, threads that end, freed memory, collections that pause no server or training."""
+"""The commit that runs and models name, threads that end, freed memory, and collections that pause nobody."""
 
 from __future__ import annotations
 
