@@ -383,10 +383,6 @@ class _OneTranspose:
     def __init__(self) -> None:
         self._first: Prefetch | None = None
 
-    def recording(self) -> bool:
-        """As `DeferredGradients.recording`."""
-        return is_recording()
-
     def expect_backward(self, prefetch: Prefetch) -> Prefetch:
         """Return the first that was announced."""
         self._first = self._first or prefetch

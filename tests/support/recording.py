@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ds2_ops.recurrent.deferred import DeferredGradients
+from ds2_ops.recurrent import autograd, deferred
 
 
 class _Stream:
@@ -44,7 +44,8 @@ def pretend_to_record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         current.pop()
 
-    monkeypatch.setattr(DeferredGradients, "recording", lambda _: True)
+    for module in (autograd, deferred):
+        monkeypatch.setattr(module, "is_recording", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: _Stream(log, "side"))

@@ -17,9 +17,9 @@ from ds2_ops.checks import contiguous, lengths_on, refuse_second_derivative
 from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.backends.gemm import wide_dtype
-from ds2_ops.recurrent.backends.persistent import Transpose
+from ds2_ops.recurrent.backends.persistent import transpose_of
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
-from ds2_ops.recurrent.deferred import Factors, GradientSink, product
+from ds2_ops.recurrent.deferred import Factors, GradientSink, is_recording, product
 
 Sinks = Sequence[GradientSink]
 Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -85,8 +85,8 @@ class _Recurrence(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # most callers drop h_n and c_n: no zeros are made for them
         ctx.backend, ctx.options, ctx.sinks, ctx.transpose = backend, options, (weight_sinks, bias_sinks), None
         deferred = None if weight_sinks is None else weight_sinks[0].deferred
-        if deferred is not None and backend == "persistent" and deferred.recording():
-            ctx.transpose = deferred.expect_backward(Transpose(weight_hh.contiguous()))
+        if deferred is not None and backend == "persistent" and is_recording():
+            ctx.transpose = deferred.expect_backward(transpose_of(weight_hh.contiguous()))
         return y, h_n, c_n
 
     @staticmethod

@@ -48,24 +48,33 @@ class GradientSink(Protocol):
         ...
 
 
-class Prefetch(Protocol):
-    """An input of a recurrence's backward pass that can be computed before that begins."""
+class Prefetch:
+    """An input of a recurrence's backward pass that can be computed before that begins.
+
+    Args:
+        empty: allocates its memory on the current stream.
+        fill: launches its computation.
+    """
+
+    def __init__(self, empty: Callable[[], Tensor], fill: Callable[[Tensor], None]) -> None:
+        self._empty, self._fill = empty, fill
+        self._result: Tensor | None = None
 
     def allocate(self) -> Work:
         """Allocate its memory on the current stream; return a function that launches its computation."""
-        ...
+        result = self._result = self._empty()
+        return lambda: self._fill(result)
 
     def take(self) -> Tensor:
         """The input, made now unless it was made ahead."""
-        ...
+        if self._result is None:
+            self._result = self._empty()
+            self._fill(self._result)
+        return self._result
 
 
 class Deferred(Protocol):
     """Runs other work during a recurrence, in passes that are recorded; `DeferredGradients` is the usual one."""
-
-    def recording(self) -> bool:
-        """Return whether a CUDA graph is being recorded."""
-        ...
 
     def expect_backward(self, prefetch: Prefetch) -> Prefetch:
         """Announce an input of a recurrence's backward pass in its forward pass; return what to take it from."""
@@ -112,10 +121,6 @@ class DeferredGradients:
         self._expected: list[Prefetch] = []  # in the order of the forward pass
         self._side: torch.cuda.Stream | None = None
 
-    def recording(self) -> bool:
-        """Return whether a CUDA graph is being recorded."""
-        return is_recording()
-
     def begin(self) -> None:
         """Forget the recurrences of earlier passes without a backward pass, and their work."""
         self._expected.clear()
@@ -129,7 +134,7 @@ class DeferredGradients:
             work: launches it; may read results of everything launched so far.
             done: runs when all later launches are ordered after the work.
         """
-        if self.recording():
+        if is_recording():
             self._deferred.append(_Work(work, done, torch.cuda.current_stream()))
         else:
             work()
@@ -146,7 +151,7 @@ class DeferredGradients:
 
         Work of other streams waits for `flush`, before which all streams join: what it reads may not be ready here.
         """
-        if not self.recording():
+        if not is_recording():
             return
         current = torch.cuda.current_stream()
         others = [deferred for deferred in self._deferred if deferred.stream != current]

@@ -6,6 +6,7 @@ Shape letters: T frames, B batch, H hidden, G gates.
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from ds2_ops.checks import (
 )
 from ds2_ops.jit.launch import device_index
 from ds2_ops.recurrent.autograd import Sinks, eager, forward, forward_on, options_of
-from ds2_ops.recurrent.backends.choose import BACKENDS, backend_for, check_call, why_not_unasked
+from ds2_ops.recurrent.backends.choose import BACKENDS, check_call, resolve, why_not_unasked
 from ds2_ops.recurrent.backends.gemm import wide_dtype
 from ds2_ops.recurrent.backends.persistent import problem_of, why_not
 from ds2_ops.recurrent.backends.reference import recurrence_reference
@@ -32,6 +33,7 @@ from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.deferred import GradientSink
 
 DIRECTIONS = 2
+Results = tuple[Tensor, Tensor, Tensor | None]  # y, h_n, c_n
 
 
 def recurrence(
@@ -92,10 +94,9 @@ def recurrence(
         TypeError: a dtype that is not allowed.
         RuntimeError: the named backend cannot run this, with the reason.
     """
-    cell = nonlinearity or cell
+    how = _How(nonlinearity or cell, clip, backend, max_sms, _all(weight_sink), _all(bias_sink))
     run = _both_directions if x.dim() == 4 else _one_direction
-    sinks = _pair(weight_sink), _pair(bias_sink)
-    y, h_n, c_n = run(cell, x, weight_hh, bias_hn, h0, c0, lengths, clip, backend, max_sms, *sinks)
+    y, h_n, c_n = run(how, x, weight_hh, bias_hn, h0, c0, lengths)
     return (y, h_n) if c_n is None else (y, h_n, c_n)
 
 
@@ -130,8 +131,8 @@ def lstm(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`recurrence`.
     """
-    sinks = _pair(weight_sink), None
-    y, h_n, c_n = _one_direction("lstm", x, weight_hh, None, h0, c0, lengths, 20.0, backend, max_sms, *sinks)
+    how = _How("lstm", backend=backend, max_sms=max_sms, weight_sinks=_all(weight_sink))
+    y, h_n, c_n = _one_direction(how, x, weight_hh, None, h0, c0, lengths)
     assert c_n is not None
     return y, h_n, c_n
 
@@ -170,9 +171,9 @@ def gru(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`recurrence`.
     """
-    cell = "gru_after" if reset_after else "gru_before"
-    sinks = _pair(weight_sink), _pair(bias_sink)
-    return _one_direction(cell, x, weight_hh, bias_hn, h0, None, lengths, 20.0, backend, max_sms, *sinks)[:2]
+    sinks = _all(weight_sink), _all(bias_sink)
+    how = _How("gru_after" if reset_after else "gru_before", 20.0, backend, max_sms, *sinks)
+    return _one_direction(how, x, weight_hh, bias_hn, h0, None, lengths)[:2]
 
 
 def bidirectional(
@@ -203,8 +204,8 @@ def bidirectional(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`recurrence`.
     """
-    sinks = weight_sink, bias_sink
-    return _both_directions(cell, x, weight_hh, bias_hn, None, None, lengths, clip, backend, max_sms, *sinks)[0]
+    how = _How(cell, clip, backend, max_sms, weight_sink, bias_sink)
+    return _both_directions(how, x, weight_hh, bias_hn, None, None, lengths)[0]
 
 
 def check_tensors(
@@ -241,30 +242,32 @@ def check_tensors(
             raise ValueError(f"c0 is on {c0.device} but x is on {x.device}: move one with .to(device)")
 
 
-def _pair(sink: GradientSink | Sinks | None) -> Sinks | None:
+class _How(NamedTuple):
+    """The arguments of :func:`recurrence` that are no tensors, and the sinks of each direction."""
+
+    cell: str
+    clip: float = 20.0
+    backend: str = "auto"
+    max_sms: int | None = None
+    weight_sinks: Sinks | None = None
+    bias_sinks: Sinks | None = None
+
+
+def _all(sink: GradientSink | Sinks | None) -> Sinks | None:
     return sink if sink is None or isinstance(sink, Sequence) else (sink,)
 
 
 def _one_direction(
-    cell: str,
-    x: Tensor,
-    weight_hh: Tensor,
-    bias_hn: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
+    how: _How, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None,
     lengths: Tensor | None,
-    clip: float,
-    backend: str,
-    max_sms: int | None,
-    weight_sinks: Sinks | None,
-    bias_sinks: Sinks | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Results:  # fmt: skip
+    cell, clip, backend, max_sms, *_ = how
     x, weight_hh, bias_hn, h0 = under_autocast(x, weight_hh, bias_hn, h0)  # type: ignore[assignment]
     compiling = torch.compiler.is_compiling()
     if compiling:
-        check_call(cell, x.shape, x.dtype, backend, max_sms)
+        check_call(backend, x.shape, x.dtype, cell, max_sms)
     else:
-        chosen = backend_for(cell, x, backend, max_sms)
+        chosen = resolve(backend, x, cell, max_sms)
     if not 0.0 < clip < math.inf and CELLS[cell].takes_clip:
         raise ValueError(f"clip is {clip}, allowed is a positive finite number; for no bound use cell='relu'")
     check_tensors(cell, x, weight_hh, bias_hn, h0, c0)
@@ -273,47 +276,33 @@ def _one_direction(
         if not compiling or backend == "reference":
             lengths = lengths_on(lengths, x.shape[0], x.device)
     if backend == "reference":
-        return _reference(cell, x, weight_hh, bias_hn, h0, c0, lengths, clip)
+        narrow = None if c0 is None else c0.to(x.dtype)
+        y, h_n, *last = recurrence_reference(
+            x, weight_hh, h0, lengths, cell=cell, bias_hn=bias_hn, c0=narrow, clip=clip
+        )
+        return y, h_n, last[0].to(wide_dtype(x)) if last else None
     tensors = (x, weight_hh, bias_hn, h0, c0, lengths)
-    if compiling:
-        save = needs_grad(x, weight_hh, bias_hn, h0, c0)
-        y, h_n, c_n, _ = forward(*tensors, cell, clip, backend, max_sms, save)
-        return y, h_n, c_n if CELLS[cell].carries_c else None
-    options = options_of(cell, clip, max_sms, x.dtype)
-    if needs_grad(x, weight_hh, bias_hn, h0, c0):
-        return eager(chosen, options, weight_sinks, bias_sinks, *tensors)
-    return forward_on(chosen, options, tensors, save=False)[:3]
+    if not compiling:
+        return _run(chosen, how, tensors)
+    y, h_n, c_n, _ = forward(*tensors, *how[:4], needs_grad(*tensors[:5]))
+    return y, h_n, c_n if CELLS[cell].carries_c else None
 
 
-def _reference(
-    cell: str,
-    x: Tensor,
-    weight_hh: Tensor,
-    bias_hn: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    clip: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    narrow = None if c0 is None else c0.to(x.dtype)
-    y, h_n, *c_n = recurrence_reference(x, weight_hh, h0, lengths, cell=cell, bias_hn=bias_hn, c0=narrow, clip=clip)
-    return y, h_n, c_n[0].to(wide_dtype(x)) if c_n else None
+def _run(backend: str, how: _How, tensors: Sequence[Tensor | None]) -> Results:
+    """Run x, weight_hh, bias_hn, h0, c0 and lengths eagerly on a backend that `resolve` returned."""
+    x = tensors[0]
+    assert x is not None
+    options = options_of(how.cell, how.clip, how.max_sms, x.dtype)
+    if needs_grad(*tensors[:5]):
+        return eager(backend, options, how.weight_sinks, how.bias_sinks, *tensors)
+    return forward_on(backend, options, tensors, save=False)[:3]
 
 
 def _both_directions(
-    cell: str,
-    x: Tensor,
-    weight_hh: Tensor,
-    bias_hn: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
+    how: _How, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None,
     lengths: Tensor | None,
-    clip: float,
-    backend: str,
-    max_sms: int | None,
-    weight_sinks: Sinks | None,
-    bias_sinks: Sinks | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Results:  # fmt: skip
+    cell, _, backend, max_sms, *_ = how
     check_choice("cell", cell, tuple(CELLS))
     check_choice("backend", backend, BACKENDS)
     x, weight_hh, bias_hn, h0 = under_autocast(x, weight_hh, bias_hn, h0)  # type: ignore[assignment]
@@ -329,18 +318,14 @@ def _both_directions(
         choose_backend(backend, "persistent", "gemm", None, "both directions of H %d %s %s on %s", *facts)
         lengths = lengths_on(lengths, x.shape[0], x.device)
         states = (None if state is None else state.transpose(0, 1) for state in (h0, c0))
-        tensors = (x, weight_hh, bias_hn, *states, lengths)
-        options = options_of(cell, clip, max_sms, x.dtype)
-        if needs_grad(x, weight_hh, bias_hn, h0, c0):
-            y, h_n, c_n = eager("persistent", options, weight_sinks, bias_sinks, *tensors)
-        else:
-            y, h_n, c_n = forward_on("persistent", options, tensors, save=False)[:3]
+        y, h_n, c_n = _run("persistent", how, (x, weight_hh, bias_hn, *states, lengths))
         return y, h_n.transpose(0, 1), None if c_n is None else c_n.transpose(0, 1)
 
-    def run(z: Tensor, way: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run(z: Tensor, way: int) -> Results:
         bias, h, c = (None if t is None else t[way] for t in (bias_hn, h0, c0))
-        sinks = (None if pair is None else pair[way : way + 1] for pair in (weight_sinks, bias_sinks))
-        return _one_direction(cell, z, weight_hh[way], bias, h, c, lengths, clip, backend, max_sms, *sinks)
+        weight_sinks, bias_sinks = (None if pair is None else pair[way : way + 1] for pair in how[4:])
+        own = how._replace(weight_sinks=weight_sinks, bias_sinks=bias_sinks)
+        return _one_direction(own, z, weight_hh[way], bias, h, c, lengths)
 
     reverse, h_reverse, c_reverse = run(reverse_time(x[:, :, 1], lengths), 1)
     y, h_n, c_n = run(x[:, :, 0], 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,24 +11,19 @@ from ds2_ops import recurrence
 from ds2_ops.recurrent import op
 from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.deferred import DeferredGradients
+from ds2_ops.recurrent.deferred import DeferredGradients, Prefetch, is_recording
 from support.op_cases import assert_same_bits
 from support.recording import pretend_to_record
 from support.sinks import like
 from torch import Tensor
 
 
-class Layer:
+class Layer(Prefetch):
     """What the backward pass of a recurrence needs, and its launch."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def allocate(self) -> Callable[[], None]:
-        return lambda: self.log.append(f"transpose of {self.name}")
-
-    def take(self) -> torch.Tensor:
-        raise NotImplementedError
+        super().__init__(lambda: torch.empty(0), lambda _: log.append(f"transpose of {name}"))
+        self.name = name
 
 
 def test_what_is_held_back_runs_beside_a_recurrence_and_is_waited_for_before_the_next(
@@ -101,7 +95,7 @@ def test_launch_by_launch_nothing_is_held_back() -> None:
     done: list[int] = []
     deferred = DeferredGradients()
     deferred.later(lambda: done.append(1), lambda: done.append(2))
-    assert done == [1, 2] and not deferred.recording()
+    assert done == [1, 2] and not is_recording()
 
 
 def test_gradients_with_products_and_transposes_beside_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +117,7 @@ def test_gradients_with_products_and_transposes_beside_are_those_without(monkeyp
                 if recorded:
                     loaded.clear()
                     log = pretend_to_record(patch)
-                    patch.setattr(op, "backend_for", lambda *_: "persistent")
+                    patch.setattr(op, "resolve", lambda *_: "persistent")
                     patch.setattr(persistent, "forward", gemm.forward)
                     patch.setattr(persistent, "backward_data", backward_data)
                     patch.setattr(persistent, "transpose_into", transpose)

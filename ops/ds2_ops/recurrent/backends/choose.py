@@ -16,61 +16,34 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def resolve(backend: str, x: Tensor, cell: str, max_sms: int | None) -> str:
-    """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot.
+    """Check a call, and turn "auto" into a backend that runs it.
+
+    This depends on the shape, dtype and device of ``x`` only, and is looked up for those seen before.
 
     Args:
         backend: one of `BACKENDS`.
         x: (T, B, G H), pre-activations, with the G gates of the cell.
         cell: a name in ``cells.CELLS``.
         max_sms: the most multiprocessors to use, or None.
+
+    Raises:
+        ValueError, TypeError: as `check_call`.
+        RuntimeError: the named backend cannot run it.
     """
-    return _resolve(backend, x.shape, x.dtype, x.device, cell, max_sms, *_ambient(x.dtype))
-
-
-def _ambient(dtype: torch.dtype) -> tuple[bool, str]:
-    """The global state that decides about a backend: whether tensors may have tangents, and float32's precision."""
+    # Tensors may have tangents; float32's products may be TF32.
     dual = getattr(forward_ad, "_current_level", -1) >= 0
-    return dual, torch.get_float32_matmul_precision() if dtype == torch.float32 else ""
-
-
-def backend_for(cell: str, x: Tensor, backend: str, max_sms: int | None) -> str:
-    """Check the arguments as `check_call` does, then `resolve` the backend.
-
-    Both depend on the shape, dtype and device of ``x`` only, and are looked up for those seen before. Arguments and
-    errors are those of the two.
-    """
-    arguments = (cell, x.shape, x.dtype, x.device, backend, max_sms, *_ambient(x.dtype))
+    precision = torch.get_float32_matmul_precision() if x.dtype == torch.float32 else ""
+    arguments = (backend, x.shape, x.dtype, x.device, cell, max_sms, dual, precision)
     try:
-        return _checked(*arguments)
+        return _resolve(*arguments)
     except TypeError:
         if not any(isinstance(size, torch.SymInt) for size in x.shape):  # sizes that are traced have no hash
             raise
-        return _checked.__wrapped__(*arguments)
+        return _resolve.__wrapped__(*arguments)
 
 
-@functools.lru_cache(maxsize=1024)
-def _checked(
-    cell: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    max_sms: int | None,
-    dual: bool,
-    float32_precision: str,
-) -> str:
-    check_call(cell, shape, dtype, backend, max_sms)
-    return _resolve(backend, shape, dtype, device, cell, max_sms, dual, float32_precision)
-
-
-def check_call(cell: str, shape: Sequence[int], dtype: torch.dtype, backend: str, max_sms: int | None) -> None:
-    """Raise ValueError or TypeError unless these are allowed.
-
-    Args:
-        cell: its name.
-        shape, dtype: of the pre-activations (T, B, G H).
-        backend, max_sms: as of `resolve`.
-    """
+def check_call(backend: str, shape: Sequence[int], dtype: torch.dtype, cell: str, max_sms: int | None) -> None:
+    """Raise ValueError or TypeError unless these are allowed; arguments as of `resolve`, with the shape of x."""
     check_choice("cell", cell, tuple(CELLS))
     check_choice("backend", backend, BACKENDS)
     if max_sms is not None and max_sms < 1:
@@ -84,6 +57,7 @@ def check_call(cell: str, shape: Sequence[int], dtype: torch.dtype, backend: str
         )
 
 
+@functools.lru_cache(maxsize=1024)
 def _resolve(
     backend: str,
     shape: Sequence[int],
@@ -94,6 +68,7 @@ def _resolve(
     dual: bool,
     float32_precision: str,
 ) -> str:
+    check_call(backend, shape, dtype, cell, max_sms)
     frames, batch, width = shape
     if backend in ("gemm", "reference") or (0 in shape and device.type != "cpu"):  # nothing to run: all do the same
         return backend if backend == "reference" else "gemm"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ds2_ops.checks import valid_frames
 from ds2_ops.recurrent.backends.reference import time_loop
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 
@@ -29,21 +30,9 @@ def forward(
     options: Options,
     save: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Run the forward time loop.
+    """Run the forward time loop; arguments and returns are those of `persistent.forward`, in one direction.
 
-    Args:
-        x: (T, B, G H) pre-activations, contiguous.
-        weight_hh: (G H, H) of the same dtype and device.
-        bias_hn: (H,) of the last gate's recurrent product, or None.
-        h0: (B, H) first state, or None for zeros.
-        c0: (B, H) in float32 (float64 where x is), or None for zeros.
-        lengths: (B,) int32 on the device of ``x``, or None when all utterances have T frames.
-        options: the cell and its clip.
-        save: whether a backward pass will follow.
-
-    Returns:
-        y (T, B, H), 0 at padding; h_n (B, H), the state after each utterance's last frame; c_n (B, H) as c0, or None
-        where the cell has none; what backward needs of a cell with gates (T, B, S, H), or None.
+    c0 and c_n are float64 where x is.
     """
     cell = CELLS[options.cell]
     frames, batch, _ = x.shape
@@ -88,19 +77,7 @@ def backward_data(
     lengths: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Run the time loop backwards.
-
-    Args:
-        grad_y: (T, B, H); its padding is ignored, whatever it holds.
-        grad_h_n: (B, H), or None for zeros.
-        grad_c_n: (B, H) as c0, or None for zeros.
-        y, saved: as :func:`forward` returned them.
-        weight_hh, lengths, options: the arguments of :func:`forward`.
-
-    Returns:
-        grad_x (T, B, G H), 0 at padding; the gradient of the last gate's recurrent product (T, B, H), or None where it
-        is that of x; grad_h0 (B, H); grad_c0 (B, H) as c0, or None where the cell has none.
-    """
+    """Run the time loop backwards; arguments and returns are those of `persistent.backward_data`, in one direction."""
     if saved is None:
         grad_x, grad_h0 = _backward_from_output(grad_y, grad_h_n, y, weight_hh, lengths, options)
         return grad_x, None, grad_h0, None
@@ -185,7 +162,7 @@ def _backward_from_saved(
 
 def _valid(lengths: Tensor, frames: int) -> Tensor:
     """Mark the frames of each utterance (T, B, 1)."""
-    return torch.arange(frames, device=lengths.device)[:, None, None] < lengths[:, None]
+    return valid_frames(lengths, frames)[:, :, None]
 
 
 def _last_frame(lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, run, run_on, translation_unit
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
-from ds2_ops.recurrent.deferred import Work
+from ds2_ops.recurrent.deferred import Prefetch
 from ds2_ops.recurrent.plan.problem import Choice, Design, DoesNotFit, Problem, check_rows, common, pass_arguments
 
 
@@ -32,13 +32,9 @@ def why_not(
     """Say why the persistent backend cannot run this recurrence, forward and backward; None if it can.
 
     Args:
-        frames: T; any.
-        batch: B; any.
-        hidden: H.
-        dtype: of all tensors.
-        device: where they are.
-        cell: a name in ``cells.CELLS``.
-        max_sms: the most multiprocessors to use, or None.
+        frames, batch, hidden: T, B, H.
+        dtype, device: of all tensors.
+        cell, max_sms: as of `Options`.
         directions: 2 for both in one launch.
     """
     if device.type != "cuda":
@@ -97,7 +93,7 @@ def forward(
     c_n = _empty_c(cell, h_n)
     saved = x.new_empty(*rows, cell.saved, hidden) if save and cell.saved else None
     of_gates = (saved, bias_hn, c0, c_n, None) if cell.gates > 1 else ()
-    _launch("forward", x, False, (x, None, weight_hh, h0, lengths, y, h_n), hidden, options, of_gates)
+    _launch(False, x, hidden, options, (x, None, weight_hh, h0, lengths, y, h_n, *of_gates))
     return y, h_n, c_n, saved
 
 
@@ -135,8 +131,8 @@ def backward_data(
     grad_c0 = _empty_c(cell, grad_h0)
     matrix = transposed(weight_hh) if weight_t is None else weight_t
     output_y, of_gates = (None, (saved, None, grad_c_n, grad_c0, grad_last)) if cell.gates > 1 else (y, ())
-    tensors = (grad_y, output_y, matrix, grad_h_n, lengths, grad_x, grad_h0)
-    _launch("backward_data", grad_y, True, tensors, hidden, options, of_gates)
+    arrays = (grad_y, output_y, matrix, grad_h_n, lengths, grad_x, grad_h0, *of_gates)
+    _launch(True, grad_y, hidden, options, arrays)
     return grad_x, grad_last, grad_h0, grad_c0
 
 
@@ -144,32 +140,21 @@ def _empty_c(cell: Cell, h: Tensor) -> Tensor | None:
     return torch.empty_like(h, dtype=torch.float32) if cell.carries_c else None
 
 
-def _launch(
-    name: str,
-    x: Tensor,
-    backward: bool,
-    tensors: Sequence[Tensor | None],
-    hidden: int,
-    options: Options,
-    of_gates: Sequence[Tensor | None],
-) -> None:
-    """Plan, build and launch one pass, by the names of struct Pass of csrc/recurrent/pass.cuh.
+def _launch(backward: bool, x: Tensor, hidden: int, options: Options, arrays: Sequence[Tensor | None]) -> None:
+    """Plan, build and launch one pass.
 
     Args:
-        name: of the pass, for messages.
-        x: an array of as many frames, utterances and directions.
         backward: which pass.
-        tensors: its arrays from input to last_state, shaped as that struct says; None for a null pointer.
+        x: an array of as many frames, utterances and directions.
         hidden: H.
         options: the cell, its clip, the most multiprocessors to use.
-        of_gates: its arrays from saved on, where the cell has gates.
+        arrays: of struct Pass of csrc/recurrent/pass.cuh, from input to last_state, and from saved on where the cell
+            has gates; shaped as that struct says; None for a null pointer.
     """
-    shape = x.shape
+    shape, device = x.shape, x.device
     frames, batch, directions = shape[0], shape[1], 1 if len(shape) == 3 else shape[2]
     check_rows(frames, directions * batch)
     problem = problem_of(batch, hidden, x.dtype, options.cell, backward, directions)
-    arrays = (*tensors, *of_gates)
-    device = x.device
     index = device_index(device)
     choice = choose_tile(problem, index, options.max_sms, options.early)
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in arrays]
@@ -181,7 +166,7 @@ def _launch(
         exchange = torch.empty(words, dtype=torch.int32, device=device)
     numbers = pass_arguments(choice, problem, frames, pointers, options.clip, exchange.data_ptr() if words else 0)
     launch = choice.early if options.early and choice.design is Design.CLUSTER else choice.launch
-    run_on(launch, numbers, functools.partial(_what, name, problem, frames, choice), index)
+    run_on(launch, numbers, functools.partial(_what, problem, frames, choice), index)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -190,8 +175,9 @@ def problem_of(batch: int, hidden: int, dtype: torch.dtype, cell: str, backward:
     return Problem(batch, hidden, str(dtype).removeprefix("torch."), cell, backward, directions)
 
 
-def _what(name: str, problem: Problem, frames: int, choice: Choice) -> str:
+def _what(problem: Problem, frames: int, choice: Choice) -> str:
     shape = (frames, problem.batch, problem.hidden)
+    name = "backward_data" if problem.backward else "forward"
     both = " in both directions" if problem.directions > 1 else ""
     return (
         f"persistent {problem.nonlinearity} {name}{both} of (T, B, H) = {shape}, torch.{problem.dtype}, "
@@ -220,9 +206,13 @@ def transposition(item_bytes: int) -> Source:
 
 def transposed(matrix: Tensor) -> Tensor:
     """The transpose (C, R), contiguous, of a contiguous matrix (R, C) on a GPU; of each of (2, R, C)."""
-    result = matrix.new_empty(*matrix.shape[:-2], matrix.shape[-1], matrix.shape[-2])
-    transpose_into(result, matrix)
-    return result
+    return transpose_of(matrix).take()
+
+
+def transpose_of(matrix: Tensor) -> Prefetch:
+    """The transpose of a recurrent matrix that a backward pass will load; as `transposed`."""
+    shape = (*matrix.shape[:-2], matrix.shape[-1], matrix.shape[-2])
+    return Prefetch(lambda: matrix.new_empty(shape), lambda result: transpose_into(result, matrix))
 
 
 def transpose_into(result: Tensor, matrix: Tensor) -> None:
@@ -240,27 +230,3 @@ def transpose_into(result: Tensor, matrix: Tensor) -> None:
 def _transposing(rows: int, columns: int, item_bytes: int) -> Launch:
     grid = -(-rows // _TILE) * -(-columns // _TILE)
     return Launch(transposition(item_bytes), _THREADS, grid=grid, smem_bytes=_TILE * (_TILE + 2) * item_bytes)
-
-
-class Transpose:
-    """The transpose of a recurrent matrix that a backward pass will load: a `Prefetch`.
-
-    Args:
-        matrix: (R, C) or (2, R, C), contiguous, on a GPU.
-    """
-
-    def __init__(self, matrix: Tensor) -> None:
-        self._matrix = matrix
-        self._result: Tensor | None = None
-
-    def allocate(self) -> Work:
-        """Allocate its memory on the current stream; the function that is returned launches what fills it."""
-        matrix = self._matrix
-        result = self._result = matrix.new_empty(*matrix.shape[:-2], matrix.shape[-1], matrix.shape[-2])
-        return lambda: transpose_into(result, matrix)
-
-    def take(self) -> Tensor:
-        """The transpose, made now unless it was made ahead."""
-        if self._result is None:
-            self._result = transposed(self._matrix)
-        return self._result

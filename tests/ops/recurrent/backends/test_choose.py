@@ -131,3 +131,4 @@ def clear_caches() -> None:
     """Forget what was answered for the GPU of another test."""
     calibrate.choose_tile.cache_clear()
     persistent.why_not.cache_clear()
+    choose._resolve.cache_clear()

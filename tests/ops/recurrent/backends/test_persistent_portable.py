@@ -40,7 +40,7 @@ def stands_for(monkeypatch: pytest.MonkeyPatch, capability: str) -> Iterator[Non
     def forget() -> None:
         for kept in (runtime.arch, runtime.load, calibrate.device_facts, calibrate.choose_tile, persistent.why_not):
             kept.cache_clear()
-        choose._checked.cache_clear()
+        choose._resolve.cache_clear()
         op._pays.cache_clear()
 
     monkeypatch.setenv("DS2_OPS_CAPABILITY", capability)
