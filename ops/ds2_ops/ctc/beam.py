@@ -39,6 +39,7 @@ _GRAMS = parameters(
     """const long long* keys, const float* log_prob, const int* next_state, const float* backoff, const int* suffix,
     const int* first, const int* label_ids, int vocabulary, int order, int unknown"""
 )
+_NO_GRAMS = {name: None if "*" in kind else 0 for kind, name in _GRAMS}  # its members without a language model
 # struct Spelled of csrc/ctc/labels.cuh
 _SPELLED = parameters(
     """const long long* frames, const int* places, const int2* grown, const double* halves, const long long* names,
@@ -120,21 +121,10 @@ class PrefixTables:
     grown: Tensor  # (B, T, K, 2) int32: parent and label of entry t K + k + 1; 0 or less: no parent
 
 
-@dataclass(frozen=True)
-class SearchLaunch:
-    """The launch of a search, one block for each utterance.
-
-    Attributes:
-        launch: the kernel.
-        table_columns: float64 scores of each prefix in global memory; 0: they are in shared memory.
-    """
-
-    launch: Launch
-    table_columns: int
-
-
-def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: int, utterances: int = 1) -> SearchLaunch:
-    """Choose the launch for a search.
+def plan(
+    beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: int, utterances: int = 1
+) -> tuple[Launch, int]:
+    """Choose the launch for a search, one block for each utterance.
 
     Args:
         beam: K.
@@ -143,6 +133,9 @@ def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: in
         unit: "none", "word" or "label": the unit of the n-gram model.
         smem_bytes_per_block: the largest shared memory of a block of the device.
         utterances: B.
+
+    Returns:
+        The launch, and float64 scores of each prefix in global memory; 0: they are in shared memory.
 
     Raises:
         ValueError: the search does not fit; the message names sizes that do.
@@ -178,19 +171,11 @@ static_assert(sizeof(ds2::BeamMemory<Shape>) <= {fixed}, "beam.py and beam.cuh d
         alignment=16,
     )
     launch = Launch(source, threads, grid=utterances, smem_bytes=smem_bytes + (0 if outside else table_bytes))
-    return SearchLaunch(launch, columns if outside else 0)
+    return launch, columns if outside else 0
 
 
 def why_not(beam: int, labels: int, frames: int, order: int, device: torch.device) -> str | None:
-    """Say why the kernel cannot run a search; None if it can.
-
-    Args:
-        beam: K.
-        labels: V.
-        frames: T.
-        order: of the n-gram model, 0 without.
-        device: of the log-probs.
-    """
+    """Say why the kernel cannot run a search over T frames on a device; None if it can. Arguments as of `plan`."""
     if reason := why_no_plan(device, lambda smem_bytes: plan(beam, labels, order, "none", smem_bytes)):
         return reason
     if frames * beam >= 2**31:
@@ -234,7 +219,7 @@ def search(
     device = log_probs.device
     unit = "none" if grams is None else "word" if grams.label_ids is None else "label"
     index = device_index(device)
-    choice = plan(beam, labels, grams.order if grams else 0, unit, runtime.smem_bytes_per_block(index), batch)
+    launch, columns = plan(beam, labels, grams.order if grams else 0, unit, runtime.smem_bytes_per_block(index), batch)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -250,29 +235,16 @@ def search(
         )
     else:
         prefixes = replace(previous, grown=grown)
-    table = new(batch, beam, choice.table_columns, dtype=torch.float64) if choice.table_columns else None
+    table = new(batch, beam, columns, dtype=torch.float64) if columns else None
     arguments: list[Any] = [log_probs, frames, slots, roots, prefixes.grown]
     arguments += [prefixes.halves, prefixes.names, prefixes.integers, prefixes.floats, table]
     arguments += [length, batch, len(prefixes.names), labels, beam, grams.start if grams else 0, int(weights.closed)]
     arguments += [weights.alpha, weights.beta, weights.unknown_score, weights.prune]
-    arguments += _lexicon_arguments(lexicon) + _grams_arguments(grams)
-    run(choice.launch, arguments, lambda: f"beam search, (T, B, V) = {tuple(log_probs.shape)}, beam {beam}", device)
+    sizes = {"longest": lexicon.characters.shape[1], "width": lexicon.children.shape[1]}
+    arguments += [sizes[name] if name in sizes else getattr(lexicon, name) for _, name in _LEXICON]
+    arguments += [*_NO_GRAMS.values()] if grams is None else [getattr(grams, name) for name in _NO_GRAMS]
+    run(launch, arguments, lambda: f"beam search, (T, B, V) = {tuple(log_probs.shape)}, beam {beam}", device)
     return prefixes
-
-
-def _lexicon_arguments(lexicon: LexiconTables) -> list[Any]:
-    """Return the members of struct Lexicon of csrc/ctc/beam.cuh, in its order."""
-    tables = [lexicon.starts_word, lexicon.characters, lexicon.counts, lexicon.children, lexicon.word, lexicon.is_word]
-    sizes = [lexicon.characters.shape[1], lexicon.children.shape[1], lexicon.space, int(lexicon.has_hot)]
-    return [*tables, lexicon.hot, lexicon.unfinished, lexicon.sounds, lexicon.follow, *sizes]
-
-
-def _grams_arguments(grams: NGramTables | None) -> list[Any]:
-    """Return the members of struct Grams of csrc/ctc/ngram.cuh, in its order."""
-    if grams is None:
-        return [None] * 7 + [0, 0, 0]
-    tables = [grams.keys, grams.log_prob, grams.next_state, grams.backoff, grams.suffix, grams.first, grams.label_ids]
-    return [*tables, grams.vocabulary, grams.order, grams.unknown]
 
 
 def trace_labels(entries: Tensor, grown: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.op import check_tensors, lstm, recurrence
+from ds2_ops.recurrent.op import Results, check_tensors, recurrence
 from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, Design, Problem
 
+Weights = tuple[Tensor, Tensor, Tensor]  # weight_ih, bias, weight_hh
 MAX_ROWS = 4096  # for more, a library's product is several times as fast
 _MIN_LIBRARY_ROWS = 32  # of x on a CPU: for fewer, oneDNN's preparations take longer than they save
 _MIN_SHARE_ROWS = 64  # of a block
@@ -156,14 +157,8 @@ def recurrent_layer(
     hidden = len(weight_ih)
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
     check_like("weight_hh", weight_hh, x)
-    early = _starts_early(x, (weight_ih, bias, weight_hh), nonlinearity, backend, max_sms)
-    z = _project_on(x, weight_ih, bias, begin, projection_stream)
-    if early:
-        check_tensors(nonlinearity, z, weight_hh, None, h0, None)
-        options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
-        return persistent.forward(z, weight_hh, None, contiguous(h0), None, _lengths_of(z, lengths), options)[:2]
-    y, h_n = recurrence(z, weight_hh, h0, lengths, cell=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
-    return y, h_n
+    weights = weight_ih, bias, weight_hh
+    return _layer(x, weights, (h0, None), lengths, begin, nonlinearity, clip, backend, max_sms, projection_stream)[:2]
 
 
 @torch.no_grad()
@@ -199,18 +194,28 @@ def lstm_layer(
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.lstm`.
     """
     _check_projection(x, weight_ih, bias, "4 H")
+    weights = weight_ih, bias, weight_hh
     if backend in ("auto", "cpu") and _library_takes(x, h0, c0, begin):
-        return _lstm_of_library(x, (weight_ih, bias, weight_hh), h0, c0, lengths, begin)
-    early = _starts_early(x, (weight_ih, bias, weight_hh), "lstm", backend, max_sms)
+        return _lstm_of_library(x, weights, h0, c0, lengths, begin)
+    y, h_n, c_n = _layer(x, weights, (h0, c0), lengths, begin, "lstm", 20.0, backend, max_sms, projection_stream)
+    assert c_n is not None
+    return y, h_n, c_n
+
+
+def _layer(
+    x: Tensor, weights: Weights, states: tuple[Tensor | None, Tensor | None], lengths: Tensor | None,
+    begin: Tensor | None, cell: str, clip: float, backend: str, max_sms: int | None,
+    projection_stream: torch.cuda.Stream | None,
+) -> Results:  # fmt: skip
+    (weight_ih, bias, weight_hh), (h0, c0) = weights, states
+    early = _starts_early(x, weights, cell, backend, max_sms)
     z = _project_on(x, weight_ih, bias, begin, projection_stream)
     if early:
-        check_tensors("lstm", z, weight_hh, None, h0, c0)
-        options = options_of("lstm", 20.0, max_sms, x.dtype, early=True)
-        states = contiguous(h0), contiguous(c0)
-        y, h_n, c_n, _ = persistent.forward(z, weight_hh, None, *states, _lengths_of(z, lengths), options)
-        assert c_n is not None
-        return y, h_n, c_n
-    return lstm(z, weight_hh, h0, c0, lengths, backend=backend, max_sms=max_sms)
+        check_tensors(cell, z, weight_hh, None, h0, c0)
+        options, first = options_of(cell, clip, max_sms, x.dtype, early=True), (contiguous(h0), contiguous(c0))
+        return persistent.forward(z, weight_hh, None, *first, _lengths_of(z, lengths), options)[:3]
+    y, h_n, *c_n = recurrence(z, weight_hh, h0, lengths, cell=cell, c0=c0, clip=clip, backend=backend, max_sms=max_sms)
+    return y, h_n, c_n[0] if c_n else None
 
 
 def _library_takes(x: Tensor, h0: Tensor | None, c0: Tensor | None, begin: Tensor | None) -> bool:
@@ -221,12 +226,7 @@ def _library_takes(x: Tensor, h0: Tensor | None, c0: Tensor | None, begin: Tenso
 
 
 def _lstm_of_library(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    begin: Tensor | None,
+    x: Tensor, weights: Weights, h0: Tensor | None, c0: Tensor | None, lengths: Tensor | None, begin: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `lstm_layer` by torch's LSTM for CPUs, in one call for the utterances of equal first and last frames.
 
@@ -320,9 +320,7 @@ def why_not_concurrent(
     return reason
 
 
-def _starts_early(
-    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cell: str, backend: str, max_sms: int | None
-) -> bool:
+def _starts_early(x: Tensor, weights: Weights, cell: str, backend: str, max_sms: int | None) -> bool:
     """Return whether the recurrence can load its weights while the projection of x (T, B, K) still runs.
 
     Weights that are not contiguous would be copied by a kernel that still runs.

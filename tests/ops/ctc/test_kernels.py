@@ -15,7 +15,7 @@ ALL = [(slots, unit) for slots in beam.SHAPES for unit in ("none", "word", "labe
     ("slots", "unit"), [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in ALL]
 )
 def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
-    launch = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES).launch
+    launch, _ = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES)
     compiled = report(launch.source.text)
     assert compiled.local_bytes == 0
     assert compiled.registers * launch.threads <= 65536
@@ -24,13 +24,13 @@ def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
 @pytest.mark.parametrize("beams", [1, 32, 33, 128, 512])
 @pytest.mark.parametrize("labels", [2, 29, 64, 1000])
 def test_scores_stay_on_chip_where_they_fit(beams: int, labels: int) -> None:
-    choice = beam.plan(beams, labels, 4, "word", H200_SMEM_BYTES)
-    assert choice.launch.smem_bytes <= H200_SMEM_BYTES
-    assert choice.table_columns in (0, max(labels + 2, 4))
-    if choice.table_columns:
-        assert choice.launch.smem_bytes + 8 * beams * choice.table_columns > H200_SMEM_BYTES
+    launch, columns = beam.plan(beams, labels, 4, "word", H200_SMEM_BYTES)
+    assert launch.smem_bytes <= H200_SMEM_BYTES
+    assert columns in (0, max(labels + 2, 4))
+    if columns:
+        assert launch.smem_bytes + 8 * beams * columns > H200_SMEM_BYTES
     if beams <= 128 and labels <= 64:
-        assert choice.table_columns == 0
+        assert columns == 0
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def sources() -> dict[str, Source]:
         "loss slopes": paths.SLOPES,
         "denominator": denominator.plan(3000, 500, 30_000, 29, SMEM_BYTES, 16).source,
         "denominator shares": denominator.SHARES,
-        "search": beam.plan(32, 29, 4, "word", SMEM_BYTES).launch.source,
+        "search": beam.plan(32, 29, 4, "word", SMEM_BYTES)[0].source,
         "trace": beam.TRACE,
         "append": beam.APPEND,
         "sum of 2 ranks": peers._sum_source(2),
