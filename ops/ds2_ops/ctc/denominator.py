@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -117,51 +117,41 @@ def _words(weights: NDArray[np.float64], index: NDArray[Any]) -> NDArray[np.int3
     return words
 
 
-@dataclass(frozen=True)
-class _SlicedArcs:
-    """Arcs of rows in slices of 32 rows: struct Arcs of csrc/ctc/denominator.cuh."""
+def _sliced_arcs(
+    rows: NDArray[Any], index: NDArray[Any], weights: NDArray[Any], count: int, nothing: int, warps: int = 0
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Place arcs in slices of 32 rows: struct Arcs of csrc/ctc/denominator.cuh.
 
-    first: Tensor  # (slices + 1,) int32, then (warps + 1,) of rows whose arcs lanes share
-    words: Tensor  # int32: bits of the weight above what the arc reads
+    Args:
+        rows: (E,), each below `count`.
+        index: (E,) places that the arcs read.
+        weights: (E,).
+        nothing: the place, which holds 0, that lanes without an arc read.
+        warps: of a block. Lanes share the arcs of the first row of each warp where these are many; 0: never.
 
-    @classmethod
-    def of(
-        cls,
-        rows: NDArray[Any],
-        index: NDArray[Any],
-        weights: NDArray[Any],
-        count: int,
-        nothing: int,
-        device: torch.device,
-        warps: int = 0,
-    ) -> _SlicedArcs:
-        """Place arcs in slices. Lanes without an arc read `nothing`, a place that holds 0.
-
-        Args:
-            rows: (E,), each below `count`.
-            index: (E,) places that the arcs read.
-            weights: (E,).
-            warps: of a block. Lanes share the arcs of the first row of each warp where these are many; 0: never.
-        """
-        order = np.lexsort((index, rows))
-        rows, index, weights = rows[order], index[order], weights[order]
-        degrees = np.bincount(rows, minlength=count)
-        number = np.arange(len(rows)) - (np.cumsum(degrees) - degrees)[rows]  # of an arc in its row
-        together = np.zeros(count, bool)
-        together[: warps * _WARP : _WARP] = degrees[: warps * _WARP : _WARP] > _SHARED_FROM
-        lengths = np.where(together, 0, degrees).reshape(-1, _WARP).max(1, initial=0)
-        first = np.concatenate(([0], np.cumsum(lengths * _WARP)))
-        of_warps = np.where(together, degrees, 0)[: warps * _WARP : _WARP]
-        shared = first[-1] + np.concatenate(([0], np.cumsum(of_warps)))
-        lanes_share = together[rows]
-        step = _steps(rows[~lanes_share], index[~lanes_share], lengths)
-        at = np.empty(len(rows), np.int64)
-        at[~lanes_share] = (first[rows // _WARP] + rows % _WARP)[~lanes_share] + step * _WARP
-        at[lanes_share] = shared[rows[lanes_share] // _WARP] + number[lanes_share]
-        words = np.full(shared[-1], nothing, np.int32)
-        words[at] = _words(weights, index)
-        first = np.concatenate((first, shared)) if warps else first
-        return cls(_on(device, first.astype(np.int32)), _on(device, words))
+    Returns:
+        (slices + 1,), then (warps + 1,) of rows whose arcs lanes share; and words, bits of the weight above what the
+        arc reads.
+    """
+    order = np.lexsort((index, rows))
+    rows, index, weights = rows[order], index[order], weights[order]
+    degrees = np.bincount(rows, minlength=count)
+    number = np.arange(len(rows)) - (np.cumsum(degrees) - degrees)[rows]  # of an arc in its row
+    together = np.zeros(count, bool)
+    together[: warps * _WARP : _WARP] = degrees[: warps * _WARP : _WARP] > _SHARED_FROM
+    lengths = np.where(together, 0, degrees).reshape(-1, _WARP).max(1, initial=0)
+    first = np.concatenate(([0], np.cumsum(lengths * _WARP)))
+    of_warps = np.where(together, degrees, 0)[: warps * _WARP : _WARP]
+    shared = first[-1] + np.concatenate(([0], np.cumsum(of_warps)))
+    lanes_share = together[rows]
+    step = _steps(rows[~lanes_share], index[~lanes_share], lengths)
+    at = np.empty(len(rows), np.int64)
+    at[~lanes_share] = (first[rows // _WARP] + rows % _WARP)[~lanes_share] + step * _WARP
+    at[lanes_share] = shared[rows[lanes_share] // _WARP] + number[lanes_share]
+    words = np.full(shared[-1], nothing, np.int32)
+    words[at] = _words(weights, index)
+    first = np.concatenate((first, shared)) if warps else first
+    return first.astype(np.int32), words
 
 
 def _steps(rows: NDArray[Any], index: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.int64]:
@@ -205,7 +195,6 @@ class _GraphTables:
     """A graph as the kernels read it: struct Graph of csrc/ctc/denominator.cuh, and the labels' nodes of Shares."""
 
     rows: int  # P
-    parents: int  # padded
     arguments: tuple[Any, ...]  # of `_GRAPH`
     of_label: Tensor
     forward_row: Tensor
@@ -217,7 +206,8 @@ class _GraphTables:
         families = np.bincount(graph.parents[graph.shares > 0], minlength=nodes)
         parents = parents[np.argsort(-families[parents], kind="stable")]
         rows = _padded(nodes)
-        padding = rows + _padded(len(parents))
+        parent_count = _padded(len(parents))
+        padding = rows + parent_count
         same = graph.labels[graph.sources] == graph.labels[graph.targets]
         warps = _threads(rows) // _WARP
         forward = _row_of(np.bincount(graph.targets, minlength=nodes), warps)
@@ -226,31 +216,15 @@ class _GraphTables:
         column[parents] = np.arange(len(parents))
         # A node that is a parent sends what its children give it too.
         sent = np.where(column >= 0, rows + column, forward)[graph.sources]
-        arcs = _SlicedArcs.of(
-            forward[graph.targets], sent + same * (padding + 1), graph.weights, rows, padding, device, warps
-        )
-        children = np.flatnonzero(graph.shares > 0)
-        of_children = _SlicedArcs.of(
-            column[graph.parents[children]],
-            forward[children],
-            graph.shares[children],
-            _padded(len(parents)),
-            padding,
-            device,
-        )
-        parent_rows = np.zeros(_padded(len(parents)), np.int32)
+        arcs = _sliced_arcs(forward[graph.targets], sent + same * (padding + 1), graph.weights, rows, padding, warps)
+        own, parent = np.flatnonzero(graph.shares > 0), column[graph.parents[graph.shares > 0]]
+        children = _sliced_arcs(parent, forward[own], graph.shares[own], parent_count, padding)
+        parent_rows = np.zeros(parent_count, np.int32)
         parent_rows[: len(parents)] = forward[parents]
-        mirrored = _SlicedArcs.of(
-            backward[graph.sources[~same]],
-            backward[graph.targets[~same]],
-            graph.weights[~same],
-            rows,
-            rows,
-            device,
-            warps,
-        )
+        start, end = backward[graph.sources[~same]], backward[graph.targets[~same]]
+        mirrored = _sliced_arcs(start, end, graph.weights[~same], rows, rows, warps)
         same_words = _words(graph.weights[same], backward[graph.targets[same]])
-        parent_words = _words(graph.shares[children], column[graph.parents[children]])
+        parent_words = _words(graph.shares[own], parent)
 
         def by_row(row_of: NDArray[np.int64], values: NDArray[Any], dtype: Any, padding: int = 0) -> Tensor:
             placed = np.full(rows, padding, dtype)
@@ -260,24 +234,21 @@ class _GraphTables:
         arguments = (
             by_row(forward, graph.labels, np.int32),
             by_row(forward, graph.ends, np.float32),
-            *(arcs.first, arcs.words),
-            *(of_children.first, of_children.words),
-            _on(device, parent_rows),
+            *(_on(device, values) for values in (*arcs, *children, parent_rows)),
             by_row(backward, column, np.int32, -1),
             int(forward[graph.start]),
-            _padded(len(parents)),
+            parent_count,
             by_row(backward, graph.labels, np.int32),
             by_row(backward, graph.ends, np.float32),
-            *(mirrored.first, mirrored.words),
+            *(_on(device, values) for values in mirrored),
             by_row(backward[graph.sources[same]], same_words, np.int32, rows),
-            by_row(backward[children], parent_words, np.int32, _padded(len(parents))),
+            by_row(backward[own], parent_words, np.int32, parent_count),
         )
         by_label = np.argsort(graph.labels, kind="stable")
         by_label = by_label[graph.labels[by_label] > 0]
         of_label = np.searchsorted(graph.labels[by_label], np.arange(vocabulary + 1)).astype(np.int32)
         return cls(
             rows,
-            _padded(len(parents)),
             arguments,
             _on(device, of_label),
             _on(device, forward[by_label].astype(np.uint16)),
@@ -365,12 +336,15 @@ class Denominator:
 
     def __init__(self, graph: LabelGraph, vocabulary: int) -> None:
         self.graph, self.vocabulary = graph, vocabulary
+        nodes = len(graph.labels)
+        arcs = 2 * (len(graph.weights) + nodes)  # padded to slices, and other words
+        self._plan = partial(plan, nodes, len(graph.parent_nodes), arcs, vocabulary)
         self._tables: dict[torch.device, _GraphTables] = {}
         self._matrices: dict[tuple[torch.device, torch.dtype], _Matrices] = {}
 
     def why_not(self, device: torch.device) -> str | None:
         """Say why the kernels cannot sum over the graph on a device; None if they can."""
-        return why_no_plan(device, lambda smem_bytes: self._plan(smem_bytes, 1))
+        return why_no_plan(device, self._plan)
 
     def __call__(self, logits: Tensor, frames: Tensor) -> Tensor:
         """The logarithm of the denominator of each utterance.
@@ -404,18 +378,6 @@ class Denominator:
         if (device, dtype) not in self._matrices:
             self._matrices[device, dtype] = _Matrices.of(self.graph, self.vocabulary, device, dtype)
         return self._matrices[device, dtype]
-
-    def _plan(self, smem_bytes: int, utterances: int) -> Launch:
-        arcs = 2 * (len(self.graph.weights) + self._nodes)  # padded to slices, and other words
-        return plan(self._nodes, self._parents, arcs, self.vocabulary, smem_bytes, utterances)
-
-    @cached_property
-    def _nodes(self) -> int:
-        return len(self.graph.labels)
-
-    @cached_property
-    def _parents(self) -> int:
-        return len(self.graph.parent_nodes)
 
 
 class _ByKernels(torch.autograd.Function):

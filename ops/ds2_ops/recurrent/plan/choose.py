@@ -3,6 +3,8 @@
 Shape letters: B batch, H hidden.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 from ds2_ops.jit.runtime import MIN_CAPABILITY
@@ -10,7 +12,7 @@ from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.narrow import narrow_choices, portable_choices
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
-from ds2_ops.recurrent.plan.units import largest_units_hidden, units_choices
+from ds2_ops.recurrent.plan.units import units_choices
 from ds2_ops.recurrent.plan.wide import wide_choices
 
 
@@ -85,7 +87,8 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
     if problem.cell.phases > 1 and problem.directions == 1:
-        largest = max(largest_grid, *largest_units_hidden(problem, device, sms))
+        of_units = functools.partial(_fits, problem, lambda one: units_choices(one, device, sms))
+        largest = max(largest_grid, _largest(of_units, 0, 2), _largest(of_units, -1, 2))
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be "
             f"used on {device.name}, {problem.nonlinearity} has kernels for at most {largest}; use reset_after=True, a "
@@ -138,14 +141,20 @@ def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
 
 def largest_grid_hidden(problem: Problem, device: DeviceFacts, sms: int) -> int:
     """Return the largest hidden size whose both passes the whole-chip designs can run on ``sms`` multiprocessors."""
-
-    def fits(hidden: int) -> bool:
-        passes = (problem._replace(batch=1, hidden=hidden, backward=backward) for backward in (True, False))
-        return all(grid_choices(one, device, sms) for one in passes)
-
+    fits = functools.partial(_fits, problem, lambda one: grid_choices(one, device, sms))
     hidden = 64 * sms  # more than registers and shared memory hold
     while hidden > 0 and not fits(hidden):
         hidden -= 64
-    while fits(hidden + 1):
-        hidden += 1
+    return _largest(fits, hidden, 1)
+
+
+def _fits(problem: Problem, choices: Callable[[Problem], list[Choice]], hidden: int) -> bool:
+    """Whether there are choices for both passes of a hidden size."""
+    return all(choices(problem._replace(batch=1, hidden=hidden, backward=backward)) for backward in (True, False))
+
+
+def _largest(fits: Callable[[int], bool], hidden: int, step: int) -> int:
+    """Return the last hidden size, from one on, before one that does not fit."""
+    while fits(hidden + step):
+        hidden += step
     return hidden

@@ -117,8 +117,6 @@ def _choice(
         rows=sums * owned,
         work=Work(
             layout=f"cluster{cluster}",
-            backward=problem.backward,
-            split_words=problem.split_words,
             tiles=-(-tiles // clusters),
             m_tiles=m_tiles,
             k_tiles=k_tiles,
@@ -130,8 +128,7 @@ def _choice(
             blocks=cluster * min(tiles, clusters),
             rounds=-(-samples // (FINISHERS // head_words)),
             state_words=cluster * sent * words,
-            sums=sums,
-            sent=sent,
+            **problem.of_work,
         ),
     )
 

@@ -151,8 +151,6 @@ def _choice(
         exchange_words=slots * groups * sent * words * samples + (team_words if team else 0),
         work=Work(
             layout=f"{'portable' if portable else 'narrow'}{cluster}",
-            backward=problem.backward,
-            split_words=problem.split_words,
             tiles=tiles,
             m_tiles=m_tiles,
             k_tiles=2 * k_pairs,
@@ -165,9 +163,7 @@ def _choice(
             rounds=-(-m_tiles * MMA_ROWS * _pairs(samples) // FINISHERS),
             state_words=-(-sent * words // cluster),
             smem_k_tiles=2 * smem_pairs,
-            sums=sums,
-            sent=sent,
-            phases=cell.phases,
+            **problem.of_work,
         ),
     )
 

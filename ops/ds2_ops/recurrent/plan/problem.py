@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds2_ops.jit.build import LAUNCH_REGISTERS
 from ds2_ops.jit.launch import Launch, names, parameters, translation_unit
@@ -127,6 +127,12 @@ class Problem(NamedTuple):
     def sent(self) -> int:
         """Numbers of a unit that other blocks read in a step."""
         return self.cell.gates if self.backward else 1
+
+    @property
+    def of_work(self) -> dict[str, Any]:
+        """What the `Work` of every tile for it has."""
+        kind = {"backward": self.backward, "split_words": self.split_words, "phases": self.cell.phases}
+        return {"sums": self.sums, "sent": self.sent, **kind}
 
 
 @dataclass(frozen=True)

@@ -26,21 +26,6 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
     return fitting
 
 
-def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tuple[int, int]:
-    """Return the largest even and the largest odd hidden size whose both passes this design can run."""
-
-    def fits(hidden: int) -> bool:
-        passes = (problem._replace(batch=1, hidden=hidden, backward=backward) for backward in (True, False))
-        return all(units_choices(one, device, sms) for one in passes)
-
-    even, odd = 0, -1
-    while fits(even + 2):
-        even += 2
-    while fits(odd + 2):
-        odd += 2
-    return even, odd
-
-
 def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, samples: int) -> Choice | None:
     cell, per_word, sums, sent = problem.cell, problem.per_word, problem.sums, problem.sent
     warp_units = 16 if sums == 1 else 8
@@ -80,8 +65,6 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
         rows=sums * owned,
         work=Work(
             layout=f"units{cluster}",
-            backward=problem.backward,
-            split_words=problem.split_words,
             tiles=-(-tiles // clusters),
             m_tiles=1 if sums == 1 else -(-sums // 2),
             k_tiles=k_tiles,
@@ -93,9 +76,7 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
             blocks=blocks,
             rounds=warps_of_sub_core,
             state_words=cluster * sent * words,
-            sums=sums,
-            sent=sent,
-            phases=cell.phases,
+            **problem.of_work,
         ),
     )
 

@@ -125,8 +125,6 @@ def _choice(
         exchange_words=streams * SLOTS * groups * sent * words * SAMPLES,
         work=Work(
             layout=f"{'streams' if streams > 1 else 'wide' if warp_groups == 2 else 'wider'}{cluster}",
-            backward=problem.backward,
-            split_words=problem.split_words,
             tiles=tiles,
             m_tiles=warps,
             k_tiles=k_tiles,
@@ -138,9 +136,8 @@ def _choice(
             blocks=streams * used * cluster,
             rounds=1,
             state_words=k_tiles * MMA_WORDS,
-            sums=sums,
-            sent=sent,
             smem_k_tiles=smem_tiles,
+            **problem.of_work,
         ),
     )
 
