@@ -43,13 +43,8 @@ def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}: move one with .to(device)")
 
 
-def check_x(x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise unless ``x`` is (T, B, H) of an allowed dtype."""
-    check_frames(x.shape, x.dtype, dtypes)
-
-
-def check_frames(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise unless a shape is (T, B, H) and its dtype is allowed."""
+def check_x(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise unless the shape of x is (T, B, H) and its dtype is allowed."""
     if len(shape) != 3:
         raise ValueError(f"x has shape {tuple(shape)}, expected (T, B, H): frames, batch, hidden")
     if dtype not in dtypes:
@@ -58,11 +53,7 @@ def check_frames(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torc
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Return whether autograd must record an operation on these tensors."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -148,8 +139,10 @@ def _log_choice(fastest: str, fallback: str, reason: str | None, case: str, fact
     _log.info(f"{case} runs on backend %s", *facts, chosen)
 
 
-def check_lengths(lengths: Tensor, batch: int) -> None:
-    """Raise unless ``lengths`` is an integer tensor of shape (B,)."""
+def check_lengths(lengths: Tensor | None, batch: int) -> None:
+    """Raise unless ``lengths`` is an integer tensor of shape (B,), or None."""
+    if lengths is None:
+        return
     check_shape("lengths", lengths, (batch,), "(B,)")
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"lengths is {lengths.dtype}, allowed are torch.int32 and torch.int64")
@@ -197,11 +190,6 @@ def reverse_time(x: Tensor, lengths: Tensor | None) -> Tensor:
     return _reorder(x, order)
 
 
-def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    apply: Callable[[Tensor, Tensor], Tensor] = _Reorder.apply
-    return apply(x, order)
-
-
 class _Reorder(torch.autograd.Function):
     """Reorder the frames of x (T, B, ...) by an order (T, B) that is its own inverse."""
 
@@ -214,3 +202,6 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
         return _reorder(grad, order), None
+
+
+_reorder: Callable[[Tensor, Tensor], Tensor] = _Reorder.apply

@@ -11,7 +11,7 @@ slots, K x J taps over bins and frames, S x n strides over bins and frames.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,11 +202,6 @@ def folded_weight(weight: Tensor) -> Tensor:
     return kernel.permute(0, 2, 3, 1).flatten(1, 2)[..., None]
 
 
-def _convolved(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    y: Tensor = _Convolve.apply(x, weight, stride)  # type: ignore[no-untyped-call]
-    return y
-
-
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int) -> Tensor:
@@ -233,6 +228,9 @@ class _Convolve(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = _weight_gradient(x, grad_y, weight, ctx.stride)
         return grad_x, grad_weight, None
+
+
+_convolved: Callable[[Tensor, Tensor, int], Tensor] = _Convolve.apply
 
 
 def correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, group: int | None = None) -> None:

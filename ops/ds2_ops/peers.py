@@ -119,9 +119,8 @@ class PeerSum:
         """
         count = chunks[0].numel()
         if count:
-            what = lambda: f"the sum over ranks of {count} numbers"  # noqa: E731
-            launch = self._launch(grid=-(-count // SUM_THREADS))
-            run(launch, [*self._arguments, chunks, len(chunks), count, own], what, chunks.device)
+            launch, arguments = self._launch(grid=-(-count // SUM_THREADS)), (chunks, len(chunks), count, own)
+            run(launch, [*self._arguments, *arguments], lambda: f"the sum over ranks of {count} numbers", chunks.device)
         return chunks[:1]
 
 
@@ -153,8 +152,8 @@ class PeerExchange:
         Raises:
             RuntimeError: the driver's error.
         """
-        what = lambda: f"a copy of {tensor.numel()} numbers to another rank"  # noqa: E731
-        run(Launch(_await_source(), 32), [self._own], what, tensor.device)
+        count, device = tensor.numel(), tensor.device
+        run(Launch(_await_source(), 32), [self._own], lambda: f"a copy of {count} numbers to another rank", device)
         _copy(self._other + _HEADER_BYTES, tensor)
 
     def add(self, tensor: Tensor) -> None:
@@ -163,13 +162,11 @@ class PeerExchange:
         Raises:
             RuntimeError: the driver's or compiler's error.
         """
-        count = tensor.numel()
-        what = lambda: f"the addition of {count} numbers of another rank"  # noqa: E731
-        blocks = min(_EXCHANGE_BLOCKS * multiprocessors(tensor.device), _MAX_EXCHANGE_BLOCKS)
-        launch = Launch(_add_source(), EXCHANGE_THREADS, grid=min(blocks, -(-count // EXCHANGE_THREADS)))
-        run(
-            launch, [self._own, self._other, tensor, self._own + _HEADER_BYTES, count, launch.grid], what, tensor.device
-        )
+        count, device = tensor.numel(), tensor.device
+        grid = min(_EXCHANGE_BLOCKS * multiprocessors(device), _MAX_EXCHANGE_BLOCKS, -(-count // EXCHANGE_THREADS))
+        arguments = (self._own, self._other, tensor, self._own + _HEADER_BYTES, count, grid)
+        launch = Launch(_add_source(), EXCHANGE_THREADS, grid)
+        run(launch, arguments, lambda: f"the addition of {count} numbers of another rank", device)
 
 
 def _copy(to: int, tensor: Tensor) -> None:

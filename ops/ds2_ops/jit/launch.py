@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import ENTRY
@@ -21,18 +21,11 @@ from ds2_ops.jit.build import ENTRY
 if TYPE_CHECKING:
     import torch
 
+    Argument = torch.Tensor | float | None
+
 _thread = threading.local()  # has `ready` once the thread has a CUDA context; a new thread has none
 
 
-class HasAddress(Protocol):
-    """An array that knows the address of its first element, as torch's tensors do."""
-
-    def data_ptr(self) -> int:
-        """Return the address."""
-        ...
-
-
-Argument = HasAddress | float | None
 Parameters = tuple[tuple[str, str], ...]  # (C type, name), in the kernel's order
 
 
@@ -143,7 +136,7 @@ def translation_unit(
     return Source(text, parameters)
 
 
-def _pointer(value: HasAddress | int | None) -> int:
+def _pointer(value: torch.Tensor | int | None) -> int:
     if isinstance(value, int):
         return value
     if value is None:

@@ -11,6 +11,7 @@ Shape letters: B utterances, F bins, T frames, C channels.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy as np
 from ds2_ops.batch_norm.rows import NUMBERS, Rows
 from ds2_ops.jit.launch import Launch
 from ds2_ops.primitives.arrays import Arrays, ContiguousOp, multiprocessors_of
-from ds2_ops.recurrent.primitives import product
 
 
 class BatchNorm(ContiguousOp):
@@ -56,7 +56,7 @@ class BatchNorm(ContiguousOp):
             raise ValueError(f"shape is {shape}, allowed are sizes of 1 or more, (B, F, T, C) with ragged=True")
         bins, frames = (shape[1], shape[2]) if ragged else (0, 0)
         sms = multiprocessors_of(device)
-        self.rows = Rows(dtype, product(shape[:-1]), shape[-1], sms, bins, frames, clip is not None)
+        self.rows = Rows(dtype, math.prod(shape[:-1]), shape[-1], sms, bins, frames, clip is not None)
         if shape[-1] % self.rows.numbers:
             raise ValueError(f"there are {shape[-1]} channels, allowed in {dtype} are multiples of {self.rows.numbers}")
         self.shape, self.ragged, self.eps, self.clip, self.device = shape, ragged, eps, clip, device

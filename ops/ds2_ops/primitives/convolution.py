@@ -15,6 +15,7 @@ Shape letters: N images, C channels, K outputs, H x W data, R x S taps, P x Q re
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, Source, launch_on, names, parameters, translation_unit
 from ds2_ops.primitives.arrays import multiprocessors_of, on_cpu, read_cpu, write_cpu
-from ds2_ops.recurrent.primitives import Array, on_gpu, product, stream_handle, workspace_address
+from ds2_ops.recurrent.primitives import Array, on_gpu, stream_handle, workspace_address
 
 THREADS, TILE_COLUMNS, TILE_DEPTH = 256, 128, 8
 _TILE_ROWS, _FEW_ROWS = (32, 64, 96, 128), 8  # below so many rows of a group a thread makes one sum
@@ -103,8 +104,8 @@ class Convolution:
             "y": (images, outputs, *out),
         }
         splits = self._splits("weight_gradient")
-        sum_bytes = 8 if dtype == "float64" else 4
-        self.workspace_bytes = splits * product(self.shapes["weight"]) * sum_bytes if splits > 1 else 0
+        self._sum_bytes = 8 if dtype == "float64" else 4
+        self.workspace_bytes = splits * math.prod(self.shapes["weight"]) * self._sum_bytes if splits > 1 else 0
 
     def forward(self, x: Any, weight: Any, y: Any, *, stream: Any = None, beta: float = 0.0) -> None:
         """Make y = weight * x + beta y, queued on a stream (any of those that the recurrence's primitives take).
@@ -133,15 +134,15 @@ class Convolution:
     @property
     def operations(self) -> int:
         """Multiplications and additions of a pass, those with padding among them."""
-        return 2 * product(self.shapes["y"]) * self.channels * product(self.taps)
+        return 2 * math.prod(self.shapes["y"]) * self.channels * math.prod(self.taps)
 
     def _sizes(self, kind: str) -> tuple[int, int, int]:
         """Rows, columns and depth of the products of a group."""
-        taps = product(self.taps)
-        places = self.images * product(self.out)
+        taps = math.prod(self.taps)
+        places = self.images * math.prod(self.out)
         return {
             "forward": (self.outputs, places, self.channels * taps),
-            "data_gradient": (self.channels, self.images * product(self.size), self.outputs * taps),
+            "data_gradient": (self.channels, self.images * math.prod(self.size), self.outputs * taps),
             "weight_gradient": (self.outputs, self.channels * taps, places),
         }[kind]
 
@@ -176,29 +177,25 @@ class Convolution:
         """
         for name, array in arrays.items():
             reach = sum((count - 1) * step for count, step in zip(array.shape, array.strides, strict=True))
-            if min(array.strides) < 0 or reach > _MOST or product(array.shape) > _MOST:
+            if min(array.strides) < 0 or reach > _MOST or math.prod(array.shape) > _MOST:
                 raise ValueError(f"{name} has strides {array.strides}: allowed are those from 0 on within 2^31 numbers")
         rows, columns, _ = self._sizes(kind)
         geometry = self._geometry(arrays)
         each = -(-self.groups * rows * columns // THREADS)
+        number = f"ds2::{_NUMBERS[self.dtype]}"
+        kernel = f"{number}, Geometry, ds2::{_KINDS[kind]}<{number}, Geometry>"
+
+        def launch(function: str, arguments: str, grid: int, smem_bytes: int = 0) -> Launch:
+            return Launch(_source(self.dtype, geometry, function + arguments), THREADS, grid, smem_bytes=smem_bytes)
+
         if rows < _FEW_ROWS:
-            return [
-                Launch(
-                    _source(self.dtype, geometry, f"multiply_each<{_of(self.dtype, kind)}>(convolution)"), THREADS, each
-                )
-            ]
+            return [launch(f"multiply_each<{kernel}>", "(convolution)", each)]
         splits = self._splits(kind)
         tile = _tile_rows(rows, 0 if splits > 1 else self.groups * -(-columns // TILE_COLUMNS), self._sms)
         grid = splits * self.groups * -(-rows // tile) * -(-columns // TILE_COLUMNS)
-        sum_bytes = 8 if self.dtype == "float64" else 4
-        smem_bytes = 2 * TILE_DEPTH * (tile + 4 + TILE_COLUMNS) * sum_bytes
-        call = f"multiply_tiles<{_of(self.dtype, kind)}, {tile}>(convolution, shared)"
-        launches = [Launch(_source(self.dtype, geometry, call), THREADS, grid, smem_bytes=smem_bytes)]
-        if splits > 1:
-            launches.append(
-                Launch(_source(self.dtype, geometry, f"add_parts<{_of(self.dtype, kind)}>(convolution)"), THREADS, each)
-            )
-        return launches
+        smem_bytes = 2 * TILE_DEPTH * (tile + 4 + TILE_COLUMNS) * self._sum_bytes
+        launches = [launch(f"multiply_tiles<{kernel}, {tile}>", "(convolution, shared)", grid, smem_bytes)]
+        return launches + ([launch(f"add_parts<{kernel}>", "(convolution)", each)] if splits > 1 else [])
 
     def _geometry(self, arrays: dict[str, Array]) -> tuple[tuple[str, int], ...]:
         top, _, left, _ = self.padding
@@ -222,11 +219,6 @@ def _tile_rows(rows: int, others: int = 0, sms: int = 1) -> int:
     if others:
         return min(reversed(_TILE_ROWS), key=lambda tile: -(-others * -(-rows // tile) // sms) * (tile + 32))
     return min(reversed(_TILE_ROWS), key=lambda tile: -(-rows // tile) * tile)
-
-
-def _of(dtype: str, kind: str) -> str:
-    number = f"ds2::{_NUMBERS[dtype]}"
-    return f"{number}, Geometry, ds2::{_KINDS[kind]}<{number}, Geometry>"
 
 
 @functools.cache

@@ -155,9 +155,6 @@ def _gradients(
     return grad_x, grad_weight, grad_bias, grad_h0 if needed[3] else None, grad_c0 if needed[4] else None, None
 
 
-Pairs = list[tuple[Tensor, Tensor]]  # (T, B, R) and (T, B, H): their products over all frames add up to R rows
-
-
 def _factors(
     cell: Cell,
     grad_x: Tensor,
@@ -166,28 +163,31 @@ def _factors(
     saved: Tensor | None,
     h0: Tensor | None,
     lengths: Tensor | None,
-) -> list[list[Pairs]]:
+) -> list[list[Factors]]:
     """Of which products the gradient of each direction's matrix consists, by rows from the first to the last.
 
     dW = sum_t grad_t h_(t-1)^T: gradients are 0 at padding, so padding adds nothing.
     """
-    hidden, directions = y.shape[-1], []
+    hidden, directions = y.shape[-1], list[list[Factors]]()
+    apart = cell.last_apart or cell.phases > 1
     for way, (grad, last, states) in enumerate(zip(*map(_by_direction, (grad_x, grad_last, y)), strict=True)):
         first = h0 if h0 is None or y.dim() == 3 else h0[:, way]
         before = _states_before(states, first, lengths, backwards=way == 1)
+        rows: list[Factors] = [
+            [_flat(grad[at][..., : -hidden if apart else None], previous) for at, previous in before]
+        ]
         if cell.phases > 1:  # the product of the last gate takes r h
             assert saved is not None
-            reset = saved[:, :, 0] * saved[:, :, 4]
-            rows = [[(grad[at][..., :-hidden], previous) for at, previous in before], [(last, reset)]]
-        elif cell.last_apart:
-            rows = [
-                [(grad[at][..., :-hidden], previous) for at, previous in before],
-                [(last[at], previous) for at, previous in before],
-            ]
-        else:
-            rows = [[(grad[at], previous) for at, previous in before]]
+            rows.append([_flat(last, saved[:, :, 0] * saved[:, :, 4])])
+        elif apart:
+            rows.append([_flat(last[at], previous) for at, previous in before])
         directions.append(rows)
     return directions
+
+
+def _flat(grad: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, B, R) and (T, B, H) as the factors (R, T B) and (T B, H) of a product over all frames."""
+    return grad.flatten(0, 1).t(), previous.flatten(0, 1)
 
 
 def _by_direction(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -213,30 +213,26 @@ def _states_before(
     return [(slice(None), following)]
 
 
-def _products(rows: list[Pairs]) -> Tensor:
-    matrices = [_product(pairs) for pairs in rows]
+def _products(rows: Sequence[Factors]) -> Tensor:
+    matrices = [_product(factors) for factors in rows]
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
-def _product(pairs: Pairs) -> Tensor:
-    """Sum of outer products (R, H) of (T, B, R) and (T, B, H), in float32 where tensors are 16-bit on a GPU."""
-    left, right = product(_flat(pairs))
+def _product(factors: Factors) -> Tensor:
+    """The sum (R, H) of products, in float32 where tensors are 16-bit on a GPU."""
+    left, right = product(factors)
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         # cuBLAS may cut a sum over so many frames in parts and add these in the type of the output: ask for float32.
         return torch.mm(left, right, out_dtype=torch.float32).to(left.dtype)
     return left @ right
 
 
-def _add_products(sink: GradientSink, rows: list[Pairs]) -> None:
+def _add_products(sink: GradientSink, rows: Sequence[Factors]) -> None:
     start = 0
-    for pairs in rows:
-        stop = start + pairs[0][0].shape[2]
-        (sink if len(rows) == 1 else sink.rows(start, stop)).add_products(_flat(pairs))
+    for factors in rows:
+        stop = start + len(factors[0][0])
+        (sink if len(rows) == 1 else sink.rows(start, stop)).add_products(factors)
         start = stop
-
-
-def _flat(pairs: Pairs) -> Factors:
-    return [(grad.flatten(0, 1).t(), previous.flatten(0, 1)) for grad, previous in pairs]
 
 
 def _run_forward(

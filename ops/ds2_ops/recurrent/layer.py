@@ -257,14 +257,13 @@ def _lstm_of_library(
 
 def _lengths_of(x: Tensor, lengths: Tensor | None) -> Tensor | None:
     """Check the lengths of x (T, B, ...) and copy them to its device."""
-    if lengths is not None:
-        check_lengths(lengths, x.shape[1])
+    check_lengths(lengths, x.shape[1])
     return lengths_on(lengths, len(x), x.device)
 
 
 def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> None:
     """Check x (T, B, K), weight_ih (rows, K) and bias (rows,); `rows` is their name in messages."""
-    check_x(x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    check_x(x.shape, x.dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
     check_shape("weight_ih", weight_ih, (weight_ih.shape[0], x.shape[2]), f"({rows}, K)")
     check_shape("bias", bias, (weight_ih.shape[0],), f"({rows},)")
     for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):

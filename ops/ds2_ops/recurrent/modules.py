@@ -74,9 +74,7 @@ class _DropIn(nn.RNNBase):
         if input.dim() == 2:
             y, last = self.forward(input.unsqueeze(int(not self.batch_first)), _each(hx, lambda t: t[:, None]), lengths)
             assert isinstance(y, Tensor)
-            squeezed = _each(last, lambda t: t[:, 0])
-            assert squeezed is not None
-            return y.squeeze(int(not self.batch_first)), squeezed
+            return y.squeeze(int(not self.batch_first)), _each(last, lambda t: t[:, 0])
         if lengths is not None:
             frames, batch = (input.shape[1], input.shape[0]) if self.batch_first else input.shape[:2]
             check_lengths(lengths, batch)

@@ -271,10 +271,9 @@ def _one_direction(
     if not 0.0 < clip < math.inf and CELLS[cell].takes_clip:
         raise ValueError(f"clip is {clip}, allowed is a positive finite number; for no bound use cell='relu'")
     check_tensors(cell, x, weight_hh, bias_hn, h0, c0)
-    if lengths is not None:
-        check_lengths(lengths, x.shape[1])
-        if not compiling or backend == "reference":
-            lengths = lengths_on(lengths, x.shape[0], x.device)
+    check_lengths(lengths, x.shape[1])
+    if not compiling or backend == "reference":
+        lengths = lengths_on(lengths, x.shape[0], x.device)
     if backend == "reference":
         narrow = None if c0 is None else c0.to(x.dtype)
         y, h_n, *last = recurrence_reference(
@@ -311,8 +310,7 @@ def _both_directions(
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, B, 2, {gates} H): a row a frame and direction")
     check_tensors(cell, x, weight_hh, bias_hn, h0, c0)
     hidden = x.shape[3] // gates
-    if lengths is not None:
-        check_lengths(lengths, x.shape[1])
+    check_lengths(lengths, x.shape[1])
     if not torch.compiler.is_compiling() and in_one_launch(cell, x, hidden, backend, max_sms):
         facts = (hidden, cell, x.dtype, x.device)
         choose_backend(backend, "persistent", "gemm", None, "both directions of H %d %s %s on %s", *facts)

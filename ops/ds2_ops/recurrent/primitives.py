@@ -13,8 +13,8 @@ Shape letters: T frames, B batch, H hidden.
 """
 
 import functools
-import operator
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,17 +42,8 @@ class Array:
     @property
     def plain(self) -> bool:
         """True if the kernels can use it as it is."""
-        expected, steps = 1, []
-        for count in reversed(self.shape):
-            steps.append(expected)
-            expected *= count
-        pairs = zip(self.shape, self.strides, reversed(steps), strict=True)
-        return self.address % 4 == 0 and all(count == 1 or stride == step for count, stride, step in pairs)
-
-
-def product(shape: Sequence[int]) -> int:
-    """How many elements an array of a shape has."""
-    return functools.reduce(operator.mul, shape, 1)
+        axes = zip(self.shape, self.strides, contiguous(self.shape), strict=True)
+        return self.address % 4 == 0 and all(count == 1 or stride == step for count, stride, step in axes)
 
 
 def aligned(count: int) -> int:
@@ -62,7 +53,7 @@ def aligned(count: int) -> int:
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of an array whose rows follow one another."""
-    return tuple(product(shape[i + 1 :]) for i in range(len(shape)))
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def view(name: str, array: Any, stream: int) -> Any:
@@ -132,7 +123,7 @@ def workspace_address(workspace: Any, size: int, stream: int) -> int:
     if size == 0:
         return 0
     source = view("workspace", workspace, stream)
-    most, address = source.dtype.itemsize * product(source.shape), int(source.ptr)
+    most, address = source.dtype.itemsize * math.prod(source.shape), int(source.ptr)
     if most < size or address % ALIGNMENT:
         raise ValueError(
             f"workspace has {most} bytes from {address:#x} on, expected workspace_bytes = {size} from a multiple of "
@@ -147,7 +138,7 @@ def move(source: Array, target: Array, beta: float, dtype: str) -> tuple[Launch,
     numbers: list[float] = []
     for array in (source, target):
         numbers += [array.address, *(0,) * missing, *array.strides]
-    launch = replace(_move_launch(dtype), grid=min(-(-product(source.shape) // 1024), 2048))
+    launch = replace(_move_launch(dtype), grid=min(-(-math.prod(source.shape) // 1024), 2048))
     return launch, [*numbers, *(1,) * missing, *source.shape, beta]
 
 
@@ -210,7 +201,7 @@ class _Op:
         for name in self._inputs + self._results:
             if name and (any_layout or (name == "weight_hh" and self.backward)):
                 self._copies[name] = self.workspace_bytes
-                self.workspace_bytes += aligned(ELEMENT_BYTES[dtype] * product(self._shapes[name]))
+                self.workspace_bytes += aligned(ELEMENT_BYTES[dtype] * math.prod(self._shapes[name]))
 
     def _arrays(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all arrays that a pass may take, by their names."""

@@ -69,12 +69,11 @@ def lookahead(
     """
     check_choice("backend", backend, BACKENDS)
     x, weight = under_autocast(x, weight)  # type: ignore[assignment]
-    check_x(x, _DTYPES)
+    check_x(x.shape, x.dtype, _DTYPES)
     if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (H, tau + 1) with H = {x.shape[2]}")
     check_like("weight", weight, x)
-    if lengths is not None:
-        check_lengths(lengths, x.shape[1])
+    check_lengths(lengths, x.shape[1])
     if backend == "reference":
         return lookahead_reference(x, weight, lengths_on(lengths, x.shape[0], x.device))
     op: Callable[..., Tensor] = _forward
@@ -118,12 +117,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(x, weight, lengths)
 
 
-def _gradients(
-    backward: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_y: Tensor
-) -> tuple[Tensor, Tensor, None, None]:
-    x, weight, lengths = ctx.saved_tensors
-    grad_x, grad_weight = backward(grad_y, x, weight, lengths, ctx.backend)
-    return grad_x, grad_weight, None, None
+def _compiled_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(grad_y, *ctx.saved_tensors, ctx.backend), None, None
 
 
 class _EagerLookahead(torch.autograd.Function):
@@ -139,17 +134,17 @@ class _EagerLookahead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("lookahead")
+        inputs = (grad_y, *ctx.saved_tensors, ctx.backend)
         if ctx.sink is None or not ctx.needs_input_grad[2]:
-            return None, *_gradients(_run_backward, ctx, grad_y)
-        x, weight, lengths = ctx.saved_tensors
-        grad_x, make = _backward_in_parts(grad_y, x, weight, lengths, ctx.backend)
+            return None, *_run_backward(*inputs), None, None
+        grad_x, make = _backward_in_parts(*inputs)
         ctx.sink(make)
         return None, grad_x, None, None, None
 
 
 _forward = torch.library.custom_op("ds2::lookahead_forward", _run_forward, mutates_args=())
 _backward = torch.library.custom_op("ds2::lookahead_backward", _run_backward, mutates_args=())
-_forward.register_autograd(functools.partial(_gradients, _backward), setup_context=_save_for_backward)
+_forward.register_autograd(_compiled_backward, setup_context=_save_for_backward)
 
 
 @_forward.register_fake

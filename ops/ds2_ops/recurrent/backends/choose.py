@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ds2_ops.checks import check_choice, check_frames, choose_backend
+from ds2_ops.checks import check_choice, check_x, choose_backend
 from ds2_ops.recurrent.backends.persistent import why_not
 from ds2_ops.recurrent.cells import CELLS
 
@@ -48,7 +48,7 @@ def check_call(backend: str, shape: Sequence[int], dtype: torch.dtype, cell: str
     check_choice("backend", backend, BACKENDS)
     if max_sms is not None and max_sms < 1:
         raise ValueError(f"max_sms is {max_sms}, allowed are 1 or more, or None for all")
-    check_frames(shape, dtype, _DTYPES)
+    check_x(shape, dtype, _DTYPES)
     gates = CELLS[cell].gates
     if shape[2] % gates:
         raise ValueError(
