@@ -45,11 +45,8 @@ def classify(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     x, rows = x.contiguous(), frames * batch
     logits = weight.new_empty(frames, batch, labels)
     launch = classify_launch(_NUMBERS[x.dtype], width, -(-rows // _ROWS))
-
-    def what() -> str:
-        return f"classifier of (T, B, H) = {tuple(x.shape)}, {x.dtype}, V {labels}"
-
-    run(launch, [x, weight, bias, logits, rows, labels], what, x.device)
+    shape, arguments = tuple(x.shape), (x, weight, bias, logits, rows, labels)
+    run(launch, arguments, lambda: f"classifier of (T, B, H) = {shape}, {x.dtype}, V {labels}", x.device)
     return logits
 
 

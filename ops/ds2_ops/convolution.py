@@ -248,10 +248,9 @@ def correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, gr
     bins_out, (rows, taps) = y.shape[1], packed.shape[:2]
     pairs = -(-bins_out // 2)
     launch = correlation_launch(pairs, batch, frames, taps, group)
-    if launch.grid:
-        tiles = launch.grid // (pairs * batch)
-        shape = (bins_in, bins_out, frames, rows, step, first, pairs, tiles)
-        run(launch, [x, packed, y, *shape], lambda: f"convolution of {tuple(x.shape)}, {rows} rows", x.device)
+    tiles = launch.grid // max(1, pairs * batch)
+    shape = (bins_in, bins_out, frames, rows, step, first, pairs, tiles)
+    run(launch, [x, packed, y, *shape], lambda: f"convolution of {tuple(x.shape)}, {rows} rows", x.device)
 
 
 def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, tile: int | None = None) -> Tensor:
@@ -471,10 +470,8 @@ def _arguments(block: ConvInput) -> list[Any]:
 
 
 def _run(name: str, threads: int, arguments: Sequence[Any], block: ConvInput) -> None:
-    def what() -> str:
-        return f"{name} of a block (B, F, T, C) = {tuple(block.x.shape)}"
-
-    run(block_launch(name, -(-threads // _THREADS)), arguments, what, block.x.device)
+    launch, shape = block_launch(name, -(-threads // _THREADS)), tuple(block.x.shape)
+    run(launch, arguments, lambda: f"{name} of a block (B, F, T, C) = {shape}", block.x.device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -118,9 +118,8 @@ class PeerSum:
             RuntimeError: the driver's or compiler's error, with size and GPU.
         """
         count = chunks[0].numel()
-        if count:
-            launch, arguments = self._launch(grid=-(-count // SUM_THREADS)), (chunks, len(chunks), count, own)
-            run(launch, [*self._arguments, *arguments], lambda: f"the sum over ranks of {count} numbers", chunks.device)
+        launch, arguments = self._launch(grid=-(-count // SUM_THREADS)), (chunks, len(chunks), count, own)
+        run(launch, [*self._arguments, *arguments], lambda: f"the sum over ranks of {count} numbers", chunks.device)
         return chunks[:1]
 
 

@@ -413,11 +413,8 @@ class _ByKernels(torch.autograd.Function):
 
 
 def _run(launch: Launch, arguments: Sequence[Any], log_probs: Tensor, rows: int) -> None:
-    def what() -> str:
-        return f"denominator of CTC-CRF, (T, B, V) = {tuple(log_probs.shape)}, {rows} nodes"
-
-    if launch.grid > 0:
-        run(launch, arguments, what, log_probs.device)
+    shape = tuple(log_probs.shape)
+    run(launch, arguments, lambda: f"denominator of CTC-CRF, (T, B, V) = {shape}, {rows} nodes", log_probs.device)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,6 @@ class _CtcLoss(torch.autograd.Function):
 
 
 def _run(launch: Launch, tensors: list[Tensor], log_probs: Tensor, longest: int, delay_penalty: float) -> None:
-    def what() -> str:
-        return f"CTC loss, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels"
-
-    if launch.grid > 0:
-        run(launch, [*tensors, *log_probs.shape, longest, delay_penalty], what, log_probs.device)
+    shape, device = tuple(log_probs.shape), log_probs.device
+    sizes = [*shape, longest, delay_penalty]
+    run(launch, [*tensors, *sizes], lambda: f"CTC loss, (T, B, V) = {shape}, {longest} labels", device)

@@ -253,8 +253,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def run(launch: Launch, arguments: Sequence[Argument], what: Callable[[], str], device: torch.device) -> None:
-    """Run `launch_on` on torch's current stream of a device; tensors and None may be among the arguments."""
-    run_on(launch, launch.source.numbers(arguments), what, device_index(device))
+    """Run `launch_on` on torch's current stream of a device; tensors and None may be among the arguments.
+
+    Nothing is launched for a grid without blocks.
+    """
+    if launch.grid:
+        run_on(launch, launch.source.numbers(arguments), what, device_index(device))
 
 
 def run_on(launch: Launch, numbers: Sequence[float], what: Callable[[], str], index: int) -> None:

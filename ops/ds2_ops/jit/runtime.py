@@ -179,12 +179,7 @@ def config(grid: int, block: int, cluster: int, smem_bytes: int, cooperative: bo
     """Describe a launch to the driver.
 
     Args:
-        grid: blocks (not clusters).
-        block: threads of a block.
-        cluster: blocks of a cluster.
-        smem_bytes: dynamic shared memory of a block.
-        cooperative: start all blocks at once or none, because they wait for each other.
-        early: start while the previous kernel runs, if that one allows it (programmatic dependent launch).
+        grid, block, cluster, smem_bytes, cooperative, early: as of `launch.Launch`, ``block`` its threads.
         stream: handle of a CUDA stream (as ``torch.cuda.current_stream().cuda_stream``).
     """
     driver = _driver()

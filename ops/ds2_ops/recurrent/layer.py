@@ -60,28 +60,15 @@ def why_no_projection(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
 def launch_projection(
     x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, concurrent: bool = False
 ) -> Tensor:
-    """Compute z = x W^T + b, 0 before each utterance's first frame.
-
-    Args:
-        x: (T, B, K) contiguous, bfloat16 or float16, on a CUDA device.
-        weight: (H, K) and bias: (H,), contiguous.
-        begin: (B,) int32 first frames, or None for 0.
-        concurrent: recurrences of other streams run at the same time: launch single blocks, since clusters would wait.
-
-    Returns:
-        (T, B, H). Its bits do not depend on T, B or the other rows.
-    """
+    """Run `project` by the kernel; `why_no_projection` returned None for the arguments, and x is contiguous."""
     frames, batch, width = x.shape
     hidden = weight.shape[0]
     z = x.new_empty(frames, batch, hidden)
     dtype = str(x.dtype).removeprefix("torch.")
-
-    def what() -> str:
-        return f"projection of (T, B, K) = {tuple(x.shape)} to H {hidden}, {x.dtype}"
-
     rows = frames * batch
     launch, shares = projection_launch(width, hidden, dtype, multiprocessors(x.device), concurrent, rows)
-    run(launch, [x, weight, bias, begin, z, rows, batch, width, hidden, shares], what, x.device)
+    arguments = [x, weight, bias, begin, z, rows, batch, width, hidden, shares]
+    run(launch, arguments, lambda: f"projection of (T, B, K) = {tuple(x.shape)} to H {hidden}, {x.dtype}", x.device)
     return z
 
 
@@ -280,7 +267,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, co
         x: (T, B, K) contiguous.
         weight: (H, K); bias: (H,); not written by kernels that still run.
         begin: (B,) int32 first frames on the device, or None for 0.
-        concurrent: as for `launch_projection`.
+        concurrent: recurrences of other streams run at the same time: launch single blocks, since clusters would wait.
 
     Returns:
         (T, B, H).

@@ -347,13 +347,10 @@ def _launched(y: Tensor, taps: Tensor, state: Tensor, skip: Tensor | None, slots
     words = batch * hidden // per_word
     out, row_words = torch.empty_like(y), hidden // per_word
     skip = None if skip is None else skip.contiguous()
-
-    def what() -> str:
-        return f"{taps.shape[0]} row convolutions of (T, B, H) = {tuple(y.shape)}, {y.dtype}"
-
-    launch = chain_launch(number, taps.shape[0], taps.shape[1] - 1, skip is not None, -(-words // _THREADS))
-    sizes = (frames, words, row_words, state.shape[1] * row_words)
-    run(launch, [y, taps, state, slots, skip, out, *sizes], what, y.device)
+    count = len(taps)
+    launch = chain_launch(number, count, taps.shape[1] - 1, skip is not None, -(-words // _THREADS))
+    arguments = [y, taps, state, slots, skip, out, frames, words, row_words, state.shape[1] * row_words]
+    run(launch, arguments, lambda: f"{count} row convolutions of (T, B, H) = {tuple(y.shape)}, {y.dtype}", y.device)
     return out
 
 

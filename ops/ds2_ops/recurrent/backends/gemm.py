@@ -222,11 +222,7 @@ def _lstm_forward(
         torch.mul(f, old_c, out=new_c).addcmul_(i, g)
         h = torch.tanh(new_c, out=new_h).mul_(o)
         old_c = new_c
-    saved = None
-    if save:
-        saved = memory.view(frames, batch, 5, hidden)
-        saved[:, :, 4] = c[:-1]
-        saved = saved.contiguous()
+    saved = _saved(memory, c[:-1]) if save else None
     c_n = c[-1].clone() if lengths is None else c[lengths.long(), torch.arange(batch)]
     return *_ended(y, h, first, lengths), c_n, saved
 
@@ -297,12 +293,7 @@ def _gru_forward(
         r_and_z.add_(of_r_and_z).sigmoid_()
         torch.addcmul(of_n, r, product, out=n).tanh_()
         h = torch.lerp(n, h, z, out=new_h)
-    saved = None
-    if save:
-        saved = memory.view(frames, batch, 5, hidden)
-        saved[1:, :, 4] = y[:-1]
-        saved[:1, :, 4] = first
-        saved = saved.contiguous()
+    saved = _saved(memory, torch.cat([first[None], y])[:-1]) if save else None
     return *_ended(y, h, first, lengths), None, saved
 
 
@@ -363,6 +354,13 @@ def _parts(memory: Tensor, frames: int, hidden: int, *spans: tuple[int, int]) ->
     """For each step the views (B, n H) of spans of its values; `memory` is of every step, or one that all use."""
     views = [memory[:, :, first * hidden : end * hidden].unbind(0) for first, end in spans]
     return list(zip(*views, strict=True)) * (1 if len(memory) == frames else frames)
+
+
+def _saved(memory: Tensor, before: Tensor) -> Tensor:
+    """(T, B, S, H) of `memory`, with the states (T, B, H) before each step as the last of each."""
+    saved = memory.view(*before.shape[:2], 5, before.shape[2])
+    saved[:, :, -1] = before
+    return saved.contiguous()
 
 
 def _ended(y: Tensor, last: Tensor, first: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

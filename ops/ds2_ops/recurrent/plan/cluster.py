@@ -13,7 +13,7 @@ from ds2_ops.recurrent.plan.problem import (
     Design,
     DeviceFacts,
     Problem,
-    plan_launch,
+    make_choice,
 )
 
 WEIGHT_REGISTERS = 180  # of a multiplying thread; the loop needs about 20 more
@@ -100,37 +100,24 @@ def _choice(
     smem_bytes = _smem_bytes(problem, cluster, sent * words, m_tiles, k_split, head_words, groups, units)
     numbers = [cluster, owned, groups, head_tiles, problem.backward, not problem.split_words]
     numbers += [problem.directions] if problem.directions > 1 else []
-    threads = THREADS + units * FINISHERS
-    return Choice(
-        design=Design.CLUSTER,
-        launch=plan_launch(
-            "cluster.cuh",
-            "cluster_recurrence",
-            "ClusterShape",
-            problem,
-            numbers,
-            threads=threads,
-            grid=cluster * (tiles if problem.directions > 1 else min(tiles, clusters)),
-            cluster=cluster,
-            smem_bytes=smem_bytes,
-        ),
-        rows=sums * owned,
-        work=Work(
-            layout=f"cluster{cluster}",
-            tiles=-(-tiles // clusters),
-            m_tiles=m_tiles,
-            k_tiles=k_tiles,
-            words=words,
-            head_words=head_words,
-            samples=samples,
-            groups=groups,
-            cluster=cluster,
-            blocks=cluster * min(tiles, clusters),
-            rounds=-(-samples // (FINISHERS // head_words)),
-            state_words=cluster * sent * words,
-            **problem.of_work,
-        ),
+    work = Work(
+        layout=f"cluster{cluster}",
+        tiles=-(-tiles // clusters),
+        m_tiles=m_tiles,
+        k_tiles=k_tiles,
+        words=words,
+        head_words=head_words,
+        samples=samples,
+        groups=groups,
+        cluster=cluster,
+        blocks=cluster * min(tiles, clusters),
+        rounds=-(-samples // (FINISHERS // head_words)),
+        state_words=cluster * sent * words,
+        **problem.of_work,
     )
+    grid = cluster * tiles if problem.directions > 1 else None
+    sizes = {"rows": sums * owned, "threads": THREADS + units * FINISHERS, "smem_bytes": smem_bytes}
+    return make_choice(Design.CLUSTER, problem, numbers, work, grid=grid, **sizes)
 
 
 def _smem_bytes(

@@ -19,12 +19,8 @@ import numpy as np
 
 Constants = dict[str, dict[str, float]]
 CLOCK_MHZ = 1980  # of the H200 on which constants were measured
-# Time of a message of one word, measured alone.
-EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
-EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # not measured for 2 and 4: as for 8
 WHOLE_CHIP = ("narrow", "wide", "streams")  # with gates, one set of constants for clusters of any size
 HIDDEN_PRODUCTS, MAX_PRODUCTS = 8, 45  # of a warp: that cost nothing; that registers hold
-GRID_EXCHANGE_US = 0.657  # through L2 and distributed shared memory
 _PRIOR = 0.1  # relative error of an estimate that weighs as much as a factor that is 1 off from the clock's
 # The links of a step whose speeds differ between GPUs each in its own way; all other terms are products of a
 # multiprocessor.
@@ -80,16 +76,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Processor:
-    """Factors of a processor's clock and of its time for a message, relative to the H200 of the constants.
+    """The speed of a processor, relative to the H200 of the constants.
 
     Attributes:
-        clock, exchange: these factors.
+        clock: arithmetic and messages take cycles.
         factors: design -> link -> its time, relative to that by the constants; of designs that were measured, for which
-            clock and exchange do not count.
+            the clock does not count.
     """
 
     clock: float = 1.0
-    exchange: float = 1.0
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -128,9 +123,7 @@ def step_us(work: Work, constants: Constants | None = None, processor: Processor
         design, links = link_us(work, constants)
         if factors := processor.factors.get(design):
             return work.tiles * sum(factors[link] * us for link, us in links.items())
-    chain = sum(_term_us(work, constants).values())
-    exchange = work.phases * EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
-    return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
+    return work.tiles * (sum(_term_us(work, constants).values()) / processor.clock)
 
 
 def _term_us(work: Work, constants: Constants | None) -> dict[str, float]:

@@ -17,7 +17,7 @@ from ds2_ops.recurrent.plan.problem import (
     Design,
     DeviceFacts,
     Problem,
-    plan_launch,
+    make_choice,
     state_words,
     turns,
 )
@@ -132,39 +132,32 @@ def _choice(
     numbers += [True] if team else []
     blocks = -(-words // (block_words * cluster)) * cluster
     team_words = 2 * groups * blocks * cluster * sums * block_words * per_word * 2 * _pairs(samples)
-    return Choice(
-        design=Design.PORTABLE if portable else Design.NARROW,
-        launch=plan_launch(
-            "grid_narrow.cuh",
-            "grid_recurrence",
-            "GridShape",
-            problem,
-            numbers,
-            hands_registers=not portable,
-            threads=all_threads,
-            grid=blocks,
-            cluster=1 if portable else cluster,
-            smem_bytes=smem_bytes,
-            slots=slots,
-        ),
+    work = Work(
+        layout=f"{'portable' if portable else 'narrow'}{cluster}",
+        tiles=tiles,
+        m_tiles=m_tiles,
+        k_tiles=2 * k_pairs,
+        words=block_words,
+        head_words=block_words,
+        samples=samples,
+        groups=groups,
+        cluster=cluster,
+        blocks=blocks,
+        rounds=-(-m_tiles * MMA_ROWS * _pairs(samples) // FINISHERS),
+        state_words=-(-sent * words // cluster),
+        smem_k_tiles=2 * smem_pairs,
+        **problem.of_work,
+    )
+    return make_choice(
+        Design.PORTABLE if portable else Design.NARROW,
+        problem,
+        numbers,
+        work,
         rows=sums * block_words * per_word,
+        threads=all_threads,
+        smem_bytes=smem_bytes,
+        slots=slots,
         exchange_words=slots * groups * sent * words * samples + (team_words if team else 0),
-        work=Work(
-            layout=f"{'portable' if portable else 'narrow'}{cluster}",
-            tiles=tiles,
-            m_tiles=m_tiles,
-            k_tiles=2 * k_pairs,
-            words=block_words,
-            head_words=block_words,
-            samples=samples,
-            groups=groups,
-            cluster=cluster,
-            blocks=blocks,
-            rounds=-(-m_tiles * MMA_ROWS * _pairs(samples) // FINISHERS),
-            state_words=-(-sent * words // cluster),
-            smem_k_tiles=2 * smem_pairs,
-            **problem.of_work,
-        ),
     )
 
 

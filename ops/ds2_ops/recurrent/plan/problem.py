@@ -85,9 +85,8 @@ class DeviceFacts:
 
     @property
     def processor(self) -> Processor:
-        """Its speed for the performance model: arithmetic and trips to L2 take cycles."""
-        clock = self.clock_mhz / CLOCK_MHZ
-        return Processor(clock, 1 / clock, self.factors)
+        """Its speed for the performance model."""
+        return Processor(self.clock_mhz / CLOCK_MHZ, self.factors)
 
 
 class Problem(NamedTuple):
@@ -220,32 +219,45 @@ _GATES = parameters("void* saved, const void* bias, const float* carry, float* l
 _EXCHANGE = parameters("unsigned* exchange, int exchange_words")  # of the whole-chip designs
 
 
-def plan_launch(
-    header: str,
-    function: str,
-    shape: str,
+_KERNELS = {  # header of csrc/recurrent, function, and its template argument: a template itself
+    Design.UNITS: ("units.cuh", "units_recurrence", "UnitsShape"),
+    Design.CLUSTER: ("cluster.cuh", "cluster_recurrence", "ClusterShape"),
+    Design.NARROW: ("grid_narrow.cuh", "grid_recurrence", "GridShape"),
+    Design.WIDE: ("grid_wide.cuh", "wide_recurrence", "WideShape"),
+    Design.PORTABLE: ("grid_narrow.cuh", "grid_recurrence", "GridShape"),
+}
+
+
+def make_choice(
+    design: Design,
     problem: Problem,
     numbers: Sequence[int],
+    work: Work,
     *,
+    rows: int,
     threads: int,
-    grid: int,
-    cluster: int,
     smem_bytes: int,
+    grid: int | None = None,
     slots: int = 0,
-    hands_registers: bool = True,
-) -> Launch:
-    """Make the launch of a kernel of csrc/recurrent, whose source asserts what was planned.
+    exchange_words: int = 0,
+) -> Choice:
+    """Make a tile and the launch of its kernel, whose source asserts what was planned.
+
+    Where its warps exchange registers, the source states how many a thread starts with, and `build` checks that the
+    compiler used this number: with fewer, some warps would wait for ever.
 
     Args:
-        header, function: where it is.
-        shape: its template argument, a template itself of the number type, the cell and `numbers`.
+        design: of the kernel.
         problem: the pass that it runs.
-        numbers: see `shape`.
-        threads, grid, cluster, smem_bytes: as of `Launch`.
+        numbers: arguments of the kernel's shape, behind the number type and the cell.
+        work: of a step.
+        rows, exchange_words: as of `Choice`.
+        threads, smem_bytes: as of `Launch`.
+        grid: blocks; None: those that run together.
         slots: of the exchange of a whole-chip design, whose blocks all start at once; 0 for other designs.
-        hands_registers: whether its warps exchange registers. The source then states how many a thread starts with, and
-            `build` checks that the compiler used this number: with fewer, some warps would wait for ever.
     """
+    header, function, shape = _KERNELS[design]
+    hands_registers = design not in (Design.UNITS, Design.PORTABLE)
     cell, flags = problem.cell, [str(number).lower() for number in numbers]
     instance = ", ".join([f"ds2::{NUMBERS[problem.dtype][0]}", f"ds2::{cell.cuda}", *flags])
     counted = (
@@ -265,7 +277,9 @@ def plan_launch(
         f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
-    return Launch(source, threads, grid, cluster, smem_bytes, cooperative=slots > 0)
+    grid, cluster = work.blocks if grid is None else grid, 1 if design is Design.PORTABLE else work.cluster
+    launch = Launch(source, threads, grid, cluster, smem_bytes, cooperative=slots > 0)
+    return Choice(design, launch, rows, work, exchange_words)
 
 
 def pass_arguments(

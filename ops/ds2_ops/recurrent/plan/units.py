@@ -2,7 +2,7 @@
 
 from ds2_ops.recurrent.cells import Cell
 from ds2_ops.recurrent.plan.model import Work
-from ds2_ops.recurrent.plan.problem import MMA_WORDS, Choice, Design, DeviceFacts, Problem, plan_launch
+from ds2_ops.recurrent.plan.problem import MMA_WORDS, Choice, Design, DeviceFacts, Problem, make_choice
 
 MAX_WARPS, MAX_REGISTERS = 32, 255  # of a block, of a thread
 PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
@@ -47,38 +47,24 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     if smem_bytes > device.smem_bytes_per_block:
         return None
     tiles = -(-problem.batch // samples)
-    blocks = cluster * min(tiles, clusters)
-    return Choice(
-        design=Design.UNITS,
-        launch=plan_launch(
-            "units.cuh",
-            "units_recurrence",
-            "UnitsShape",
-            problem,
-            (cluster, warps, columns, problem.backward, not problem.split_words),
-            hands_registers=False,
-            threads=32 * warps,
-            grid=blocks,
-            cluster=cluster,
-            smem_bytes=smem_bytes,
-        ),
-        rows=sums * owned,
-        work=Work(
-            layout=f"units{cluster}",
-            tiles=-(-tiles // clusters),
-            m_tiles=1 if sums == 1 else -(-sums // 2),
-            k_tiles=k_tiles,
-            words=words,
-            head_words=words,
-            samples=samples,
-            groups=1,
-            cluster=cluster,
-            blocks=blocks,
-            rounds=warps_of_sub_core,
-            state_words=cluster * sent * words,
-            **problem.of_work,
-        ),
+    work = Work(
+        layout=f"units{cluster}",
+        tiles=-(-tiles // clusters),
+        m_tiles=1 if sums == 1 else -(-sums // 2),
+        k_tiles=k_tiles,
+        words=words,
+        head_words=words,
+        samples=samples,
+        groups=1,
+        cluster=cluster,
+        blocks=cluster * min(tiles, clusters),
+        rounds=warps_of_sub_core,
+        state_words=cluster * sent * words,
+        **problem.of_work,
     )
+    numbers = (cluster, warps, columns, problem.backward, not problem.split_words)
+    threads = 32 * warps
+    return make_choice(Design.UNITS, problem, numbers, work, rows=sums * owned, threads=threads, smem_bytes=smem_bytes)
 
 
 def _registers(cell: Cell, backward: bool, k_tiles: int, columns: int, lane_words: int) -> int:

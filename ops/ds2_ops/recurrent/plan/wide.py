@@ -14,7 +14,7 @@ from ds2_ops.recurrent.plan.problem import (
     Design,
     DeviceFacts,
     Problem,
-    plan_launch,
+    make_choice,
     state_words,
     turns,
 )
@@ -107,38 +107,32 @@ def _choice(
         return None
     threads = 32 * warps + 2 * FINISHERS  # the others poll
     numbers = (cluster, warp_groups, k_tiles, problem.backward, *([streams] if streams > 1 else []))
-    return Choice(
-        design=Design.WIDE,
-        launch=plan_launch(
-            "grid_wide.cuh",
-            "wide_recurrence",
-            "WideShape",
-            problem,
-            numbers,
-            threads=threads,
-            grid=streams * used * cluster,
-            cluster=cluster,
-            smem_bytes=smem_bytes,
-            slots=SLOTS,
-        ),
+    work = Work(
+        layout=f"{'streams' if streams > 1 else 'wide' if warp_groups == 2 else 'wider'}{cluster}",
+        tiles=tiles,
+        m_tiles=warps,
+        k_tiles=k_tiles,
+        words=-(-cluster_words // cluster),
+        head_words=-(-cluster_words // cluster),
+        samples=samples,
+        groups=groups,
+        cluster=cluster,
+        blocks=streams * used * cluster,
+        rounds=1,
+        state_words=k_tiles * MMA_WORDS,
+        smem_k_tiles=smem_tiles,
+        **problem.of_work,
+    )
+    return make_choice(
+        Design.WIDE,
+        problem,
+        numbers,
+        work,
         rows=-(-cluster_words * sums * per_word // cluster),
+        threads=threads,
+        smem_bytes=smem_bytes,
+        slots=SLOTS,
         exchange_words=streams * SLOTS * groups * sent * words * SAMPLES,
-        work=Work(
-            layout=f"{'streams' if streams > 1 else 'wide' if warp_groups == 2 else 'wider'}{cluster}",
-            tiles=tiles,
-            m_tiles=warps,
-            k_tiles=k_tiles,
-            words=-(-cluster_words // cluster),
-            head_words=-(-cluster_words // cluster),
-            samples=samples,
-            groups=groups,
-            cluster=cluster,
-            blocks=streams * used * cluster,
-            rounds=1,
-            state_words=k_tiles * MMA_WORDS,
-            smem_k_tiles=smem_tiles,
-            **problem.of_work,
-        ),
     )
 
 

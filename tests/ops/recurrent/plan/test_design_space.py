@@ -36,5 +36,4 @@ def test_a_larger_processor_holds_more_and_a_quicker_one_takes_less() -> None:
     assert best_us(4225, 1, twice) > 0
     assert best_us(1216, 4, replace(H200, registers=2 * H200.registers)) < best_us(1216, 4)  # one cluster holds it
     assert best_us(2560, 64, twice) < best_us(2560, 64)
-    for quicker in (Processor(exchange=0.5), Processor(clock=2.0)):
-        assert best_us(2560, 64, processor=quicker) < best_us(2560, 64)
+    assert best_us(2560, 64, processor=Processor(clock=2.0)) < best_us(2560, 64)
