@@ -22,7 +22,7 @@ from ds2_ops.convolution import CHANNELS, ConvInput, StreamConvolution, flatten,
 from ds2_ops.jit.launch import device_index
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.calibrate import device_facts
-from ds2_ops.recurrent.layer import lstm_layer, project, recurrent_layer, why_not_concurrent
+from ds2_ops.recurrent.layer import project, recurrent_layer, why_not_concurrent
 from ds2_ops.row_convolution import lookahead_chain
 from torch import Tensor, nn
 
@@ -412,10 +412,8 @@ class BlockRecurrence:
                 z = self._keep_state_until(z, begin)
             inputs = z, self.weight_hh, self.bias_hn, carry[0], lengths
             y, *last = gru(*inputs, reset_after=self.cell == "gru_after", backend=self.backend)
-        elif self.cell == "lstm":
-            y, *last = lstm_layer(x, *weights, *carry, **options)
         else:
-            options |= {"nonlinearity": self.cell, "clip": self.clip}
+            options |= {"cell": self.cell} | ({} if self.cell == "lstm" else {"clip": self.clip})
             y, *last = recurrent_layer(x, *weights, *carry, **options)
         return y, tuple(last)
 

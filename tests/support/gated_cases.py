@@ -73,9 +73,9 @@ def both_passes(
 ) -> list[Tensor]:
     """What a backend's module returns of both passes, less what the cell does not have and what is saved."""
     options = Options(cell)
-    y, h_n, c_n, saved = backend.forward(*inputs, lengths, options, True)
+    y, h_n, c_n, saved = backend.forward((*inputs, lengths), options, True)
     between()
-    back = backend.backward_data(*cotangents, y, saved, inputs[1], lengths, options)
+    back = backend.backward_data((*cotangents, y, saved, inputs[1], lengths), options)
     return [t for t in (y, h_n, c_n, *back) if t is not None]
 
 

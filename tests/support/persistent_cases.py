@@ -99,14 +99,14 @@ def forward(
     x: Tensor, weight_hh: Tensor, h0: Tensor | None, lengths: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """y and h_n of a cell of one gate on the persistent kernels."""
-    return persistent.forward(x, weight_hh, None, h0, None, lengths, options)[:2]
+    return persistent.forward((x, weight_hh, None, h0, None, lengths), options)[:2]
 
 
 def backward_data(
     grad_y: Tensor, grad_h_n: Tensor | None, y: Tensor, weight_hh: Tensor, lengths: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and h0 of a cell of one gate on the persistent kernels."""
-    grad_x, _, grad_h0, _ = persistent.backward_data(grad_y, grad_h_n, None, y, None, weight_hh, lengths, options)
+    grad_x, _, grad_h0, _ = persistent.backward_data((grad_y, grad_h_n, None, y, None, weight_hh, lengths), options)
     return grad_x, grad_h0
 
 

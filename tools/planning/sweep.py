@@ -85,12 +85,12 @@ class Bench:
             carry = self.arrays[9].double().view(problem.batch, hidden)
         if not problem.backward:
             weight = matrix.view(gates * hidden, hidden)
-            return gemm.forward(self._few(0, gates * hidden), weight, None, None, carry, None, options)[0]
+            return gemm.forward((self._few(0, gates * hidden), weight, None, None, carry, None), options)[0]
         weight, grad_y = matrix.view(hidden, gates * hidden).t(), self._few(0, hidden)  # the kernel has the transpose
         if gates == 1:
-            return gemm.backward_data(grad_y, None, None, self._few(1, hidden), None, weight, None, options)[0]
+            return gemm.backward_data((grad_y, None, None, self._few(1, hidden), None, weight, None), options)[0]
         saved = self._few(7, self.cell.saved * hidden).unflatten(2, (self.cell.saved, hidden))
-        return gemm.backward_data(grad_y, None, carry, grad_y, saved, weight, None, options)[0]
+        return gemm.backward_data((grad_y, None, carry, grad_y, saved, weight, None), options)[0]
 
     def launcher(self, choice: Choice, frames: int) -> Callable[[], None]:
         """Prepare a launch, and return the function that does it."""

@@ -18,12 +18,11 @@ from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.backends.gemm import wide_dtype
 from ds2_ops.recurrent.backends.persistent import transpose_of
+from ds2_ops.recurrent.backends.reference import Above, Gradients, Inputs, Outputs
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 from ds2_ops.recurrent.deferred import Factors, GradientSink, is_recording, product
 
 Sinks = Sequence[GradientSink]
-Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 @functools.cache
@@ -32,13 +31,7 @@ def options_of(cell: str, clip: float, max_sms: int | None, dtype: torch.dtype, 
     return Options(cell, float(torch.tensor(clip, dtype=dtype)), max_sms, early)
 
 
-def forward_on(
-    backend: str,
-    options: Options,
-    tensors: Sequence[Any],
-    *,
-    save: bool,
-) -> Outputs:
+def forward_on(backend: str, options: Options, tensors: Inputs, *, save: bool) -> Outputs:
     """Run the forward pass on a backend that `resolve` returned.
 
     Args:
@@ -50,15 +43,10 @@ def forward_on(
     x, weight_hh, bias_hn, h0, c0, lengths = tensors
     run = persistent.forward if backend == "persistent" else gemm.forward
     states = contiguous(bias_hn), contiguous(h0), contiguous(c0)
-    return run(x.contiguous(), weight_hh.contiguous(), *states, lengths, options, save)
+    return run((x.contiguous(), weight_hh.contiguous(), *states, lengths), options, save)
 
 
-def backward_data_on(
-    backend: str,
-    options: Options,
-    tensors: Sequence[Any],
-    weight_t: Tensor | None = None,
-) -> Gradients:
+def backward_data_on(backend: str, options: Options, tensors: Above, weight_t: Tensor | None = None) -> Gradients:
     """Run the backward pass on a backend that `resolve` returned.
 
     Args:
@@ -68,8 +56,10 @@ def backward_data_on(
     """
     grad_y, grad_h_n, grad_c_n, y, saved, weight_hh, lengths = tensors
     grads = grad_y.contiguous(), contiguous(grad_h_n), contiguous(grad_c_n)
-    inputs = (*grads, y, saved, weight_hh.contiguous(), lengths, options)
-    return persistent.backward_data(*inputs, weight_t) if backend == "persistent" else gemm.backward_data(*inputs)
+    above = (*grads, y, saved, weight_hh.contiguous(), lengths)
+    if backend == "persistent":
+        return persistent.backward_data(above, options, weight_t)
+    return gemm.backward_data(above, options)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -97,9 +87,9 @@ class _Recurrence(torch.autograd.Function):
             weight_t = ctx.transpose.take()
             running = ctx.sinks[0][0].deferred.during_recurrence(ctx.transpose)
 
-        def backward_data(*inputs: Any) -> Gradients:
+        def backward_data(above: Above) -> Gradients:
             with running:
-                return backward_data_on(ctx.backend, ctx.options, inputs, weight_t)
+                return backward_data_on(ctx.backend, ctx.options, above, weight_t)
 
         needed = ctx.needs_input_grad[4:9]
         return *[None] * 4, *_gradients(backward_data, ctx.options.cell, ctx.saved_tensors, needed, grads, ctx.sinks)
@@ -109,7 +99,7 @@ eager: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = _Recurrence.apply
 
 
 def _gradients(
-    backward_data: Callable[..., Gradients],
+    backward_data: Callable[[Above], Gradients],
     name: str,
     tensors: tuple[Tensor | None, ...],
     needed: Sequence[bool],
@@ -119,7 +109,6 @@ def _gradients(
     """Return gradients of x, weight_hh, bias_hn, h0 and c0, and None for lengths.
 
     Args:
-        backward_data: from gradients of y, h_n and c_n, then y, saved, weight_hh and lengths.
         name: of the cell.
         tensors: y, saved, weight_hh, h0 and lengths.
         needed: which of these gradients are needed, x to c0.
@@ -128,11 +117,11 @@ def _gradients(
     """
     y, saved, weight_hh, h0, lengths = tensors
     grad_y, grad_h_n, grad_c_n = grads
-    assert y is not None
+    assert y is not None and weight_hh is not None
     cell = CELLS[name]
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     grad_c_n = grad_c_n if cell.carries_c else None
-    grad_x, grad_last, grad_h0, grad_c0 = backward_data(grad_y, grad_h_n, grad_c_n, y, saved, weight_hh, lengths)
+    grad_x, grad_last, grad_h0, grad_c0 = backward_data((grad_y, grad_h_n, grad_c_n, y, saved, weight_hh, lengths))
     if not cell.last_apart:
         grad_last = grad_x[..., -y.shape[-1] :]
     assert grad_last is not None
@@ -294,8 +283,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Ten
 
 
 def _compiled_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    def run(*inputs: Any) -> Gradients:
-        results: Gradients = backward_data(*inputs, *ctx.options)
+    def run(above: Above) -> Gradients:
+        results: Gradients = backward_data(*above, *ctx.options)
         return results
 
     results = _gradients(run, ctx.options[0], ctx.saved_tensors, ctx.needs_input_grad[:5], grads[:3])

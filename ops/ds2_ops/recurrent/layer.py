@@ -4,20 +4,21 @@ Shape letters: T frames, B batch, R = T B rows, K width of the input, H hidden.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds2_ops.checks import check_lengths, check_like, check_shape, check_x, contiguous, lengths_on
+from ds2_ops.checks import check_choice, check_lengths, check_like, check_shape, check_x, contiguous, lengths_on
 from ds2_ops.jit.launch import Launch, device_index, multiprocessors, names, parameters, run, translation_unit
 from ds2_ops.jit.runtime import capability, why_no_kernel
 from ds2_ops.recurrent.autograd import options_of
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.calibrate import choose_tile
-from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.op import Results, check_tensors, recurrence
+from ds2_ops.recurrent.cells import CELLS, PLAIN
+from ds2_ops.recurrent.op import check_tensors, recurrence
 from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, Design, Problem
 
 Weights = tuple[Tensor, Tensor, Tensor]  # weight_ih, bias, weight_hh
@@ -110,16 +111,17 @@ def recurrent_layer(
     bias: Tensor,
     weight_hh: Tensor,
     h0: Tensor | None = None,
+    c0: Tensor | None = None,
     lengths: Tensor | None = None,
     begin: Tensor | None = None,
     *,
-    nonlinearity: str = "clipped_relu",
+    cell: str = "clipped_relu",
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
     projection_stream: torch.cuda.Stream | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
+) -> tuple[Tensor, ...]:
+    """Run :func:`ds2_ops.recurrence` on W_ih x_t + b without gradients (Persistent RNNs, 2016, section 3, equation 2).
 
     On the persistent kernels and up to `MAX_ROWS` rows T B, both kernels load their weights while the previous kernels
     of the stream still run (programmatic dependent launch), also in a CUDA graph. No kernel that still runs may write
@@ -128,85 +130,45 @@ def recurrent_layer(
 
     Args:
         x: (T, B, K).
-        weight_ih: (H, K); bias: (H,); weight_hh: (H, H). Same dtype and device as ``x``.
-        h0, lengths, nonlinearity, clip, backend, max_sms: as for :func:`ds2_ops.recurrence`.
-        begin: (B,) int32 on the device, the first frame of each utterance; W_ih x_t + b is 0 before it. None: all 0.
+        weight_ih: (G H, K); bias: (G H,); weight_hh: (G H, H). Same dtype and device as ``x``.
+        h0, c0, lengths, clip, backend, max_sms: as for :func:`ds2_ops.recurrence`.
+        begin: (B,) int32 on the device, the first frame of each utterance; W_ih x_t + b is 0 before it, so states of 0
+            stay 0. None: all 0.
+        cell: "lstm", or a cell of one gate.
         projection_stream: a stream for the projection, where layers on other streams share the GPU. ``x`` must be ready
             on it, not on the current stream. The projection leaves multiprocessors to the other layers.
 
     Returns:
-        y (T, B, H) and h_n (B, H), as :func:`ds2_ops.recurrence`.
+        y (T, B, H) and h_n (B, H), of an LSTM also c_n, as :func:`ds2_ops.recurrence`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.recurrence`.
     """
-    _check_projection(x, weight_ih, bias, "H")
-    hidden = len(weight_ih)
-    check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
-    check_like("weight_hh", weight_hh, x)
+    check_choice("cell", cell, (*PLAIN, "lstm"))
+    gates, rows = CELLS[cell].gates, len(weight_ih)
+    legend = "H" if gates == 1 else f"{gates} H"
+    check_x(x.shape, x.dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    check_shape("weight_ih", weight_ih, (rows, x.shape[2]), f"({legend}, K)")
+    check_shape("bias", bias, (rows,), f"({legend},)")
+    check_shape("weight_hh", weight_hh, (rows, rows // gates), f"({legend}, H)")
+    for name, tensor in (("weight_ih", weight_ih), ("bias", bias), ("weight_hh", weight_hh)):
+        check_like(name, tensor, x)
     weights = weight_ih, bias, weight_hh
-    return _layer(x, weights, (h0, None), lengths, begin, nonlinearity, clip, backend, max_sms, projection_stream)[:2]
-
-
-@torch.no_grad()
-def lstm_layer(
-    x: Tensor,
-    weight_ih: Tensor,
-    bias: Tensor,
-    weight_hh: Tensor,
-    h0: Tensor | None = None,
-    c0: Tensor | None = None,
-    lengths: Tensor | None = None,
-    begin: Tensor | None = None,
-    *,
-    backend: str = "auto",
-    max_sms: int | None = None,
-    projection_stream: torch.cuda.Stream | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run :func:`ds2_ops.lstm` on W_ih x_t + b without gradients; the kernels overlap as in `recurrent_layer`.
-
-    Args:
-        x: (T, B, K).
-        weight_ih: (4 H, K); bias: (4 H,); weight_hh: (4 H, H). Same dtype and device as ``x``; not written by
-            kernels that still run.
-        h0, c0, lengths, backend, max_sms: as for :func:`ds2_ops.lstm`.
-        begin: (B,) int32 on the device, the first frame of each utterance; W_ih x_t + b is 0 before it, so states of 0
-            stay 0. None: all 0.
-        projection_stream: as for :func:`recurrent_layer`.
-
-    Returns:
-        y (T, B, H), h_n and c_n (B, H), as :func:`ds2_ops.lstm`.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as :func:`ds2_ops.lstm`.
-    """
-    _check_projection(x, weight_ih, bias, "4 H")
-    weights = weight_ih, bias, weight_hh
-    if backend in ("auto", "cpu") and _library_takes(x, h0, c0, begin):
+    if cell == "lstm" and backend in ("auto", "cpu") and _library_takes(x, h0, c0, begin):
         return _lstm_of_library(x, weights, h0, c0, lengths, begin)
-    y, h_n, c_n = _layer(x, weights, (h0, c0), lengths, begin, "lstm", 20.0, backend, max_sms, projection_stream)
-    assert c_n is not None
-    return y, h_n, c_n
-
-
-def _layer(
-    x: Tensor, weights: Weights, states: tuple[Tensor | None, Tensor | None], lengths: Tensor | None,
-    begin: Tensor | None, cell: str, clip: float, backend: str, max_sms: int | None,
-    projection_stream: torch.cuda.Stream | None,
-) -> Results:  # fmt: skip
-    (weight_ih, bias, weight_hh), (h0, c0) = weights, states
     early = _starts_early(x, weights, cell, backend, max_sms)
     z = _project_on(x, weight_ih, bias, begin, projection_stream)
-    if early:
-        check_tensors(cell, z, weight_hh, None, h0, c0)
-        options, first = options_of(cell, clip, max_sms, x.dtype, early=True), (contiguous(h0), contiguous(c0))
-        return persistent.forward(z, weight_hh, None, *first, _lengths_of(z, lengths), options)[:3]
-    y, h_n, *c_n = recurrence(z, weight_hh, h0, lengths, cell=cell, c0=c0, clip=clip, backend=backend, max_sms=max_sms)
-    return y, h_n, c_n[0] if c_n else None
+    if not early:
+        options: dict[str, Any] = {"cell": cell, "c0": c0, "clip": clip, "backend": backend, "max_sms": max_sms}
+        return recurrence(z, weight_hh, h0, lengths, **options)
+    check_tensors(cell, z, weight_hh, None, h0, c0)
+    inputs = z, weight_hh, None, contiguous(h0), contiguous(c0), _lengths_of(z, lengths)
+    y, h_n, c_n, _ = persistent.forward(inputs, options_of(cell, clip, max_sms, x.dtype, early=True))
+    return (y, h_n) if c_n is None else (y, h_n, c_n)
 
 
 def _library_takes(x: Tensor, h0: Tensor | None, c0: Tensor | None, begin: Tensor | None) -> bool:
-    """Whether torch's LSTM computes `lstm_layer`: on a CPU, where states stay 0 until an utterance begins."""
+    """Whether torch's LSTM computes a layer: on a CPU, where states stay 0 until an utterance begins."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or len(x) * x.shape[1] < _MIN_LIBRARY_ROWS:
         return False
     return begin is None or not any(s is not None and bool(s[begin > 0].any()) for s in (h0, c0))
@@ -215,7 +177,7 @@ def _library_takes(x: Tensor, h0: Tensor | None, c0: Tensor | None, begin: Tenso
 def _lstm_of_library(
     x: Tensor, weights: Weights, h0: Tensor | None, c0: Tensor | None, lengths: Tensor | None, begin: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `lstm_layer` by torch's LSTM for CPUs, in one call for the utterances of equal first and last frames.
+    """Run an LSTM by torch's for CPUs, in one call for the utterances of equal first and last frames.
 
     Its library (oneDNN) keeps all steps of a layer in one kernel, but takes no pre-activations.
     """
@@ -246,15 +208,6 @@ def _lengths_of(x: Tensor, lengths: Tensor | None) -> Tensor | None:
     """Check the lengths of x (T, B, ...) and copy them to its device."""
     check_lengths(lengths, x.shape[1])
     return lengths_on(lengths, len(x), x.device)
-
-
-def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> None:
-    """Check x (T, B, K), weight_ih (rows, K) and bias (rows,); `rows` is their name in messages."""
-    check_x(x.shape, x.dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
-    check_shape("weight_ih", weight_ih, (weight_ih.shape[0], x.shape[2]), f"({rows}, K)")
-    check_shape("bias", bias, (weight_ih.shape[0],), f"({rows},)")
-    for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):
-        check_like(name, tensor, x)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from ds2_ops.recurrent.autograd import Sinks, eager, forward, forward_on, option
 from ds2_ops.recurrent.backends.choose import BACKENDS, check_call, resolve, why_not_unasked
 from ds2_ops.recurrent.backends.gemm import wide_dtype
 from ds2_ops.recurrent.backends.persistent import problem_of, why_not
-from ds2_ops.recurrent.backends.reference import recurrence_reference
+from ds2_ops.recurrent.backends.reference import Inputs, recurrence_reference
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.deferred import GradientSink
@@ -287,11 +287,9 @@ def _one_direction(
     return y, h_n, c_n if CELLS[cell].carries_c else None
 
 
-def _run(backend: str, how: _How, tensors: Sequence[Tensor | None]) -> Results:
-    """Run x, weight_hh, bias_hn, h0, c0 and lengths eagerly on a backend that `resolve` returned."""
-    x = tensors[0]
-    assert x is not None
-    options = options_of(how.cell, how.clip, how.max_sms, x.dtype)
+def _run(backend: str, how: _How, tensors: Inputs) -> Results:
+    """Run eagerly on a backend that `resolve` returned."""
+    options = options_of(how.cell, how.clip, how.max_sms, tensors[0].dtype)
     if needs_grad(*tensors[:5]):
         return eager(backend, options, how.weight_sinks, how.bias_sinks, *tensors)
     return forward_on(backend, options, tensors, save=False)[:3]
@@ -315,8 +313,8 @@ def _both_directions(
         facts = (hidden, cell, x.dtype, x.device)
         choose_backend(backend, "persistent", "gemm", None, "both directions of H %d %s %s on %s", *facts)
         lengths = lengths_on(lengths, x.shape[0], x.device)
-        states = (None if state is None else state.transpose(0, 1) for state in (h0, c0))
-        y, h_n, c_n = _run("persistent", how, (x, weight_hh, bias_hn, *states, lengths))
+        h, c = (None if state is None else state.transpose(0, 1) for state in (h0, c0))
+        y, h_n, c_n = _run("persistent", how, (x, weight_hh, bias_hn, h, c, lengths))
         return y, h_n.transpose(0, 1), None if c_n is None else c_n.transpose(0, 1)
 
     def run(z: Tensor, way: int) -> Results:

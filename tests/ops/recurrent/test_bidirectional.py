@@ -120,27 +120,25 @@ class OneLaunch:
     """Stands for the persistent kernels of two directions: both passes through matrix products, one way at a time."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Any, h0: Any, c0: Any, lengths: Any, *options: Any) -> Any:
-        ways = []
+    def forward(inputs: Any, *options: Any) -> Any:
+        (x, weight, bias, h0, c0, lengths), ways = inputs, []
         for way in range(2):
             z = reverse_time(x[:, :, way], lengths) if way else x[:, :, way].contiguous()
             own = (None if bias is None else bias[way], *(None if t is None else t[:, way] for t in (h0, c0)))
-            y, h_n, c_n, saved = gemm.forward(z, weight[way], *own, lengths, *options)
+            y, h_n, c_n, saved = gemm.forward((z, weight[way], *own, lengths), *options)
             frames = [reverse_time(t, lengths) if way and t is not None else t for t in (y, saved)]
             ways.append([frames[0], h_n, c_n, frames[1]])
         y, h_n, c_n, saved = zip(*ways, strict=True)
         return tuple(_stacked(*pair) for pair in ((y, 2), (h_n, 1), (c_n, 1), (saved, 2)))
 
     @staticmethod
-    def backward_data(
-        grad_y: Any, grad_h_n: Any, grad_c_n: Any, y: Any, saved: Any, weight: Any, lengths: Any, options: Any, *_: Any
-    ) -> Any:
-        ways = []
+    def backward_data(inputs: Any, options: Any, *_: Any) -> Any:
+        (grad_y, grad_h_n, grad_c_n, y, saved, weight, lengths), ways = inputs, []
         for way in range(2):
             frames = [None if t is None else t[:, :, way].contiguous() for t in (grad_y, y, saved)]
             frames = [reverse_time(t, lengths) if way and t is not None else t for t in frames]
             above = [None if t is None else t[:, way] for t in (grad_h_n, grad_c_n)]
-            grad_x, last, *before = gemm.backward_data(frames[0], *above, *frames[1:], weight[way], lengths, options)
+            grad_x, last, *before = gemm.backward_data((frames[0], *above, *frames[1:], weight[way], lengths), options)
             ways.append([reverse_time(t, lengths) if way and t is not None else t for t in (grad_x, last)] + before)
         grad_x, last, grad_h0, grad_c0 = zip(*ways, strict=True)
         return tuple(_stacked(*pair) for pair in ((grad_x, 2), (last, 2), (grad_h0, 1), (grad_c0, 1)))

@@ -102,9 +102,9 @@ def test_gradients_with_products_and_transposes_beside_are_those_without(monkeyp
     frames, batch, hidden, depth = 6, 2, 8, 3
     loaded: list[Tensor] = []
 
-    def backward_data(*inputs: Any) -> Any:
-        loaded.append(inputs[-1])
-        return gemm.backward_data(*inputs[:-1])
+    def backward_data(above: Any, options: Any, weight_t: Tensor) -> Any:
+        loaded.append(weight_t)
+        return gemm.backward_data(above, options)
 
     def transpose(result: Tensor, matrix: Tensor) -> None:
         result.copy_(matrix.t())

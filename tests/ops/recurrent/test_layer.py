@@ -12,7 +12,6 @@ from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.layer import (
     MAX_ROWS,
     launch_projection,
-    lstm_layer,
     projection_launch,
     recurrent_layer,
     why_no_projection,
@@ -37,7 +36,7 @@ def test_it_is_the_recurrence_of_the_projection() -> None:
     z = x @ ih.t() + bias
     z[:2, 2], z[:, 1] = 0, 0
     wanted = recurrence(z, hh, h0, lengths, nonlinearity="tanh")
-    found = recurrent_layer(x, ih, bias, hh, h0, lengths, begin, nonlinearity="tanh")
+    found = recurrent_layer(x, ih, bias, hh, h0, None, lengths, begin, cell="tanh")
     for ours, true in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
@@ -49,7 +48,7 @@ def test_it_is_the_lstm_of_the_projection() -> None:
     z = x @ ih.t() + bias
     z[:2, 2], z[:, 1] = 0, 0
     wanted = lstm(z, hh, *states, lengths)
-    found = lstm_layer(x, ih, bias, hh, *states, lengths, begin)
+    found = recurrent_layer(x, ih, bias, hh, *states, lengths, begin, cell="lstm")
     for ours, true in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
@@ -62,9 +61,9 @@ def test_in_float32_the_library_is_as_exact_as_the_lstm_of_the_projection(ragged
     lengths, begin = (torch.tensor([40, 0, 17, 17]), torch.tensor([0, 5, 9, 0], dtype=torch.int32))
     states[:, 1:3] = 0  # of the utterances that have not begun
     edges = (lengths, begin) if ragged else (None, None)
-    truth = lstm_layer(x, *true_weights, *states, *edges)
+    truth = recurrent_layer(x, *true_weights, *states, *edges, cell="lstm")
     ih, bias, hh = (t.float() for t in true_weights)
-    ours = lstm_layer(x.float(), ih, bias, hh, *states.float(), *edges)
+    ours = recurrent_layer(x.float(), ih, bias, hh, *states.float(), *edges, cell="lstm")
     z = x.float() @ ih.t() + bias
     if ragged:
         z *= (torch.arange(40)[:, None] >= begin)[:, :, None]
@@ -80,7 +79,9 @@ def test_a_state_before_the_utterance_begins_is_not_dropped() -> None:
     x, states = torch.randn(40, 2, 16), torch.randn(2, 2, 24)
     begin = torch.tensor([0, 7], dtype=torch.int32)
     z = (x @ ih.t() + bias) * (torch.arange(40)[:, None] >= begin)[:, :, None]
-    for our, true in zip(lstm_layer(x, ih, bias, hh, *states, None, begin), lstm(z, hh, *states), strict=True):
+    for our, true in zip(
+        recurrent_layer(x, ih, bias, hh, *states, None, begin, cell="lstm"), lstm(z, hh, *states), strict=True
+    ):
         assert relative_error(our, true) < 1e-5
 
 
@@ -160,9 +161,9 @@ def chain(
         if aside is not None:
             aside.wait_stream(torch.cuda.current_stream())
         if len(ih) == len(hh.t()):
-            x, _ = recurrent_layer(x, ih, bias, hh, nonlinearity="relu", projection_stream=aside, **given)
+            x, _ = recurrent_layer(x, ih, bias, hh, cell="relu", projection_stream=aside, **given)
         else:
-            x, *_ = lstm_layer(x, ih, bias, hh, projection_stream=aside, **given)
+            x, *_ = recurrent_layer(x, ih, bias, hh, projection_stream=aside, **given, cell="lstm")
     return x
 
 
@@ -216,7 +217,7 @@ def one_by_one(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, given: di
         torch.cuda.synchronize()
         cell = "relu" if len(ih) == len(hh.t()) else "lstm"
         options = options_of(cell, 20.0, None, x.dtype, early=True)
-        x = persistent.forward(z, hh, None, given["h0"], None, given["lengths"], options)[0]
+        x = persistent.forward((z, hh, None, given["h0"], None, given["lengths"]), options)[0]
         torch.cuda.synchronize()
     return x
 
@@ -226,10 +227,10 @@ def one_by_one(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, given: di
 def test_an_lstm_layer_has_the_same_bits_in_any_batch() -> None:
     ih, bias, hh = weights(512, 512, torch.bfloat16, CUDA, gates=4)
     x = torch.randn(12, 130, 512, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)).bfloat16()
-    whole = lstm_layer(x, ih, bias, hh)
+    whole = recurrent_layer(x, ih, bias, hh, cell="lstm")
     for first, last in ((0, 1), (3, 6), (7, 23), (20, 84), (129, 130)):
         for max_sms in (None, 16):
-            part = lstm_layer(x[:, first:last], ih, bias, hh, max_sms=max_sms)
+            part = recurrent_layer(x[:, first:last], ih, bias, hh, max_sms=max_sms, cell="lstm")
             assert_same_bits(part, [whole[0][:, first:last], *(state[first:last] for state in whole[1:])])
 
 

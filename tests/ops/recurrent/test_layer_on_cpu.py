@@ -30,9 +30,9 @@ def recur(chip: Chip, cell: str, shape: tuple[int, int, int], groups: int = 1, f
         x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16, CPU)
         tensors = [x, weight_hh, None, h0, None]
     lengths = ragged_lengths(frames, batch).to(torch.int32)
-    results = persistent.forward(*tensors, lengths, Options(cell, CLIP, early=True))[:3]
-    truth = gemm.forward(*in_float64(tensors), lengths, Options(cell, CLIP))[:3]
-    stock = gemm.forward(*tensors, lengths, Options(cell, CLIP))[:3]
+    results = persistent.forward((*tensors, lengths), Options(cell, CLIP, early=True))[:3]
+    truth = gemm.forward((*in_float64(tensors), lengths), Options(cell, CLIP))[:3]
+    stock = gemm.forward((*tensors, lengths), Options(cell, CLIP))[:3]
     for ours, true, other in zip(results, truth, stock, strict=True):
         assert ours is None or relative_error(ours, true) <= 2 * relative_error(other, true)
 

@@ -158,10 +158,9 @@ def test_cells_with_gates(cell: str) -> None:
     c0, grad_c_n = (made(seed, *state, dtype=torch.float32) if row.carries_c else None for seed in (7, 8))
     lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
     options = Options(cell)
-    expected = [*persistent.forward(x, weight_hh, bias, h0, c0, lengths, options, save=True)]
-    expected += persistent.backward_data(
-        grad_y, grad_h_n, grad_c_n, expected[0], expected[3], weight_hh, lengths, options
-    )
+    expected = [*persistent.forward((x, weight_hh, bias, h0, c0, lengths), options, save=True)]
+    above = grad_y, grad_h_n, grad_c_n, expected[0], expected[3], weight_hh, lengths
+    expected += persistent.backward_data(above, options)
     ours = [None if tensor is None else torch.full_like(tensor, torch.nan) for tensor in expected]
     y, h_n, c_n, saved, grad_x, grad_last, grad_h0, grad_c0 = ours
     sizes = SIZES | {"frames": frames, "batch": batch, "hidden": hidden, "cell": cell}

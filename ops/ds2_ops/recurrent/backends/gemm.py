@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ds2_ops.checks import valid_frames
-from ds2_ops.recurrent.backends.reference import time_loop
+from ds2_ops.recurrent.backends.reference import Above, Gradients, Inputs, Outputs, time_loop
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 
 
@@ -20,32 +20,21 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def forward(
-    x: Tensor,
-    weight_hh: Tensor,
-    bias_hn: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    options: Options,
-    save: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def forward(inputs: Inputs, options: Options, save: bool = False) -> Outputs:
     """Run the forward time loop; arguments and returns are those of `persistent.forward`, in one direction.
 
     c0 and c_n are float64 where x is.
     """
+    x, weight_hh, _, h0, _, lengths = inputs
     cell = CELLS[options.cell]
-    frames, batch, _ = x.shape
     if cell.gates == 1:
         y, h_n = _forward_in_place(x, weight_hh, h0, lengths, options)
         return y, h_n, None, None
-    if _in_place(x, cell) and not _has_tangents(x, weight_hh, bias_hn, h0, c0):
+    if _in_place(x, cell) and not _has_tangents(*inputs[:5]):
         run = _lstm_forward if cell.carries_c else _gru_forward
-        return run(x, weight_hh, bias_hn, h0, c0, lengths, save)
-    valid = None if lengths is None else _valid(lengths, frames)
-    saved = x.new_empty(frames, batch, cell.saved, weight_hh.shape[1]) if save else None
-    wide = wide_dtype(x)
-    y, h_n, c_n = time_loop(cell, x, weight_hh, bias_hn, h0, c0, valid, options.clip, wide, saved)
+        return run(inputs, save)
+    saved = x.new_empty(*x.shape[:2], cell.saved, weight_hh.shape[1]) if save else None
+    y, h_n, c_n = time_loop(cell, inputs, options.clip, wide_dtype(x), saved)
     return y, h_n, c_n if cell.carries_c else None, saved
 
 
@@ -67,24 +56,16 @@ def _forward_in_place(
     return _ended(y, previous, first, lengths)
 
 
-def backward_data(
-    grad_y: Tensor,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    y: Tensor,
-    saved: Tensor | None,
-    weight_hh: Tensor,
-    lengths: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def backward_data(above: Above, options: Options) -> Gradients:
     """Run the time loop backwards; arguments and returns are those of `persistent.backward_data`, in one direction."""
+    grad_y, grad_h_n, _, y, saved, weight_hh, lengths = above
     if saved is None:
         grad_x, grad_h0 = _backward_from_output(grad_y, grad_h_n, y, weight_hh, lengths, options)
         return grad_x, None, grad_h0, None
     if _in_place(grad_y, cell := CELLS[options.cell]):
         run = _lstm_backward if cell.carries_c else _gru_backward
-        return run(grad_y, grad_h_n, grad_c_n, saved, weight_hh, lengths)
-    return _backward_from_saved(grad_y, grad_h_n, grad_c_n, saved, weight_hh, lengths, options)
+        return run(above, saved)
+    return _backward_from_saved(above, saved, options)
 
 
 def _backward_from_output(
@@ -125,15 +106,8 @@ def _grad_of_states(grad_y: Tensor, grad_h_n: Tensor | None, lengths: Tensor | N
     return grad, grad_h0
 
 
-def _backward_from_saved(
-    grad_y: Tensor,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    saved: Tensor,
-    weight_hh: Tensor,
-    lengths: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def _backward_from_saved(above: Above, saved: Tensor, options: Options) -> Gradients:
+    grad_y, grad_h_n, grad_c_n, _, _, weight_hh, lengths = above
     frames, batch, hidden = grad_y.shape
     cell, wide = CELLS[options.cell], wide_dtype(grad_y)
     backward = cell.backward
@@ -145,10 +119,10 @@ def _backward_from_saved(
     dc = zeros if grad_c_n is None else grad_c_n
     valid = None if lengths is None else _valid(lengths, frames)
     for t in range(frames - 1, -1, -1):
-        above = grad_y[t].to(wide)
+        grad = grad_y[t].to(wide)
         if valid is not None:
-            above = torch.where(valid[t], above, 0.0)
-        gates, last, new_dh, new_dc = backward(dh + above, dc, saved[t], weight_hh, wide)
+            grad = torch.where(valid[t], grad, 0.0)
+        gates, last, new_dh, new_dc = backward(dh + grad, dc, saved[t], weight_hh, wide)
         if valid is not None:
             gates = torch.where(valid[t], gates, 0.0)
             last = torch.where(valid[t], last, 0.0) if cell.last_apart else last
@@ -197,16 +171,9 @@ def _has_tangents(*inputs: Tensor | None) -> bool:
     return any(unpack(one).tangent is not None for one in inputs if one is not None)
 
 
-def _lstm_forward(
-    x: Tensor,
-    weight_hh: Tensor,
-    _: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _lstm_forward(inputs: Inputs, save: bool) -> Outputs:
     """The steps of `cells.CELLS["lstm"]`; saves i, f, g, o, and c before each step."""
+    x, weight_hh, _, h0, c0, lengths = inputs
     x, frames, batch, hidden = _without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
     memory, y = _aligned(frames if save else 1, batch, 5 * hidden, x), _aligned(frames, batch, hidden, x)
     c = _aligned(frames + 1, batch, hidden, x)
@@ -227,14 +194,8 @@ def _lstm_forward(
     return *_ended(y, h, first, lengths), c_n, saved
 
 
-def _lstm_backward(
-    grad_y: Tensor,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    saved: Tensor,
-    weight_hh: Tensor,
-    lengths: Tensor | None,
-) -> tuple[Tensor, None, Tensor, Tensor]:
+def _lstm_backward(above: Above, saved: Tensor) -> Gradients:
+    grad_y, grad_h_n, grad_c_n, _, _, weight_hh, lengths = above
     frames, batch, hidden = grad_y.shape
     dhs, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
     i, f, g, o, c = saved.unbind(2)
@@ -268,16 +229,9 @@ def _lstm_backward(
     return grad_x.contiguous(), None, grad_h0.contiguous(), dc
 
 
-def _gru_forward(
-    x: Tensor,
-    weight_hh: Tensor,
-    bias_hn: Tensor | None,
-    h0: Tensor | None,
-    _: Tensor | None,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, None, Tensor | None]:
+def _gru_forward(inputs: Inputs, save: bool) -> Outputs:
     """The steps of `cells.CELLS["gru_after"]`; saves r, z, W_n h + b, n, and h before each step."""
+    x, weight_hh, bias_hn, h0, _, lengths = inputs
     x, frames, batch, hidden = _without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
     memory, y = _aligned(frames if save else 1, batch, 5 * hidden, x), _aligned(frames, batch, hidden, x)
     first = h = _state_before(h0, x, hidden)
@@ -297,9 +251,8 @@ def _gru_forward(
     return *_ended(y, h, first, lengths), None, saved
 
 
-def _gru_backward(
-    grad_y: Tensor, grad_h_n: Tensor | None, _: Tensor | None, saved: Tensor, weight_hh: Tensor, lengths: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, None]:
+def _gru_backward(above: Above, saved: Tensor) -> Gradients:
+    grad_y, grad_h_n, _, _, _, weight_hh, lengths = above
     frames, batch, hidden = grad_y.shape
     dhs, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
     r, z, product, n, h = saved.unbind(2)

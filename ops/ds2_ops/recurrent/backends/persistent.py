@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, run, run_on, translation_unit
+from ds2_ops.recurrent.backends.reference import Above, Gradients, Inputs, Outputs
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 from ds2_ops.recurrent.deferred import Prefetch
@@ -51,16 +52,7 @@ def why_not(
     return None
 
 
-def forward(
-    x: Tensor,
-    weight_hh: Tensor,
-    bias_hn: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    options: Options,
-    save: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def forward(inputs: Inputs, options: Options, save: bool = False) -> Outputs:
     """Run the forward time loop (Persistent RNNs, Diamos et al. 2016, sections 3 and 4).
 
     Sums are fp32, and so are c and the functions of cells with gates, to within 2e-7. Products of 16-bit numbers are
@@ -69,13 +61,13 @@ def forward(
     cut.
 
     Args:
-        x: (T, B, G H) contiguous pre-activations on a CUDA device, or (T, B, 2, G H) of both directions, the second of
-            which begins at each utterance's last frame.
-        weight_hh: (G H, H), or (2, G H, H), contiguous, same dtype and device.
-        bias_hn: (H,) or (2, H), contiguous, of the last gate's recurrent product; or None.
-        h0: (B, H) or (B, 2, H), contiguous first state, or None for zeros.
-        c0: as h0, in float32.
-        lengths: (B,) int32 on the device, or None when all utterances have T frames.
+        inputs:
+            x (T, B, G H), contiguous pre-activations on a CUDA device, or (T, B, 2, G H) of both directions, the second
+            of which begins at each utterance's last frame;
+            weight_hh (G H, H), or (2, G H, H), contiguous, same dtype and device;
+            bias_hn (H,) or (2, H), contiguous, of the last gate's recurrent product; or None;
+            h0 (B, H) or (B, 2, H), contiguous first state, or None for zeros; c0 as h0, in float32;
+            lengths (B,) int32 on the device, or None when all utterances have T frames.
         options: the cell, its clip, and the most multiprocessors to use.
         save: whether a backward pass will follow.
 
@@ -87,6 +79,7 @@ def forward(
         DoesNotFit: the planner's reason.
         RuntimeError: the driver's or compiler's error, with op, shape, dtype, tile and GPU.
     """
+    x, weight_hh, bias_hn, h0, c0, lengths = inputs
     cell = CELLS[options.cell]
     rows, hidden = x.shape[:-1], weight_hh.shape[-1]
     y, h_n = x.new_empty(*rows, hidden), x.new_empty(*rows[1:], hidden)
@@ -97,24 +90,15 @@ def forward(
     return y, h_n, c_n, saved
 
 
-def backward_data(
-    grad_y: Tensor,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    y: Tensor,
-    saved: Tensor | None,
-    weight_hh: Tensor,
-    lengths: Tensor | None,
-    options: Options,
-    weight_t: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def backward_data(above: Above, options: Options, weight_t: Tensor | None = None) -> Gradients:
     """Run the time loop backwards: gradients of the pre-activations and of the first state.
 
     Args:
-        grad_y: (T, B, H) or (T, B, 2, H) contiguous gradient of y; what it holds at padding does not matter.
-        grad_h_n, grad_c_n: contiguous gradients of h_n and c_n, or None for zeros.
-        y, saved: as ``forward`` returned them.
-        weight_hh, lengths, options: as ``forward``.
+        above:
+            the gradient of y (T, B, H) or (T, B, 2, H), contiguous; what it holds at padding does not matter;
+            the gradients of h_n and c_n, contiguous, or None for zeros;
+            y and what was saved, as ``forward`` returned them; weight_hh and lengths, as ``forward``.
+        options: as ``forward``.
         weight_t: the transpose of ``weight_hh``, if it exists already.
 
     Returns:
@@ -124,6 +108,7 @@ def backward_data(
     Raises:
         DoesNotFit, RuntimeError: as ``forward``.
     """
+    grad_y, grad_h_n, grad_c_n, y, saved, weight_hh, lengths = above
     cell = CELLS[options.cell]
     rows, hidden = grad_y.shape[:-1], weight_hh.shape[-1]
     grad_x, grad_h0 = grad_y.new_empty(*rows, cell.gates * hidden), grad_y.new_empty(*rows[1:], hidden)

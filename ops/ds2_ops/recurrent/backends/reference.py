@@ -10,6 +10,13 @@ from torch import Tensor
 from ds2_ops.checks import valid_frames
 from ds2_ops.recurrent.cells import CELLS, Cell
 
+# x, weight_hh, bias_hn, h0, c0 and lengths; y, h_n, c_n and what is saved for the backward pass
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+# gradients of y, h_n and c_n, then y, saved, weight_hh and lengths; gradients of x, the last product, h0 and c0
+Above = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]
+Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+
 
 def recurrence_reference(
     x: Tensor,
@@ -26,40 +33,28 @@ def recurrence_reference(
 
     Arguments and returns are those of :func:`ds2_ops.recurrence` in one direction, c0 and c_n in the dtype of ``x``.
     """
-    frames, batch, _ = x.shape
-    if lengths is None:
-        lengths = torch.full((batch,), frames)
-    valid = valid_frames(lengths.to(x.device), frames)[:, :, None]
-    row = CELLS[cell]
-    y, h_n, c_n = time_loop(row, x, weight_hh, bias_hn, h0, c0, valid, clip, x.dtype)
+    row, lengths = CELLS[cell], torch.full(x.shape[1:2], len(x)) if lengths is None else lengths
+    y, h_n, c_n = time_loop(row, (x, weight_hh, bias_hn, h0, c0, lengths.to(x.device)), clip, x.dtype)
     return (y, h_n, c_n) if row.carries_c else (y, h_n)
 
 
 def time_loop(
-    cell: Cell,
-    x: Tensor,
-    weight_hh: Tensor,
-    bias_hn: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    valid: Tensor | None,
-    clip: float,
-    wide: torch.dtype,
-    saved: Tensor | None = None,
+    cell: Cell, inputs: Inputs, clip: float, wide: torch.dtype, saved: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward steps of a cell.
 
     Args:
         cell: its equations.
-        x: (T, B, G H); weight_hh: (G H, H); bias_hn: (H,) or None; clip: as :func:`ds2_ops.recurrence`.
-        h0: (B, H) in the dtype of ``x``, c0: (B, H) in `wide`, or None for zeros.
-        valid: (T, B, 1), True where a frame belongs to its utterance; None if all do.
+        inputs: as :func:`ds2_ops.recurrence` in one direction, c0 in `wide`, lengths on the device of x.
+        clip: as there.
         wide: dtype of all that is not a product.
         saved: (T, B, S, H), where the values of each step are written, or None.
 
     Returns:
         y (T, B, H), 0 at padding, and the states (B, H) after each utterance's last frame.
     """
+    x, weight_hh, bias_hn, h0, c0, lengths = inputs
+    valid = None if lengths is None else valid_frames(lengths, len(x))[:, :, None]
     batch, hidden = x.shape[1], weight_hh.shape[1]
     # Copies: BLAS libraries choose kernels by alignment, and a split in T must add up as the whole does.
     h = x.new_zeros(batch, hidden) if h0 is None else h0.clone(memory_format=torch.contiguous_format)

@@ -39,10 +39,10 @@ def wrong_results(
     lengths = ragged_lengths(frames, batch).to(torch.int32)
     with nan_filled_memory():
         chip(the_choice(tile, cell, batch, hidden, False), 1, faults[0])
-        y, h_n, c_n, saved = persistent.forward(x, weight, bias, h0, c0, lengths, options, True)
+        y, h_n, c_n, saved = persistent.forward((x, weight, bias, h0, c0, lengths), options, True)
         chip(the_choice(tile, cell, batch, hidden, True), 2, faults[1])
         above = (grad_y, grad_h_n, grad_c_n)
-        grad_x, _, grad_h0, grad_c0 = persistent.backward_data(*above, y, saved, weight, lengths, options)
+        grad_x, _, grad_h0, grad_c0 = persistent.backward_data((*above, y, saved, weight, lengths), options)
     ours = {"y": y, "h_n": h_n, "c_n": c_n, "grad_x": grad_x, "grad_h0": grad_h0, "grad_c0": grad_c0}
     ours = {name: tensor for name, tensor in ours.items() if tensor is not None}
 

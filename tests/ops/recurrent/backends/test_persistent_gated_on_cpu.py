@@ -130,7 +130,7 @@ def test_a_split_in_time_gives_the_same_bits(chip: Chip) -> None:
     def run(x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
         chip(the_choice(tile, cell, *shape[1:], False), 1)
         with nan_filled_memory():
-            return persistent.forward(x, weight_hh, bias, h0, None, None, Options(cell), True)[:2]
+            return persistent.forward((x, weight_hh, bias, h0, None, None), Options(cell), True)[:2]
 
     first, h = run(x[:1], h0)
     second, h = run(x[1:], h)
@@ -151,12 +151,12 @@ def test_weights_in_shared_memory(cell: str, hidden: int, chip: Chip, monkeypatc
     results: list[list[Tensor]] = []
     doubles = in_float64(given), in_float64(above)
     for run, tensors, grads in ((persistent, given, above), (gemm, given, above), (gemm, *doubles)):
-        y, _, _, saved = gemm.forward(*tensors, None, Options(cell), True)
+        y, _, _, saved = gemm.forward((*tensors, None), Options(cell), True)
         with nan_filled_memory():
             chip(forward, 3, fewer)
-            outputs = run.forward(*tensors, None, Options(cell), True)  # type: ignore[attr-defined]
+            outputs = run.forward((*tensors, None), Options(cell), True)  # type: ignore[attr-defined]
             chip(backward, 4, fewer)
-            back = run.backward_data(*grads, y, saved, tensors[1], None, Options(cell))  # type: ignore[attr-defined]
+            back = run.backward_data((*grads, y, saved, tensors[1], None), Options(cell))  # type: ignore[attr-defined]
             results.append([t for t in (*outputs, *back) if t is not None])
     assert all(relative_error(a, c) <= 2 * relative_error(b, c) for a, b, c in zip(*results, strict=True))
 
@@ -283,8 +283,8 @@ def test_a_long_memory_rests_on_exact_gates(faults: Faults, batch: int, right: b
     x = torch.tensor([-5.0, 7.0, 0.5, 0.0]).repeat_interleave(hidden).repeat(frames, batch, 1).bfloat16()
     c0, lengths = torch.ones(batch, hidden), torch.full((batch,), frames, dtype=torch.int32)
     given = (x, torch.zeros(4 * hidden, hidden).bfloat16(), None, None, c0, lengths)
-    c_n = persistent.forward(*given, Options("lstm"))[2]
-    truth = gemm.forward(*in_float64(given[:5]), given[5], Options("lstm"))[2]
+    c_n = persistent.forward(given, Options("lstm"))[2]
+    truth = gemm.forward((*in_float64(given[:5]), given[5]), Options("lstm"))[2]
     assert (relative_error(c_n, truth) <= 2**-11) == right
 
 
@@ -296,7 +296,7 @@ def test_the_bits_do_not_depend_on_what_is_kept(cell: str, chip: Chip) -> None:
     for kept in (True, False):
         with nan_filled_memory():
             chip(the_choice(("units", 1, 3, 1), cell, 3, 24, False), 1, ())
-            results.append([made.clone() for made in persistent.forward(*given, None, Options(cell), kept)[:2]])
+            results.append([made.clone() for made in persistent.forward((*given, None), Options(cell), kept)[:2]])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
