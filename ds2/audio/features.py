@@ -327,7 +327,10 @@ class Features(nn.Module):
                 windows = preemphasise(windows, self.style)
             squares = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square()
             power = squares[..., 0] + squares[..., 1]  # torch's sum over two neighbours takes six times as long
-            if self.mel_weights is not None:
+            if self.mel_weights is not None and power.is_cuda:
+                # cuBLAS adds in another order for another batch; float64 rounds to the same float32 in any order.
+                power = (power.double() @ self.mel_weights.double()).float()
+            elif self.mel_weights is not None:
                 power = power @ self.mel_weights
             if self.style is not None:
                 return power.clamp(min=MIN_ENERGY).log()

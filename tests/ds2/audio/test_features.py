@@ -173,3 +173,17 @@ def test_gpu_equals_cpu() -> None:
     expected, _ = features(waveforms, lengths)
     got, _ = features.cuda()(waveforms.cuda(), lengths)
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["log_spectrogram", "log_mel", "kaldi_fbank", "nemo_fbank"])
+def test_on_a_gpu_bits_of_blocks_do_not_depend_on_the_batch(kind: str) -> None:
+    features = Features(FeaturesConfig(kind=kind), RATE).cuda()
+    samples = noise(256, features.span(20)).cuda()
+    samples[:128] *= torch.logspace(-3, 0, 128, device="cuda")[:, None]
+    rows, lengths = torch.arange(256, device="cuda"), torch.full((256,), 20, device="cuda")
+    alone = torch.cat([features.of_rows(samples, row[None], lengths[:1], torch.bfloat16) for row in rows])
+    for batch in (2, 4, 8, 16, 32, 64, 128, 256):
+        chosen = torch.randperm(256, device="cuda")[:batch]
+        together = features.of_rows(samples, rows[chosen], lengths[:batch], torch.bfloat16)
+        assert torch.equal(together, alone[chosen]), batch
