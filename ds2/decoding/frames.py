@@ -1,7 +1,6 @@
 """Packed frames for a beam search: only likely labels, and runs of blank frames joined, for batches and chunks."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,17 +11,11 @@ from ds2.text.alphabet import BLANK
 NONE = -math.inf  # log-prob of a label or prefix that does not exist
 
 
-@dataclass(frozen=True)
-class OpenRun:
-    """The run of blank frames at the end of each utterance so far, which its next frames may extend."""
-
-    log_probs: Tensor  # (B, V) float32, summed over the run; 0 without one
-    exists: Tensor  # (B,) bool
-
-    @classmethod
-    def none(cls, batch: int, labels: int, device: torch.device) -> "OpenRun":
-        """Return what utterances without open runs have."""
-        return cls(torch.zeros(batch, labels, device=device), torch.zeros(batch, dtype=torch.bool, device=device))
+def open_frames(runs: Tensor, labels: int) -> tuple[Tensor, Tensor]:
+    """Return open runs, (B,) as `pack_next` has them, as packed frames (1, B, V) and (B,) int64 the number of each."""
+    frames = runs.new_full((1, len(runs), labels), NONE, dtype=torch.float32)
+    frames[0, :, BLANK] = runs
+    return frames, (runs > NONE).long()
 
 
 def pack(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> tuple[Tensor, Tensor]:
@@ -39,25 +32,28 @@ def pack(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> tuple[Ten
     Returns:
         (T + 1, B, V) packed frames, -inf for dropped labels, and (B,) int64 the number of frames of each utterance.
     """
-    _, batch, labels = log_probs.shape
-    packed, complete, run = pack_next(log_probs, lengths, options, OpenRun.none(batch, labels, log_probs.device))
-    return packed, complete + run.exists
+    none = log_probs.new_full((log_probs.shape[1],), NONE, dtype=torch.float64)
+    packed, complete, runs = pack_next(log_probs, lengths, options, none)
+    return packed, complete + (runs > NONE)
 
 
 def pack_next(
-    log_probs: Tensor, lengths: Tensor, options: DecodeConfig, before: OpenRun
-) -> tuple[Tensor, Tensor, OpenRun]:
-    """`pack` the next chunk of utterances; the packed frames of all chunks equal those of the whole, bit for bit.
+    log_probs: Tensor, lengths: Tensor, options: DecodeConfig, before: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pack` the next chunk of utterances; the packed frames of all chunks equal those of the whole.
+
+    A GPU adds the frames of a run in any order. In float64 that does not change the float32 values of packed frames.
 
     Args:
         log_probs, lengths, options: as `pack`.
-        before: the runs that were open after the previous chunk.
+        before: (B,) float64 log-prob of the run of blank frames that was open after the previous chunk, which these
+            frames may extend; -inf: none.
 
     Returns:
         (T + 1, B, V) packed frames, (B,) int64 the number of complete ones of each utterance, and the open runs.
     """
     if not len(log_probs):
-        return log_probs.new_zeros(1, *log_probs.shape[1:]), torch.zeros_like(before.exists, dtype=torch.int64), before
+        return log_probs.new_zeros(1, *log_probs.shape[1:]), torch.zeros_like(before, dtype=torch.int64), before
     frames, batch, labels = log_probs.shape
     device = log_probs.device
     lengths = lengths.to(device, non_blocking=True)
@@ -69,15 +65,19 @@ def pack_next(
     silent = ~followed[:, :, BLANK + 1 :].any(2)  # only the blank remains
     starts = valid.clone()  # the first frames of packed ones
     starts[1:] &= ~(silent[1:] & silent[:-1])
-    starts[:1] &= ~(silent[:1] & before.exists)
+    was_open = before > NONE
+    starts[:1] &= ~(silent[:1] & was_open)
     packed = torch.zeros(frames + 2, batch, labels, device=device)
-    packed[0] = before.log_probs
-    opened = before.exists.long()  # 1 where row 0 holds the open run
+    packed[0].masked_fill_(was_open[:, None], NONE)
+    opened = was_open.long()  # 1 where row 0 holds the open run
     rows = starts.long().cumsum(0) - 1 + opened  # of `packed`, of each frame
     rows = torch.where(valid, rows, frames + 1)  # padding goes to a row that is cut off
-    packed.scatter_add_(0, rows[..., None].expand_as(log_probs), log_probs.masked_fill(~followed, NONE))
-    packed, counts = packed[:-1], starts.sum(0) + opened
-    is_open = torch.where(lengths > 0, silent.gather(0, (lengths - 1).clamp(min=0)[None])[0], before.exists)
-    last = (counts - 1).clamp(min=0)
-    sums = packed.gather(0, last[None, :, None].expand(1, -1, labels))[0]
-    return packed, counts - is_open.long(), OpenRun(torch.where(is_open[:, None], sums, 0.0), is_open)
+    values = log_probs.masked_fill(~followed, NONE)
+    packed.scatter_add_(0, rows[..., None].expand_as(values), values)
+    blanks = torch.zeros(frames + 2, batch, dtype=torch.float64, device=device)
+    blanks[0] = torch.where(was_open, before, 0.0)
+    packed[:, :, BLANK] = blanks.scatter_add_(0, rows, values[:, :, BLANK].double())
+    counts = starts.sum(0) + opened
+    is_open = torch.where(lengths > 0, silent.gather(0, (lengths - 1).clamp(min=0)[None])[0], was_open)
+    last = blanks.gather(0, (counts - 1).clamp(min=0)[None])[0]
+    return packed[:-1], counts - is_open.long(), torch.where(is_open, last, NONE)

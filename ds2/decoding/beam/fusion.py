@@ -192,7 +192,7 @@ class Fusion:
         self.lexicon, self.unknown_score = options.lexicon, options.unknown_score
         self.lm = None if lm is None else lm.to(device)
         self.spelling = (Spelling.of(alphabet) if pronounced is None else pronounced.spelling).to(device)
-        self.device = device
+        self.device, self.labels = device, self.spelling.counts.numel()
         self._unknown_id, self._end_id, self._start = (
             (lm.ids[UNKNOWN], lm.ids[END], lm.start()) if lm is not None else (0, 0, 0)
         )
@@ -259,7 +259,7 @@ class Fusion:
             state = torch.where(done, following.gather(1, source), state)
         if word_scores.label is not None:
             scores, following = word_scores.label
-            at = source * self.spelling.counts.numel() + label
+            at = source * self.labels + label
             longer = label > 0
             log_prob = log_prob + scores.flatten(1).gather(1, at).masked_fill(~longer, 0.0)
             state = torch.where(longer, following.flatten(1).gather(1, at), state)

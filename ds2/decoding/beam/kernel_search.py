@@ -22,7 +22,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import NODE, SESSION_ROOT, Fusion
 from ds2.decoding.beam.torch_search import Beams, first_of_rows
-from ds2.decoding.frames import OpenRun, pack_next
+from ds2.decoding.frames import NONE, open_frames, pack_next
 from ds2.lm.ngram import UNKNOWN, NGram
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class KernelSearch:
 
     def fits(self, frames: int) -> bool:
         """Return whether the kernel takes so many frames at once; if not, log the reason once."""
-        device, labels = self.fusion.device, self.fusion.spelling.counts.numel()
+        device, labels = self.fusion.device, self.fusion.labels
         reason = kernel.why_not(self.beam, labels, frames, self.grams.order if self.grams else 0, device)
         if reason is not None and not self._warned:
             self._warned = True
@@ -137,8 +137,7 @@ class _Tables:
     floats: Tensor
     labels: Tensor  # (N, K, L)
     counts: Tensor  # (N, K) int32
-    open_runs: Tensor  # (N, V)
-    has_open_run: Tensor  # (N,)
+    runs: Tensor  # (N,)
     roots: Tensor  # (N,) int32
 
 
@@ -157,7 +156,7 @@ class KernelStreams:
         self._longest = np.zeros(_FIRST_SLOTS, np.int64)  # (N,) labels of the longest prefix of each
 
     def _allocate(self, slots: int, capacity: int) -> tuple[Tensor, _Tables]:
-        first, beam, device = self._first, self.search.beam, self.device
+        beam, device = self.search.beam, self.device
         halves = torch.zeros(2, slots, beam, dtype=torch.float64, device=device)
         integers = torch.zeros(2, slots, beam, 4, dtype=torch.int64, device=device)
         return halves, _Tables(
@@ -168,8 +167,7 @@ class KernelStreams:
             torch.zeros(slots, beam, 2, dtype=torch.float64, device=device),
             torch.zeros(slots, beam, capacity, dtype=torch.int16, device=device),
             torch.zeros(slots, beam, dtype=torch.int32, device=device),
-            torch.zeros(slots, first.run.log_probs.shape[1], device=device),
-            torch.zeros(slots, dtype=torch.bool, device=device),
+            torch.zeros(slots, dtype=torch.float64, device=device),
             torch.zeros(slots, dtype=torch.int32, device=device),
         )
 
@@ -189,9 +187,7 @@ class KernelStreams:
         """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
         numbers, rows = self._prepare(parts, len(log_probs) + 1)
         tables = self.tables
-        before = OpenRun(tables.open_runs[rows], tables.has_open_run[rows])
-        packed, counts, run = pack_next(log_probs, lengths, self.options, before)
-        tables.open_runs[rows], tables.has_open_run[rows] = run.log_probs, run.exists
+        packed, counts, tables.runs[rows] = pack_next(log_probs, lengths, self.options, tables.runs[rows])
         return self._search(packed, counts, numbers, rows)
 
     @torch.inference_mode()
@@ -204,8 +200,8 @@ class KernelStreams:
         for table in vars(self.tables).values():
             table[to] = table[rows]
         tables = self.tables
-        frame, counts = tables.open_runs[rows][None].contiguous(), tables.has_open_run[rows].long()
-        self._launch(frame, counts, to, max_removed=0)
+        frames, counts = open_frames(tables.runs[rows], self.search.fusion.labels)
+        self._launch(frames, counts, to, max_removed=0)
         self._longest[numbers] = self._longest[sources]  # an open run is of blanks, which add no labels
         return self.beams([copies])
 
@@ -216,10 +212,9 @@ class KernelStreams:
         t = self.tables
         roots = t.roots[rows].long()[:, None, None].expand(-1, self.search.beam, 1)
         longest = 1 + int(self._longest[numbers].max())
-        run = OpenRun(t.open_runs[rows], t.has_open_run[rows])
         integers = torch.cat([t.integers[rows], roots], 2)
         names, labels, counts = t.names[rows][..., :3], t.labels[rows][..., :longest], t.counts[rows].long()
-        return Beams(t.blank[rows], t.label[rows], names, integers, t.floats[rows], labels, counts, run)
+        return Beams(t.blank[rows], t.label[rows], names, integers, t.floats[rows], labels, counts, t.runs[rows])
 
     @torch.inference_mode()
     def mask(self, parts: Sequence[Slots], wanted: Tensor) -> list[list[int]]:
@@ -228,7 +223,7 @@ class KernelStreams:
         beams = self.beams(parts).masked(wanted)
         tables.blank[rows], tables.label[rows] = beams.blank, beams.label
         tables.names[rows] = torch.nn.functional.pad(beams.names, (0, 1))
-        frame = beams.run.log_probs[None].contiguous()
+        frame, _ = open_frames(beams.runs, self.search.fusion.labels)
         shared: list[list[int]] = [[] for _ in rows]
         more = [[0] * MAX_REMOVED]
         while any(len(labels) == MAX_REMOVED for labels in more):
@@ -275,7 +270,7 @@ class KernelStreams:
         integers[..., NODE] = roots[:, None]
         tables.integers[rows] = integers
         tables.roots[rows] = roots.int()
-        for table, value in ((tables.counts, 0), (tables.open_runs, 0), (tables.has_open_run, False)):
+        for table, value in ((tables.counts, 0), (tables.runs, NONE)):
             table[rows] = value
         for part in parts:
             part.empty = False

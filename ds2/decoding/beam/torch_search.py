@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import LENGTH, Fusion
-from ds2.decoding.frames import NONE, OpenRun, pack_next
+from ds2.decoding.frames import NONE, open_frames, pack_next
 from ds2.decoding.lexicon import ROOT
 from ds2.system.cuda_graph import GraphRecorder
 from ds2.text.alphabet import BLANK
@@ -45,7 +45,7 @@ class Beams:
     floats: Tensor  # (B, K, 2) float64, of the fusion
     labels: Tensor  # (B, K, L) int16, without those that were taken away as shared; 0 past the end
     counts: Tensor  # (B, K) int64 lengths of `labels`
-    run: OpenRun
+    runs: Tensor  # (B,) float64, the open ones: see `pack_next`
 
     @classmethod
     def start(cls, fusion: Fusion, batch: int, beam: int, root: int = ROOT) -> Self:
@@ -61,8 +61,8 @@ class Beams:
         integers, floats = fusion.start(batch, beam, root)
         labels = torch.zeros(batch, beam, _CAPACITY_STEP, dtype=torch.int16, device=device)
         counts = torch.zeros(batch, beam, dtype=torch.int64, device=device)
-        run = OpenRun.none(batch, fusion.spelling.counts.numel(), device)
-        return cls(blank, label, names.repeat(batch, 1, 1), integers, floats, labels, counts, run)
+        runs = torch.full((batch,), NONE, dtype=torch.float64, device=device)
+        return cls(blank, label, names.repeat(batch, 1, 1), integers, floats, labels, counts, runs)
 
     @property
     def acoustic(self) -> Tensor:
@@ -139,15 +139,15 @@ class TorchStreams:
     def step(self, parts: Sequence[TorchState], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
         """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
         beams = self.beams(parts)
-        packed, counts, run = pack_next(log_probs, lengths, self.options, beams.run)
+        packed, counts, runs = pack_next(log_probs, lengths, self.options, beams.runs)
         beams = search(self.fusion, beams, packed, counts, self.options.prune)
-        return self._store(parts, replace(beams, run=run))
+        return self._store(parts, replace(beams, runs=runs))
 
     def flushed(self, parts: Sequence[TorchState]) -> Beams:
         """Return the beams after the open runs as well; the streams themselves do not change."""
         beams = self.beams(parts)
-        run = beams.run
-        return search(self.fusion, beams, run.log_probs[None], run.exists.long(), self.options.prune)
+        frames, counts = open_frames(beams.runs, self.fusion.labels)
+        return search(self.fusion, beams, frames, counts, self.options.prune)
 
     def beams(self, parts: Sequence[TorchState]) -> Beams:
         """Return the beams of streams."""
@@ -186,9 +186,7 @@ def split(beams: Beams, sizes: Sequence[int]) -> list[Beams]:
 
 def _each(make: Callable[[list[Tensor]], Tensor], *beams: Beams) -> Beams:
     """Return beams of which each tensor is made from the same tensor of all `beams`."""
-    runs = [beam.run for beam in beams]
-    tensors = {f.name: make([getattr(beam, f.name) for beam in beams]) for f in fields(Beams) if f.name != "run"}
-    return Beams(run=OpenRun(make([r.log_probs for r in runs]), make([r.exists for r in runs])), **tensors)
+    return Beams(**{f.name: make([getattr(beam, f.name) for beam in beams]) for f in fields(Beams)})
 
 
 def search(fusion: Fusion, beams: Beams, packed: Tensor, counts: Tensor, prune: float) -> Beams:
@@ -289,7 +287,7 @@ def prune_beams(fusion: Fusion, beams: Beams, extended: Extended, prune: float) 
     spelled.scatter_(2, counts[..., None], by[..., None].short())  # a blank past the end changes nothing
     counts = (counts + is_longer).masked_fill_(~alive, 0)
     label.masked_fill_(~alive, NONE)
-    return Beams(blank, label, torch.stack(names, -1), integers, floats, spelled, counts, beams.run)
+    return Beams(blank, label, torch.stack(names, -1), integers, floats, spelled, counts, beams.runs)
 
 
 def _where(live: Tensor, later: Beams, before: Beams) -> Beams:
