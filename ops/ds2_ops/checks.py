@@ -171,9 +171,14 @@ def valid_frames(lengths: Tensor, frames: int) -> Tensor:
         frames: T, the padded number of frames.
 
     Returns:
-        (T, B) bool tensor on the device of ``lengths``, True where t < length.
+        (T, B, 1) bool tensor on the device of ``lengths``, True where t < length.
     """
-    return torch.arange(frames, device=lengths.device)[:, None] < lengths
+    return torch.arange(frames, device=lengths.device)[:, None, None] < lengths[:, None]
+
+
+def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return x (T, B, N) with 0 past the frames of each utterance, ``lengths`` (B,) or all T where None."""
+    return x if lengths is None else torch.where(valid_frames(lengths, len(x)), x, 0.0)
 
 
 def reverse_time(x: Tensor, lengths: Tensor | None) -> Tensor:

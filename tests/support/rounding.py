@@ -72,7 +72,7 @@ def variances(
     grad_y, grad_h_n = (t.double().cpu() for t in cotangents)
     frames, batch, _ = x.shape
     lengths = torch.full((batch,), frames) if lengths is None else lengths.cpu().long()
-    valid = valid_frames(lengths, frames)[:, :, None]
+    valid = valid_frames(lengths, frames)
     first = torch.zeros_like(x[0]) if h0 is None else h0
     y = recurrence_reference(x, weight, h0, lengths, cell=nonlinearity, clip=clip)[0]
     states = torch.cat([first[None], y])  # padding is never read: a frame after it is padding too

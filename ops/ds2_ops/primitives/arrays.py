@@ -71,12 +71,17 @@ class ContiguousOp:
         shapes, dtypes: of the arrays by their names; the dtypes on a GPU.
         workspace_bytes: of a GPU.
         device: number of the GPU.
+        _launch: returns the launch of a kernel on the current device, by its name.
+        _numbers: returns the parameters of the kernels that are not arrays of the caller, by their names, from the
+            address of the workspace.
     """
 
     shapes: dict[str, Shape]
     dtypes: dict[str, str]
     workspace_bytes: int
     device: int
+    _launch: Callable[[str], Launch]
+    _numbers: Callable[[int], dict[str, float]]
 
     def _run(
         self,
@@ -105,11 +110,3 @@ class ContiguousOp:
                 launch = self._launch(kernel)
                 arguments = [numbers[name] for _, name in launch.source.parameters]
                 launch_on(launch, arguments, self.__str__, self.device, handle)
-
-    def _launch(self, kernel: str) -> Launch:
-        """Return the launch of a kernel on the current device."""
-        raise NotImplementedError
-
-    def _numbers(self, workspace: int) -> dict[str, float]:
-        """Return the parameters of the kernels that are not arrays of the caller, by their names."""
-        raise NotImplementedError

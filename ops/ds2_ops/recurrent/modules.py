@@ -155,7 +155,7 @@ class _DropIn(nn.RNNBase):
         if x.numel() == 0:
             return super().forward(x, hx)  # type: ignore[no-any-return]
         frames = x.shape[int(self.batch_first)]
-        valid = valid_frames(lengths, frames)[:, :, None]
+        valid = valid_frames(lengths, frames)
         valid = valid.transpose(0, 1) if self.batch_first else valid
         filled = torch.where(valid, x, 0.0)
         packed = pack_padded_sequence(filled, lengths.clamp_min(1).cpu(), self.batch_first, enforce_sorted=False)

@@ -24,7 +24,7 @@ from ds2_ops.checks import (
     lengths_on,
     refuse_second_derivative,
     under_autocast,
-    valid_frames,
+    without_padding,
 )
 from ds2_ops.jit.launch import Launch, names, parameters, run, translation_unit, why_not_early
 
@@ -171,7 +171,7 @@ def _shift_forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
     Returns:
         y (T, B, H), 0 at padding.
     """
-    x = _masked(x, lengths)
+    x = without_padding(x, lengths)
     y = torch.empty_like(x)
     taps = _accumulated(weight.t().contiguous())
     for start, stop in _blocks(x):
@@ -194,7 +194,7 @@ def _shift_backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor |
     Returns:
         grad_x (T, B, H), 0 at padding, and grad_weight (H, K).
     """
-    grad_y, x = _masked(grad_y, lengths), _masked(x, lengths)
+    grad_y, x = without_padding(grad_y, lengths), without_padding(x, lengths)
     grad_x = torch.empty_like(x)
     taps = _accumulated(weight.t().contiguous())
     grad_taps = torch.zeros_like(taps)
@@ -208,11 +208,7 @@ def _shift_backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor |
             total[missing:].addcmul_(delayed, taps[j])
             grad_taps[j] += (delayed * source[missing:]).sum((0, 1))
         grad_x[start:stop] = total
-    return _masked(grad_x, lengths), grad_taps.t().contiguous().to(weight.dtype)
-
-
-def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:
-    return x if lengths is None else torch.where(valid_frames(lengths, x.shape[0])[:, :, None], x, 0.0)
+    return without_padding(grad_x, lengths), grad_taps.t().contiguous().to(weight.dtype)
 
 
 def _blocks(x: Tensor) -> list[tuple[int, int]]:
@@ -255,14 +251,11 @@ def lookahead_reference(x: Tensor, weight: Tensor, lengths: Tensor | None = None
 
     Deep Speech 2 (2015), row convolution. Arguments, shapes and returns are those of :func:`ds2_ops.lookahead`.
     """
-    frames, batch, _ = x.shape
-    if lengths is None:
-        lengths = torch.full((batch,), frames)
-    valid = valid_frames(lengths.to(x.device), frames)[:, :, None]
-    taps = weight.shape[1]
-    padded = torch.cat([torch.where(valid, x, 0.0), x.new_zeros(taps - 1, *x.shape[1:])])
+    own = None if lengths is None else lengths.to(x.device)
+    frames, taps = len(x), weight.shape[1]
+    padded = torch.cat([without_padding(x, own), x.new_zeros(taps - 1, *x.shape[1:])])
     y = torch.stack([padded[j : j + frames] * weight[:, j] for j in range(taps)]).sum(0)
-    return torch.where(valid, y, 0.0)
+    return without_padding(y, own)
 
 
 _NUMBERS = {torch.bfloat16: ("Bf16", 2), torch.float16: ("Fp16", 2), torch.float32: ("Fp32", 1)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ds2_ops.checks import valid_frames
+from ds2_ops.checks import valid_frames, without_padding
 from ds2_ops.recurrent.backends.reference import Above, Gradients, Inputs, Outputs, time_loop
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 
@@ -93,7 +93,7 @@ def _grad_of_states(grad_y: Tensor, grad_h_n: Tensor | None, lengths: Tensor | N
     grad = _aligned(frames, batch, hidden, grad_y).copy_(grad_y)
     grad_h0 = _aligned(1, batch, hidden, grad_y)[0].zero_()
     if lengths is not None:
-        grad.masked_fill_(~_valid(lengths, frames), 0.0)
+        grad.masked_fill_(~valid_frames(lengths, frames), 0.0)
     if grad_h_n is not None:
         if not frames:
             grad_h0.copy_(grad_h_n)
@@ -117,7 +117,7 @@ def _backward_from_saved(above: Above, saved: Tensor, options: Options) -> Gradi
     zeros = grad_y.new_zeros(batch, hidden, dtype=wide)
     dh = zeros if grad_h_n is None else grad_h_n.to(wide)  # of the state after a frame, without the gradient of its y
     dc = zeros if grad_c_n is None else grad_c_n
-    valid = None if lengths is None else _valid(lengths, frames)
+    valid = None if lengths is None else valid_frames(lengths, frames)
     for t in range(frames - 1, -1, -1):
         grad = grad_y[t].to(wide)
         if valid is not None:
@@ -132,11 +132,6 @@ def _backward_from_saved(above: Above, saved: Tensor, options: Options) -> Gradi
             grad_last[t] = last
         dh, dc = new_dh, new_dc
     return grad_x, grad_last, dh.to(grad_y.dtype), dc.clone() if cell.carries_c else None
-
-
-def _valid(lengths: Tensor, frames: int) -> Tensor:
-    """Mark the frames of each utterance (T, B, 1)."""
-    return valid_frames(lengths, frames)[:, :, None]
 
 
 def _last_frame(lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +169,7 @@ def _has_tangents(*inputs: Tensor | None) -> bool:
 def _lstm_forward(inputs: Inputs, save: bool) -> Outputs:
     """The steps of `cells.CELLS["lstm"]`; saves i, f, g, o, and c before each step."""
     x, weight_hh, _, h0, c0, lengths = inputs
-    x, frames, batch, hidden = _without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
+    x, frames, batch, hidden = without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
     memory, y = _aligned(frames if save else 1, batch, 5 * hidden, x), _aligned(frames, batch, hidden, x)
     c = _aligned(frames + 1, batch, hidden, x)
     first = h = _state_before(h0, x, hidden)
@@ -232,7 +227,7 @@ def _lstm_backward(above: Above, saved: Tensor) -> Gradients:
 def _gru_forward(inputs: Inputs, save: bool) -> Outputs:
     """The steps of `cells.CELLS["gru_after"]`; saves r, z, W_n h + b, n, and h before each step."""
     x, weight_hh, bias_hn, h0, _, lengths = inputs
-    x, frames, batch, hidden = _without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
+    x, frames, batch, hidden = without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
     memory, y = _aligned(frames if save else 1, batch, 5 * hidden, x), _aligned(frames, batch, hidden, x)
     first = h = _state_before(h0, x, hidden)
     bias = x.new_zeros(3 * hidden)
@@ -292,11 +287,6 @@ def _tanh_slope(y: Tensor) -> Tensor:
     return torch.addcmul(y.new_ones(()), y, y, value=-1)
 
 
-def _without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Pre-activations with 0 at padding: what is computed there is not used, and must be finite."""
-    return x if lengths is None else torch.where(_valid(lengths, len(x)), x, 0.0)
-
-
 def _state_before(state: Tensor | None, x: Tensor, hidden: int) -> Tensor:
     """The first state (B, H), aligned as those of all steps."""
     first = _aligned(1, x.shape[1], hidden, x)[0]
@@ -328,7 +318,7 @@ def _ended(y: Tensor, last: Tensor, first: Tensor, lengths: Tensor | None) -> tu
     h_n = last.clone(memory_format=torch.contiguous_format)
     if lengths is not None and len(y):
         h_n = torch.where((lengths == 0)[:, None], first, y[_last_frame(lengths)])
-        y.masked_fill_(~_valid(lengths, len(y)), 0.0)
+        y.masked_fill_(~valid_frames(lengths, len(y)), 0.0)
     return y.contiguous(), h_n
 
 

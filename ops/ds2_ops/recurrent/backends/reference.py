@@ -54,7 +54,7 @@ def time_loop(
         y (T, B, H), 0 at padding, and the states (B, H) after each utterance's last frame.
     """
     x, weight_hh, bias_hn, h0, c0, lengths = inputs
-    valid = None if lengths is None else valid_frames(lengths, len(x))[:, :, None]
+    valid = None if lengths is None else valid_frames(lengths, len(x))
     batch, hidden = x.shape[1], weight_hh.shape[1]
     # Copies: BLAS libraries choose kernels by alignment, and a split in T must add up as the whole does.
     h = x.new_zeros(batch, hidden) if h0 is None else h0.clone(memory_format=torch.contiguous_format)

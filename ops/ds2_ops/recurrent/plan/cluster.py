@@ -81,9 +81,9 @@ def _tiles(owned: int, per_word: int, cluster: int, sums: int, sent: int) -> tup
     return -(-sums * owned // MMA_ROWS), cluster * sent * owned // per_word // (MMA_WORDS * WARPS)
 
 
-def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
+def _rows_split(work: Work) -> int:
     """Return how many warps share a portion of K, each for a part of the rows, as in cluster_shape.cuh."""
-    return 1 if sums == 1 or k_tiles % 2 or m_tiles % 2 else 2
+    return 1 if work.sums == 1 or work.k_tiles % 2 or work.m_tiles % 2 else 2
 
 
 def _choice(
@@ -95,9 +95,6 @@ def _choice(
     tiles = problem.directions * -(-problem.batch // (samples * groups))
     parts = 1 if head_tiles == m_tiles else 2
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
-    units = groups * parts
-    k_split = WARPS // _rows_split(sums, m_tiles, k_tiles)
-    smem_bytes = _smem_bytes(problem, cluster, sent * words, m_tiles, k_split, head_words, groups, units)
     numbers = [cluster, owned, groups, head_tiles, problem.backward, not problem.split_words]
     numbers += [problem.directions] if problem.directions > 1 else []
     work = Work(
@@ -116,31 +113,24 @@ def _choice(
         **problem.of_work,
     )
     grid = cluster * tiles if problem.directions > 1 else None
-    sizes = {"rows": sums * owned, "threads": THREADS + units * FINISHERS, "smem_bytes": smem_bytes}
+    threads, smem_bytes = THREADS + groups * parts * FINISHERS, _smem_bytes(problem, work, parts)
+    sizes = {"rows": sums * owned, "threads": threads, "smem_bytes": smem_bytes}
     return make_choice(Design.CLUSTER, problem, numbers, work, grid=grid, **sizes)
 
 
-def _smem_bytes(
-    problem: Problem,
-    cluster: int,
-    words: int,
-    m_tiles: int,
-    k_split: int,
-    head_words: int,
-    groups: int,
-    units: int,
-) -> int:
+def _smem_bytes(problem: Problem, work: Work, parts: int) -> int:
     """Sum two stages of state and partial sums, padded against bank conflicts, inputs, mbarriers, as in cluster.cuh."""
+    cluster, words, k_split = work.cluster, work.sent * work.words, WARPS // _rows_split(work)
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
-    partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
-    cell, owned = problem.cell, head_words * problem.per_word
+    partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * work.m_tiles + 4) * 4
+    cell, owned = problem.cell, work.head_words * problem.per_word
     if problem.backward and cell.gates > 1 and owned == 2 * MMA_ROWS:  # pushes: received sums, and its own gradients
         state_bytes = cluster * MMA_SAMPLES * owned * 4
         partial_bytes = MMA_SAMPLES * ((4 * words + 63) // 128 * 128 + 64)
-    rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
+    rounds = -(-MMA_SAMPLES // (FINISHERS // work.head_words))
     slots, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:
         slots, states = 1 + cell.saved, problem.per_word
     input_bytes = (1 + states + STEPS_AHEAD * slots) * rounds * FINISHERS * 4  # 1: lengths
-    return 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)
+    return work.groups * (2 * (state_bytes + partial_bytes) + parts * (input_bytes + 2 * WARPS * 8))

@@ -19,10 +19,9 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
         if clusters == 0:
             continue
         spread = -(-problem.batch // clusters)
-        for samples in {min(spread, 8), *(s for s in (2, 4, 8) if spread < s <= problem.batch)}:
-            choice = _choice(problem, device, cluster, clusters, samples)
-            if choice is not None:
-                fitting.append(choice)
+        samples = {min(spread, 8), *(s for s in (2, 4, 8) if spread < s <= problem.batch)}
+        choices = (_choice(problem, device, cluster, clusters, count) for count in samples)
+        fitting += [choice for choice in choices if choice is not None]
     return fitting
 
 
