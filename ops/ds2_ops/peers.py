@@ -152,7 +152,7 @@ class PeerExchange:
             RuntimeError: the driver's error.
         """
         count, device = tensor.numel(), tensor.device
-        run(Launch(_await_source(), 32), [self._own], lambda: f"a copy of {count} numbers to another rank", device)
+        run(Launch(AWAIT, 32), [self._own], lambda: f"a copy of {count} numbers to another rank", device)
         _copy(self._other + _HEADER_BYTES, tensor)
 
     def add(self, tensor: Tensor) -> None:
@@ -164,7 +164,7 @@ class PeerExchange:
         count, device = tensor.numel(), tensor.device
         grid = min(_EXCHANGE_BLOCKS * multiprocessors(device), _MAX_EXCHANGE_BLOCKS, -(-count // EXCHANGE_THREADS))
         arguments = (self._own, self._other, tensor, self._own + _HEADER_BYTES, count, grid)
-        launch = Launch(_add_source(), EXCHANGE_THREADS, grid)
+        launch = Launch(ADD, EXCHANGE_THREADS, grid)
         run(launch, arguments, lambda: f"the addition of {count} numbers of another rank", device)
 
 
@@ -189,16 +189,10 @@ def _sum_source(ranks: int) -> Source:
     )
 
 
-@functools.cache
-def _await_source() -> Source:
-    return translation_unit("peers/exchange.cuh", parameters("unsigned* own"), "    ds2::await_taken(own);\n")
-
-
-@functools.cache
-def _add_source() -> Source:
-    return translation_unit(
-        "peers/exchange.cuh",
-        parameters("unsigned* own, unsigned* other, float* numbers, float* came, int count, int grid"),
-        "    ds2::add_arrived(own, other, numbers, came, count, grid);\n",
-        threads=("EXCHANGE_THREADS", EXCHANGE_THREADS),
-    )
+AWAIT = translation_unit("peers/exchange.cuh", parameters("unsigned* own"), "    ds2::await_taken(own);\n")
+ADD = translation_unit(
+    "peers/exchange.cuh",
+    parameters("unsigned* own, unsigned* other, float* numbers, float* came, int count, int grid"),
+    "    ds2::add_arrived(own, other, numbers, came, count, grid);\n",
+    threads=("EXCHANGE_THREADS", EXCHANGE_THREADS),
+)

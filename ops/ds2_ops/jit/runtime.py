@@ -55,9 +55,7 @@ def _capability(device_index: int) -> tuple[int, int]:
 def attribute(device_index: int, name: str) -> int:
     """Read CU_DEVICE_ATTRIBUTE_`name` from the driver; RuntimeError as ``build``."""
     key = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    status, value = _driver().cuDeviceGetAttribute(key, _device(device_index))
-    _check(status, f"cuDeviceGetAttribute {name}")
-    return int(value)
+    return int(call("cuDeviceGetAttribute", key, _device(device_index), about=f" {name}"))
 
 
 @functools.cache
@@ -74,10 +72,11 @@ def driver_version() -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def call(name: str, *arguments: Any) -> Any:
+def call(name: str, *arguments: Any, about: str = "") -> Any:
     """Call a function of the driver; return its result, if any. RuntimeError names the function and its status."""
     status, *results = getattr(_driver(), name)(*arguments)
-    _check(status, name)
+    if int(status) != 0:
+        raise RuntimeError(f"{name}{about} failed: {status.name}")
     return results[0] if results else None
 
 
@@ -103,9 +102,7 @@ def _driver() -> Any:
 
 def _device(device_index: int) -> Any:
     call("cuInit", 0)
-    status, device = _driver().cuDeviceGet(device_index)
-    _check(status, f"cuDeviceGet of device {device_index}")
-    return device
+    return call("cuDeviceGet", device_index, about=f" of device {device_index}")
 
 
 def set_current(device_index: int) -> None:
@@ -137,19 +134,15 @@ def load(source: str, device_index: int) -> Any:
         kernel = call("cuLibraryGetKernel", library, ENTRY.encode())
     except RuntimeError as error:
         raise RuntimeError(f"the driver cannot load a kernel built for {architecture}: {error}\n{source}") from error
+    attributes, device = driver.CUfunction_attribute, _device(device_index)
     if architecture.startswith("compute_"):
-        register_count = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
-        registers = call("cuKernelGetAttribute", register_count, kernel, _device(device_index))
+        registers = call("cuKernelGetAttribute", attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, kernel, device)
         check_registers(source, registers, f"the driver's compiler, CUDA {driver_version()},")
-    for setting in (
-        (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
-        (
-            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            smem_bytes_per_block(device_index),
-        ),
+    for setting, value in (
+        (attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes_per_block(device_index)),
     ):
-        (status,) = driver.cuKernelSetAttribute(*setting, kernel, _device(device_index))
-        _check(status, f"cuKernelSetAttribute {setting[0].name}")
+        call("cuKernelSetAttribute", setting, value, kernel, device, about=f" {setting.name}")
     return driver.CUfunction(int(kernel))
 
 
@@ -167,11 +160,6 @@ def why_no_kernel(device_index: int) -> str | None:
 def smem_bytes_per_block(device_index: int) -> int:
     """Largest dynamic shared memory of a block on this device; RuntimeError as ``build``."""
     return attribute(device_index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-
-
-def _check(status: Any, call: str) -> None:
-    if int(status) != 0:
-        raise RuntimeError(f"{call} failed: {status.name}")
 
 
 @functools.lru_cache(maxsize=1024)  # making one takes longer than a launch
