@@ -196,9 +196,7 @@ class _GraphTables:
 
     rows: int  # P
     arguments: tuple[Any, ...]  # of `_GRAPH`
-    of_label: Tensor
-    forward_row: Tensor
-    backward_row: Tensor
+    by_label: tuple[Tensor, ...]  # of_label, forward_row and backward_row of `_SHARES_OF`
 
     @classmethod
     def of(cls, graph: LabelGraph, vocabulary: int, device: torch.device) -> _GraphTables:
@@ -247,13 +245,8 @@ class _GraphTables:
         by_label = np.argsort(graph.labels, kind="stable")
         by_label = by_label[graph.labels[by_label] > 0]
         of_label = np.searchsorted(graph.labels[by_label], np.arange(vocabulary + 1)).astype(np.int32)
-        return cls(
-            rows,
-            arguments,
-            _on(device, of_label),
-            _on(device, forward[by_label].astype(np.uint16)),
-            _on(device, backward[by_label].astype(np.uint16)),
-        )
+        rows_of: list[NDArray[Any]] = [row_of[by_label].astype(np.uint16) for row_of in (forward, backward)]
+        return cls(rows, arguments, tuple(_on(device, values) for values in [of_label, *rows_of]))
 
 
 def _row_of(degrees: NDArray[Any], warps: int) -> NDArray[np.int64]:
@@ -339,8 +332,8 @@ class Denominator:
         nodes = len(graph.labels)
         arcs = 2 * (len(graph.weights) + nodes)  # padded to slices, and other words
         self._plan = partial(plan, nodes, len(graph.parent_nodes), arcs, vocabulary)
-        self._tables: dict[torch.device, _GraphTables] = {}
-        self._matrices: dict[tuple[torch.device, torch.dtype], _Matrices] = {}
+        self.tables = cache(partial(_GraphTables.of, graph, vocabulary))  # made once a device
+        self.matrices = cache(partial(_Matrices.of, graph, vocabulary))  # and dtype
 
     def why_not(self, device: torch.device) -> str | None:
         """Say why the kernels cannot sum over the graph on a device; None if they can."""
@@ -366,18 +359,6 @@ class Denominator:
         function = _ByKernels if kernels else _ByProducts
         log_sums: Tensor = function.apply(logits, frames, self)  # type: ignore[no-untyped-call]
         return log_sums
-
-    def tables(self, device: torch.device) -> _GraphTables:
-        """The graph as the kernels read it, made once a device."""
-        if device not in self._tables:
-            self._tables[device] = _GraphTables.of(self.graph, self.vocabulary, device)
-        return self._tables[device]
-
-    def matrices(self, device: torch.device, dtype: torch.dtype) -> _Matrices:
-        """The graph as sparse matrices, made once a device and dtype."""
-        if (device, dtype) not in self._matrices:
-            self._matrices[device, dtype] = _Matrices.of(self.graph, self.vocabulary, device, dtype)
-        return self._matrices[device, dtype]
 
 
 class _ByKernels(torch.autograd.Function):
@@ -405,8 +386,7 @@ class _ByKernels(torch.autograd.Function):
         grad = torch.empty_like(log_probs)
         blocks = log_probs.shape[0] * log_probs.shape[1]
         launch = Launch(SHARES, _SHARES_THREADS, grid=blocks, smem_bytes=4 * (log_probs.shape[2] + 2 * tables.rows))
-        by_label = [tables.of_label, tables.forward_row, tables.backward_row]
-        arguments = [*ctx.saved_tensors, grad_log_sums.float().contiguous(), grad, *by_label]
+        arguments = [*ctx.saved_tensors, grad_log_sums.float().contiguous(), grad, *tables.by_label]
         arguments += [*log_probs.shape, tables.rows]
         _run(launch, arguments, log_probs, tables.rows)
         return grad.to(ctx.dtype), None, None

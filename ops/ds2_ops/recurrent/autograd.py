@@ -130,11 +130,12 @@ def _gradients(
     if needed[1]:
         factors = _factors(cell, grad_x, grad_last, y, saved, h0, lengths)
         if weight_sinks is None:
-            matrices = [_products(parts) for parts in factors]
-            grad_weight = matrices[0] if y.dim() == 3 else torch.stack(matrices)
+            matrices = [[_product(pairs) for pairs in rows] for rows in factors]
+            whole = [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in matrices]
+            grad_weight = whole[0] if y.dim() == 3 else torch.stack(whole)
         else:
-            for sink, parts in zip(weight_sinks, factors, strict=True):
-                _add_products(sink, parts)
+            for sink, rows in zip(weight_sinks, factors, strict=True):
+                _add_products(sink, rows)
     if needed[2]:
         if bias_sinks is None:
             grad_bias = grad_last.sum((0, 1))
@@ -200,11 +201,6 @@ def _states_before(
         last = torch.arange(len(y), device=y.device)[:, None, None] == lengths[:, None] - 1
         following = torch.where(last, h0, following)
     return [(slice(None), following)]
-
-
-def _products(rows: Sequence[Factors]) -> Tensor:
-    matrices = [_product(factors) for factors in rows]
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
 def _product(factors: Factors) -> Tensor:

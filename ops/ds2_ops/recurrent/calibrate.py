@@ -281,17 +281,10 @@ def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool =
         name = calibrate([(problem, max_sms)], index, count)[key]
     if name is None:
         return ranked[0]
-    for choice in ranked:
-        if choice.name == name:
-            return choice
-    if early:
-        return ranked[0]
-    warnings.warn(
-        f"the tile {name!r} that was recorded for {key} is not one of this version's: the model's choice runs instead",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return ranked[0]
+    if (chosen := next((choice for choice in ranked if choice.name == name), None)) is None and not early:
+        message = f"the tile {name!r} that was recorded for {key} is not one of this version's"
+        warnings.warn(f"{message}: the model's choice runs instead", RuntimeWarning, stacklevel=2)
+    return chosen or ranked[0]
 
 
 def tiles_to_measure() -> int:

@@ -219,7 +219,8 @@ class _Op:
         with runtime.current(self.device):
             base = workspace_address(workspace, self.workspace_bytes, handle)
             addresses = [self._input(name, arrays.get(name), base, handle) for name in self._inputs]
-            addresses.append(self._address("lengths", arrays.get("lengths"), handle, "int32"))
+            lengths = arrays["lengths"]
+            addresses.append(0 if lengths is None else self._address("lengths", lengths, handle, "int32"))
             moved: list[tuple[Array, Array]] = []
             for name in self._results:
                 target = self._check(name, arrays[name], handle)
@@ -258,8 +259,6 @@ class _Op:
 
     def _address(self, name: str, array: Any, stream: int, dtype: str) -> int:
         """Return where an array lies that must be as the kernels take it."""
-        if array is None and name == "lengths":
-            return 0
         source = self._check(name, array, stream, dtype)
         if not source.plain:
             raise ValueError(f"{name} is not contiguous, or does not start at a multiple of 4 bytes: make a copy")

@@ -25,11 +25,10 @@ def forward(inputs: Inputs, options: Options, save: bool = False) -> Outputs:
 
     c0 and c_n are float64 where x is.
     """
-    x, weight_hh, _, h0, _, lengths = inputs
+    x, weight_hh = inputs[:2]
     cell = CELLS[options.cell]
     if cell.gates == 1:
-        y, h_n = _forward_in_place(x, weight_hh, h0, lengths, options)
-        return y, h_n, None, None
+        return *_forward_in_place(inputs, options), None, None
     if _in_place(x, cell) and not _has_tangents(*inputs[:5]):
         run = _lstm_forward if cell.carries_c else _gru_forward
         return run(inputs, save)
@@ -38,10 +37,9 @@ def forward(inputs: Inputs, options: Options, save: bool = False) -> Outputs:
     return y, h_n, c_n if cell.carries_c else None, saved
 
 
-def _forward_in_place(
-    x: Tensor, weight_hh: Tensor, h0: Tensor | None, lengths: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor]:
+def _forward_in_place(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """The time loop of a cell of one gate: two torch calls a step."""
+    x, weight_hh, _, h0, _, lengths = inputs
     frames, batch, hidden = x.shape
     activate_ = CELLS[options.cell].activate_
     assert activate_ is not None
@@ -58,20 +56,19 @@ def _forward_in_place(
 
 def backward_data(above: Above, options: Options) -> Gradients:
     """Run the time loop backwards; arguments and returns are those of `persistent.backward_data`, in one direction."""
-    grad_y, grad_h_n, _, y, saved, weight_hh, lengths = above
+    saved = above[4]
     if saved is None:
-        grad_x, grad_h0 = _backward_from_output(grad_y, grad_h_n, y, weight_hh, lengths, options)
+        grad_x, grad_h0 = _backward_from_output(above, options)
         return grad_x, None, grad_h0, None
-    if _in_place(grad_y, cell := CELLS[options.cell]):
+    if _in_place(above[0], cell := CELLS[options.cell]):
         run = _lstm_backward if cell.carries_c else _gru_backward
         return run(above, saved)
     return _backward_from_saved(above, saved, options)
 
 
-def _backward_from_output(
-    grad_y: Tensor, grad_h_n: Tensor | None, y: Tensor, weight_hh: Tensor, lengths: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor]:
+def _backward_from_output(above: Above, options: Options) -> tuple[Tensor, Tensor]:
     """dpre_t = (dy_t + [t = length - 1] dh_n + W^T dpre_(t+1)) f'(y_t): two torch calls a step, both in place."""
+    grad_y, grad_h_n, _, y, _, weight_hh, lengths = above
     backward_ = CELLS[options.cell].backward_
     assert backward_ is not None
     # grad_x starts at 0 at padding, and the loop, which meets the padding first, keeps it there whatever f' is.
