@@ -207,7 +207,7 @@ class _GraphTables:
         parent_count = _padded(len(parents))
         padding = rows + parent_count
         same = graph.labels[graph.sources] == graph.labels[graph.targets]
-        warps = _threads(rows) // _WARP
+        warps = min(rows, MOST_THREADS) // _WARP
         forward = _row_of(np.bincount(graph.targets, minlength=nodes), warps)
         backward = _row_of(np.bincount(graph.sources[~same], minlength=nodes), warps)
         column = np.full(nodes, -1)
@@ -267,10 +267,6 @@ def _row_of(degrees: NDArray[Any], warps: int) -> NDArray[np.int64]:
     return rows
 
 
-def _threads(rows: int) -> int:
-    return min(rows, MOST_THREADS)
-
-
 def _padded(count: int) -> int:
     return -(-count // _WARP) * _WARP
 
@@ -296,7 +292,7 @@ def plan(
             f"a graph of {nodes} nodes over {vocabulary} labels needs {smem_bytes} B of shared memory, a block has "
             f"{smem_bytes_per_block}, and 16-bit numbers: at most about {most} nodes fit"
         )
-    threads = _threads(rows)
+    threads = min(rows, MOST_THREADS)
     smem_bytes = min(smem_bytes + 4 * arcs, smem_bytes_per_block)  # arcs that do not fit are read from global memory
     return Launch(_sums_source(threads, -(-rows // threads)), threads, grid=2 * utterances, smem_bytes=smem_bytes)
 

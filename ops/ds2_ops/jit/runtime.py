@@ -46,9 +46,7 @@ def capability(device_index: int) -> tuple[int, int]:
 
 
 def _capability(device_index: int) -> tuple[int, int]:
-    parts = ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR")
-    major, minor = (attribute(device_index, part) for part in parts)
-    return major, minor
+    return attribute(device_index, "COMPUTE_CAPABILITY_MAJOR"), attribute(device_index, "COMPUTE_CAPABILITY_MINOR")
 
 
 @functools.cache
