@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -20,38 +20,6 @@ from ds2.text.alphabet import BLANK, Alphabet
 
 Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs and lengths to the N best, without word times
 _SUM_TOLERANCE = 0.02  # of the probabilities of a frame: the error of log-probs rounded to bfloat16
-
-
-class Decoding:
-    """Streams that are decoded chunk by chunk."""
-
-    def __init__(self, decoder: Decoder, streams: list[Any]) -> None:
-        self.decoder = decoder  # which does the work; its methods take several decodings in one batch
-        self.streams = streams  # what it keeps of each stream
-
-    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Decode the next frames.
-
-        Args:
-            log_probs: (T', B, V) natural log-probs of any floating type on any device, T' >= 0.
-            lengths: (B,) CPU int64, valid frames of each stream, 0 too.
-
-        Raises:
-            DecodeError: NaN or infinite values, or frames that do not sum to one.
-        """
-        self.decoder.step([self], log_probs, lengths)
-
-    def best(self) -> list[Hypothesis]:
-        """Return the best hypothesis of each stream so far; empty before the first frame.
-
-        A beam search returns text and labels only, as words cost an alignment (`Decoder.best` can return them).
-        `fixed_words` says how much of the text no later frame changes; a decoder of whole utterances says 0.
-        """
-        return self.decoder.best([self])[0]
-
-    def finish(self) -> list[list[Hypothesis]]:
-        """Return the N best hypotheses of each stream, best first, at least one."""
-        return self.decoder.finish([self])[0]
 
 
 def start_copy(*tensors: Tensor) -> Callable[[], list[NDArray[Any]]]:
@@ -76,28 +44,41 @@ class Decoder(Protocol):
 
     hot_characters: frozenset[str] = frozenset()  # that hot words of a session may have; empty: it takes no hot words
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
-        """Begin a decoding of `rows` streams; the result of their chunks is that of the whole.
+    def start(self, hot_words: HotWords | None = None) -> Any:
+        """Begin a stream and return what the decoder keeps of it; the result of its chunks is that of the whole.
 
         Args:
-            hot_words: words and phrases to prefer in them, and the bonus of each, natural log.
+            hot_words: words and phrases to prefer in it, and the bonus of each, natural log.
 
         Raises:
             LexiconError: the network cannot write these hot words, or the decoder takes none.
         """
         ...
 
-    def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
-        """`Decoding.step` of several decodings in one batch: the streams of the first one, then those of the next."""
+    def step(self, streams: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
+        """Decode the next frames of streams.
+
+        Args:
+            streams: B results of `start`, also of other decoders with the same `batch_key`.
+            log_probs: (T', B, V) natural log-probs of any floating type on any device, T' >= 0.
+            lengths: (B,) CPU int64, valid frames of each stream, 0 too.
+
+        Raises:
+            DecodeError: NaN or infinite values, or frames that do not sum to one.
+        """
         ...
 
-    def best(self, decodings: Sequence[Any], *, words: bool = False) -> list[list[Hypothesis]]:
-        """`Decoding.best` of several decodings in one batch; with `words` also where these cost an alignment."""
+    def best(self, streams: Sequence[Any], *, words: bool = False) -> list[Hypothesis]:
+        """Return the best hypothesis of each stream so far; empty before the first frame.
+
+        A beam search returns text and labels only, as words cost an alignment, unless `words` is true. `fixed_words`
+        says how much of the text no later frame changes; a decoder of whole utterances says 0.
+        """
         ...
 
-    def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
-        """`Decoding.finish` of several decodings in one batch."""
-        return [[[hypothesis] for hypothesis in best] for best in self.best(decodings)]
+    def finish(self, streams: Sequence[Any]) -> list[list[Hypothesis]]:
+        """Return the N best hypotheses of each stream, best first, at least one."""
+        return [[hypothesis] for hypothesis in self.best(streams)]
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each utterance, best first, at least one.
@@ -110,9 +91,9 @@ class Decoder(Protocol):
             DecodeError: NaN or infinite values, frames that do not sum to one, or utterances without frames.
         """
         check_log_probs(log_probs, lengths, log_probs.shape[-1])
-        decoding = self.start(len(lengths))
-        decoding.step(log_probs, lengths)
-        return decoding.finish()
+        streams = [self.start() for _ in lengths]
+        self.step(streams, log_probs, lengths)
+        return self.finish(streams)
 
 
 def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_empty: bool = False) -> None:
@@ -154,6 +135,13 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_em
         raise DecodeError(f"log-probs of the utterances at {bad} in the batch {problem} (first at frame {frame})", bad)
 
 
+class ChangedStream(NamedTuple):
+    """A stream of another decoder, and how its hypotheses change."""
+
+    inner: Any
+    change: Callable[[Hypothesis], Hypothesis]
+
+
 class ChangedDecoder(Decoder):
     """A decoder whose hypotheses are changed, such as by a calibration of confidences.
 
@@ -173,22 +161,22 @@ class ChangedDecoder(Decoder):
             return super().decode(log_probs, lengths)
         return [[self.change(h) for h in row] for row in self.decoder.decode(log_probs, lengths)]
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> ChangedDecoding:
+    def start(self, hot_words: HotWords | None = None) -> ChangedStream:
         if self.hot_words is not None:
             refuse_hot_words(hot_words)
             hot_words = self.hot_words
-        return ChangedDecoding(self, self.decoder.start(rows, hot_words))
+        return ChangedStream(self.decoder.start(hot_words), self.change)
 
-    def step(self, decodings: Sequence[ChangedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        self.decoder.step([d.inner for d in decodings], log_probs, lengths)
+    def step(self, streams: Sequence[ChangedStream], log_probs: Tensor, lengths: Tensor) -> None:
+        self.decoder.step([stream.inner for stream in streams], log_probs, lengths)
 
-    def best(self, decodings: Sequence[ChangedDecoding], *, words: bool = False) -> list[list[Hypothesis]]:
-        best = self.decoder.best([d.inner for d in decodings], words=words)
-        return [[d.change(h) for h in row] for d, row in zip(decodings, best, strict=True)]
+    def best(self, streams: Sequence[ChangedStream], *, words: bool = False) -> list[Hypothesis]:
+        best = self.decoder.best([stream.inner for stream in streams], words=words)
+        return [stream.change(hypothesis) for stream, hypothesis in zip(streams, best, strict=True)]
 
-    def finish(self, decodings: Sequence[ChangedDecoding]) -> list[list[list[Hypothesis]]]:
-        nbest = self.decoder.finish([d.inner for d in decodings])
-        return [[[d.change(h) for h in row] for row in rows] for d, rows in zip(decodings, nbest, strict=True)]
+    def finish(self, streams: Sequence[ChangedStream]) -> list[list[Hypothesis]]:
+        nbest = self.decoder.finish([stream.inner for stream in streams])
+        return [[stream.change(h) for h in row] for stream, row in zip(streams, nbest, strict=True)]
 
 
 def inner_decoder(decoder: Decoder) -> Decoder:
@@ -199,19 +187,11 @@ def inner_decoder(decoder: Decoder) -> Decoder:
 
 
 def batch_key(decoder: Decoder) -> tuple[int, int]:
-    """Return a key that is equal for decoders whose decodings may share a batch: those that wrap the same decoder."""
+    """Return a key that is equal for decoders whose streams may share a batch: those that wrap the same decoder."""
     changes = 0
     while isinstance(decoder, ChangedDecoder):
         changes, decoder = changes + 1, decoder.decoder
     return changes, id(decoder)
-
-
-class ChangedDecoding(Decoding):
-    """Streams of a `ChangedDecoder`: those of another decoder, and how their hypotheses change."""
-
-    def __init__(self, decoder: ChangedDecoder, inner: Decoding) -> None:
-        super().__init__(decoder, inner.streams)
-        self.inner, self.change = inner, decoder.change
 
 
 class SearchDecoder(Decoder):
@@ -235,23 +215,19 @@ class SearchDecoder(Decoder):
         rows = self.second_pass(rows) if self.second_pass is not None else rows
         return add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
+    def start(self, hot_words: HotWords | None = None) -> list[Tensor]:
         refuse_hot_words(hot_words)
-        return Decoding(self, [list[Tensor]() for _ in range(rows)])
+        return []
 
-    def step(self, decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
+    def step(self, streams: Sequence[list[Tensor]], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
-        streams = [frames for decoding in decodings for frames in decoding.streams]
         for row, (frames, length) in enumerate(zip(streams, lengths.tolist(), strict=True)):
             if length:
                 frames.append(log_probs[:length, row].float())
 
-    def best(self, decodings: Sequence[Decoding], *, words: bool = False) -> list[list[Hypothesis]]:
+    def best(self, streams: Sequence[list[Tensor]], *, words: bool = False) -> list[Hypothesis]:
         """Decode all frames by `decode_long`."""
-        return [[self._decoded(frames) for frames in decoding.streams] for decoding in decodings]
-
-    def _decoded(self, frames: list[Tensor]) -> Hypothesis:
-        return decode_long(self, torch.cat(frames), self.alphabet, self.frame_s) if frames else EMPTY
+        return [decode_long(self, torch.cat(f), self.alphabet, self.frame_s) if f else EMPTY for f in streams]
 
 
 def decode_long(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
+from ds2.decoding.decoder import Decoder, check_log_probs
 from ds2.decoding.hypothesis import Hypothesis, Run, Word, spell_words
 from ds2.decoding.phrases import HotWords, refuse_hot_words
 from ds2.text.alphabet import BLANK, Alphabet
@@ -96,14 +96,14 @@ class GreedyDecoder(Decoder):
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
+    def start(self, hot_words: HotWords | None = None) -> BestPath:
         refuse_hot_words(hot_words)
-        return Decoding(self, [BestPath(self.alphabet, self.frame_s) for _ in range(rows)])
+        return BestPath(self.alphabet, self.frame_s)
 
-    def step(self, decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
+    def step(self, streams: Sequence[BestPath], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
-        step_paths([path for decoding in decodings for path in decoding.streams], log_probs, lengths)
+        step_paths(streams, log_probs, lengths)
 
-    def best(self, decodings: Sequence[Decoding], *, words: bool = False) -> list[list[Hypothesis]]:
+    def best(self, streams: Sequence[BestPath], *, words: bool = False) -> list[Hypothesis]:
         """Return the hypotheses so far, always with words."""
-        return [[path.hypothesis() for path in decoding.streams] for decoding in decodings]
+        return [path.hypothesis() for path in streams]

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.decoding.decoder import Decoder, Decoding, check_log_probs
+from ds2.decoding.decoder import Decoder, check_log_probs
 from ds2.decoding.hypothesis import Hypothesis, Word
 from ds2.decoding.phrases import (
     ALLOWANCE,
@@ -326,21 +326,20 @@ class PhraseDecoder(Decoder):
         self.allowance = allowance if graph.others else 0.0
         self.states = PhraseStates(graph, alphabet, self.allowance)
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
+    def start(self, hot_words: HotWords | None = None) -> _PhraseStream:
         refuse_hot_words(hot_words)
-        return Decoding(self, [_PhraseStream(self.states, self.allowance, self.frame_s) for _ in range(rows)])
+        return _PhraseStream(self.states, self.allowance, self.frame_s)
 
-    def step(self, decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
+    def step(self, streams: Sequence[_PhraseStream], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
         frames = log_probs.double().cpu().numpy()
-        streams = [stream for decoding in decodings for stream in decoding.streams]
         for row, (stream, length) in enumerate(zip(streams, lengths.tolist(), strict=True)):
             for frame in frames[:length, row]:
                 stream.step(frame)
 
-    def best(self, decodings: Sequence[Decoding], *, words: bool = False) -> list[list[Hypothesis]]:
+    def best(self, streams: Sequence[_PhraseStream], *, words: bool = False) -> list[Hypothesis]:
         """Return the hypotheses so far, always with words."""
-        return [[stream.hypothesis(at_end=False) for stream in decoding.streams] for decoding in decodings]
+        return [stream.hypothesis(at_end=False) for stream in streams]
 
-    def finish(self, decodings: Sequence[Decoding]) -> list[list[list[Hypothesis]]]:
-        return [[[stream.hypothesis(at_end=True)] for stream in decoding.streams] for decoding in decodings]
+    def finish(self, streams: Sequence[_PhraseStream]) -> list[list[Hypothesis]]:
+        return [[stream.hypothesis(at_end=True)] for stream in streams]

@@ -439,11 +439,11 @@ def _transcribe_windows(
         if rest.shape[2]:
             yield rest
 
-    decoding = pipeline.decoder.start(1, hot_words)
+    decoder, stream = pipeline.decoder, pipeline.decoder.start(hot_words)
     with pipeline.autocast():
         for logits in window_logits(pipeline.model, features(), context_frames):
-            decoding.step(logits.float().log_softmax(2), torch.tensor([len(logits)]))
-    duration_s, hypothesis = cut.samples / pipeline.features.sample_rate_hz, decoding.finish()[0][0]
+            decoder.step([stream], logits.float().log_softmax(2), torch.tensor([len(logits)]))
+    duration_s, hypothesis = cut.samples / pipeline.features.sample_rate_hz, decoder.finish([stream])[0][0]
     return Transcript(duration_s, replace(hypothesis, words=within(hypothesis.words, duration_s)))
 
 

@@ -69,7 +69,7 @@ class Session:
                 f"block_s={block_s}: give seconds from {pipeline.frame_s:g}, an output frame, to {MAX_BLOCK_S:g}"
             )
         self.block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
-        self.decoding = self.decoder.start(1, hot_words)
+        self.decoding = self.decoder.start(hot_words)
         self.blocks: deque[NDArray[np.float32]] = deque()  # samples of blocks that `decode` runs next
         self.runner = pipeline.block_runner(self.block_frames)
         self._start_stream()
@@ -116,8 +116,8 @@ class Session:
         decode_sessions([self])
 
     def result(self) -> Hypothesis:
-        """The best hypothesis so far; `Decoding.best` says what it lacks."""
-        return self.decoding.best()[0]
+        """The best hypothesis so far; `Decoder.best` says what it lacks."""
+        return self.decoder.best([self.decoding])[0]
 
     def is_endpoint(self) -> bool:
         """Whether a segment has ended: never in a session that is one segment."""
@@ -125,7 +125,7 @@ class Session:
 
     def reset(self) -> None:
         """Start again as a new source; samples that were not decoded are dropped."""
-        self.decoding = self.decoder.start(1, self.hot_words)
+        self.decoding = self.decoder.start(self.hot_words)
         self.blocks.clear()
         self._start_stream()
 
@@ -217,7 +217,7 @@ class LiveSession(Session):
             )
             words = tuple(self.in_source(hypothesis.words))
             self.segments.append(Segment(self.segment_start_s, end_s, replace(hypothesis, words=words)))
-        self.decoding = self.decoder.start(1, self.hot_words)
+        self.decoding = self.decoder.start(self.hot_words)
         self.pipeline.open_segments.start_segment(self.row)
 
     def in_source(self, words: Sequence[Word]) -> list[Word]:
@@ -235,7 +235,7 @@ class LiveSession(Session):
     def reset(self) -> None:
         """Drop the open segment and start again; times still count from the source's start."""
         self.restart_stream()
-        self.decoding = self.decoder.start(1, self.hot_words)
+        self.decoding = self.decoder.start(self.hot_words)
         self.blocks.clear()
 
     def restart_stream(self) -> None:
@@ -423,11 +423,11 @@ def finish_segments(sessions: Sequence[LiveSession], failed: Failed = raise_fail
 
 
 def _best(decoder: Decoder, decodings: Sequence[Any], words: bool = False) -> list[Hypothesis]:
-    return [row[0] for row in decoder.best(decodings, words=words)]
+    return decoder.best(decodings, words=words)
 
 
 def _final(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:
-    return [row[0][0] for row in decoder.finish(decodings)]
+    return [row[0] for row in decoder.finish(decodings)]
 
 
 def _by_decoder(

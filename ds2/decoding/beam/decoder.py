@@ -19,8 +19,8 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times, finalise
 from ds2.decoding.beam.fusion import LENGTH, Fusion, pronounced_words
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
-from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows
-from ds2.decoding.decoder import Decoder, Decoding, check_log_probs, start_copy
+from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows, search
+from ds2.decoding.decoder import Decoder, check_log_probs, start_copy
 from ds2.decoding.frames import NONE, pack
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
 from ds2.decoding.lexicon import ROOT
@@ -66,17 +66,15 @@ class BatchedBeamSearch:
             lengths: (B,) CPU int64, at least 1.
             root: of the trie, where words start.
         """
-        if self.kernel is not None and self.kernel.fits(len(log_probs)):
-            packed, counts = pack(log_probs, lengths, self.options)
-            roots = torch.full((len(lengths),), root, dtype=torch.int32, device=log_probs.device)
-            end = self.kernel.search(packed, counts, roots=roots)
-            table, slots = _rank(self.fusion, torch.logaddexp(*end.halves), end, self.options.nbest)
-            entries = end.names[..., _ENTRY].gather(1, slots)
-            return NBest(read_labels(kernel.trace_labels(entries, end.grown)), table.cpu().numpy())
-        streams = TorchStreams(self.fusion, self.options)
-        state = streams.start(len(lengths), root)
-        shared = streams.step([state], log_probs, lengths)
-        return self.nbest(streams.flushed([state]), shared)
+        packed, counts = pack(log_probs, lengths, self.options)
+        if self.kernel is None or not self.kernel.fits(len(log_probs)):
+            empty = Beams.start(self.fusion, len(lengths), self.options.beam, root)
+            return self.nbest(search(self.fusion, empty, packed, counts, self.options.prune))
+        roots = torch.full((len(lengths),), root, dtype=torch.int32, device=log_probs.device)
+        end = self.kernel.search(packed, counts, roots=roots)
+        table, slots = _rank(self.fusion, torch.logaddexp(*end.halves), end, self.options.nbest)
+        entries = end.names[..., _ENTRY].gather(1, slots)
+        return NBest(read_labels(kernel.trace_labels(entries, end.grown)), table.cpu().numpy())
 
     def nbest(self, beams: Beams, shared: Sequence[Sequence[int]] = ()) -> NBest:
         """Rank prefixes; `shared` are the labels of each utterance that were taken away from its prefixes."""
@@ -108,16 +106,17 @@ def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nb
     return table, slots
 
 
-@dataclass
-class StreamRow:
-    """The state of one stream other than its prefixes."""
+@dataclass(eq=False)
+class BeamStream:
+    """A stream of a `BeamDecoder`."""
 
+    state: Any  # its prefixes, as the search keeps them
     aligner: IncrementalAligner
+    hot: frozenset[str] = frozenset()  # hot words of its session, which the lexicon may lack
     frames: int = 0
     shared: list[int] = field(default_factory=list)  # the first labels, that all hypotheses share
     text: str = ""  # of these, with spaces for word marks
     fixed_words: int = 0  # complete ones in it
-    hot: frozenset[str] = frozenset()  # hot words of its session, which the lexicon may lack
 
 
 class BeamDecoder(Decoder):
@@ -173,37 +172,42 @@ class BeamDecoder(Decoder):
             if self.options.times:
                 rows = add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s)
             return [self._in_words(row) for row in rows]
-        decoding = self.start(len(lengths))
-        self._step([decoding], log_probs, lengths)
-        return decoding.finish()
+        streams = [self.start() for _ in lengths]
+        self._step(streams, log_probs, lengths)
+        return self.finish(streams)
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> BeamDecoding:
-        """Begin streams; in chunks of any length the result is that of `decode` of the whole.
+    def start(self, hot_words: HotWords | None = None) -> BeamStream:
+        """Begin a stream; in chunks of any length the result is that of `decode` of the whole.
 
         Raises:
             LexiconError: hot words that the network cannot write, or too many.
         """
         check_hot_words(hot_words or {})
-        return BeamDecoding(self, rows, self._as_searched(hot_words or {}))
+        own, root, trie = self._as_searched(hot_words or {}), self.root, self.search.fusion.trie
+        if own:
+            root = trie.add_phrases({**self.hot_words, **own})
+        aligner = IncrementalAligner(self.alphabet, self.frame_s, self.options.label_min_log_prob)
+        stream = BeamStream(self.search.streams.start(root), aligner, frozenset(" ".join(own).split()))
+        if own:
+            weakref.finalize(stream, trie.remove_phrases, root)
+        return stream
 
-    def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
+    def step(self, streams: Sequence[BeamStream], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
-        self._step(decodings, self._searched(log_probs), lengths)
+        self._step(streams, self._searched(log_probs), lengths)
 
-    def best(self, decodings: Sequence[BeamDecoding], *, words: bool = False) -> list[list[Hypothesis]]:
-        rows = [row for d in decodings for row in d.streams]
-        nbest = self._stream_hypotheses(self.search.streams.beams([d.state for d in decodings]), rows)
+    def best(self, streams: Sequence[BeamStream], *, words: bool = False) -> list[Hypothesis]:
+        nbest = self._stream_hypotheses(self.search.streams.beams([stream.state for stream in streams]), streams)
         if words:
-            nbest = self._with_words([hypotheses[:1] for hypotheses in nbest], rows)
-        return _by_decoding([self._in_words(row)[0] for row in nbest], decodings)
+            nbest = self._with_words([hypotheses[:1] for hypotheses in nbest], streams)
+        return [self._in_words(row)[0] for row in nbest]
 
-    def finish(self, decodings: Sequence[BeamDecoding]) -> list[list[list[Hypothesis]]]:
-        rows = [row for d in decodings for row in d.streams]
-        beams = self.search.streams.flushed([d.state for d in decodings])
-        nbest = self._with_words(self._rescored(self._stream_hypotheses(beams, rows)), rows)
-        return _by_decoding([self._in_words(row) for row in nbest], decodings)
+    def finish(self, streams: Sequence[BeamStream]) -> list[list[Hypothesis]]:
+        beams = self.search.streams.flushed([stream.state for stream in streams])
+        nbest = self._with_words(self._rescored(self._stream_hypotheses(beams, streams)), streams)
+        return [self._in_words(row) for row in nbest]
 
-    def _with_words(self, nbest: list[list[Hypothesis]], rows: Sequence[StreamRow]) -> list[list[Hypothesis]]:
+    def _with_words(self, nbest: list[list[Hypothesis]], rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         """Add words with times to the hypotheses of streams, unless the settings want none."""
         nonempty = [index for index, row in enumerate(rows) if row.frames]
         if not self.options.times or not nonempty:
@@ -229,8 +233,8 @@ class BeamDecoder(Decoder):
         """Return hypotheses with written words and the network's labels, where the search has labels of its own."""
         return hypotheses if self.pronounced is None else [self.pronounced.in_words(h) for h in hypotheses]
 
-    def _step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        parts, rows = [d.state for d in decodings], [row for d in decodings for row in d.streams]
+    def _step(self, rows: Sequence[BeamStream], log_probs: Tensor, lengths: Tensor) -> None:
+        parts = [row.state for row in rows]
         longest = len(log_probs) if log_probs.is_cuda else _CPU_FRAMES
         start, counts = 0, lengths.tolist()
         while start < max(counts, default=0):
@@ -249,7 +253,7 @@ class BeamDecoder(Decoder):
                     self._finalise(parts, rows, due)
             start = end
 
-    def _finalise(self, parts: Sequence[Any], rows: Sequence[StreamRow], due: Sequence[int]) -> None:
+    def _finalise(self, parts: Sequence[Any], rows: Sequence[BeamStream], due: Sequence[int]) -> None:
         """Fix the word times of the streams at indices `due`, and drop prefixes that contradict them."""
         beams = self.search.streams.beams(parts)
         best = self.search.nbest(beams, [row.shared for row in rows]).labels
@@ -267,7 +271,7 @@ class BeamDecoder(Decoder):
     def _rescored(self, rows: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
         return rows if self.second_pass is None else self.second_pass(rows)
 
-    def _append(self, shared: Sequence[Sequence[int]], rows: Sequence[StreamRow]) -> None:
+    def _append(self, shared: Sequence[Sequence[int]], rows: Sequence[BeamStream]) -> None:
         """Append the labels that all prefixes of a stream share to its row."""
         for row, labels in zip(rows, shared, strict=True):
             if labels:
@@ -275,13 +279,13 @@ class BeamDecoder(Decoder):
                 row.text += self._written(tuple(labels))
                 row.fixed_words = max(0, len(row.text.split()) - (not row.text[-1:].isspace()))
 
-    def _stream_hypotheses(self, beams: Beams, rows: Sequence[StreamRow]) -> list[list[Hypothesis]]:
+    def _stream_hypotheses(self, beams: Beams, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         nbest = self.hypotheses(self.search.nbest(beams), rows)
         return [hypotheses if row.frames else [EMPTY] for row, hypotheses in zip(rows, nbest, strict=True)]
 
-    def hypotheses(self, nbest: NBest, rows: Sequence[StreamRow] = ()) -> list[list[Hypothesis]]:
+    def hypotheses(self, nbest: NBest, rows: Sequence[BeamStream] = ()) -> list[list[Hypothesis]]:
         """Convert label sequences to hypotheses, without word times; `rows` have the first labels of streams."""
-        no_row = StreamRow(IncrementalAligner(self.alphabet, self.frame_s, 0.0))
+        no_row = BeamStream(None, IncrementalAligner(self.alphabet, self.frame_s, 0.0))
         return [
             _distinct(
                 [
@@ -295,7 +299,7 @@ class BeamDecoder(Decoder):
             )
         ]
 
-    def _hypothesis(self, labels: Labels, scores: Sequence[float], row: StreamRow) -> Hypothesis:
+    def _hypothesis(self, labels: Labels, scores: Sequence[float], row: BeamStream) -> Hypothesis:
         labels, before = (*row.shared, *labels), len(row.shared)
         if self.lexicon is not None:
             labels = self._without_unfinished(labels, row.hot)
@@ -324,27 +328,6 @@ class BeamDecoder(Decoder):
         text = self.alphabet.decode(labels[at] for at in word).replace(WORD_MARK, "")
         assert self.lexicon is not None
         return labels if not word or text in self.lexicon or text in hot else labels[: word[0]]
-
-
-class BeamDecoding(Decoding):
-    """Streams of a `BeamDecoder`."""
-
-    def __init__(self, decoder: BeamDecoder, rows: int, hot_words: HotWords) -> None:
-        root = decoder.root
-        if hot_words:
-            trie = decoder.search.fusion.trie
-            root = trie.add_phrases({**decoder.hot_words, **hot_words})
-            weakref.finalize(self, trie.remove_phrases, root)
-        self.state: Any = decoder.search.streams.start(rows, root)
-        silent, hot = decoder.options.label_min_log_prob, frozenset(" ".join(hot_words).split())
-        aligners = (IncrementalAligner(decoder.alphabet, decoder.frame_s, silent) for _ in range(rows))
-        super().__init__(decoder, [StreamRow(aligner, hot=hot) for aligner in aligners])
-
-
-def _by_decoding(values: Sequence[Any], decodings: Sequence[BeamDecoding]) -> list[list[Any]]:
-    """Split one value per stream into lists, one per decoding."""
-    rows = iter(values)
-    return [list(islice(rows, len(decoding.streams))) for decoding in decodings]
 
 
 def _distinct(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:

@@ -118,10 +118,10 @@ def read_labels(traced: Tensor) -> list[list[tuple[int, ...]]]:
 
 
 @dataclass(eq=False)
-class Slots:
-    """The slots of the streams of one decoding; they are free again when this object is deleted."""
+class StreamSlot:
+    """The slot of a stream; it is free again when this object is deleted."""
 
-    numbers: list[int]
+    number: int
     root: int  # of the trie, where words start
     empty: bool = True  # nothing is written into the tables yet
 
@@ -171,44 +171,42 @@ class KernelStreams:
             torch.zeros(slots, dtype=torch.int32, device=device),
         )
 
-    def start(self, rows: int, root: int) -> Slots:
-        """Take slots for new streams whose words start at a root of the trie."""
+    def start(self, root: int) -> StreamSlot:
+        """Take a slot for a new stream whose words start at a root of the trie."""
         with self._lock:
-            numbers = [self.free.pop() for _ in range(min(rows, len(self.free)))]
-            while len(numbers) < rows:
-                numbers.append(self.used)
-                self.used += 1
-        slots = Slots(numbers, root)
-        weakref.finalize(slots, self.free.extend, list(numbers))
-        return slots
+            number = self.free.pop() if self.free else self.used
+            self.used = max(self.used, number + 1)
+        slot = StreamSlot(number, root)
+        weakref.finalize(slot, self.free.append, number)
+        return slot
 
     @torch.inference_mode()
-    def step(self, parts: Sequence[Slots], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
+    def step(self, slots: Sequence[StreamSlot], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
         """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
-        numbers, rows = self._prepare(parts, len(log_probs) + 1)
+        numbers, rows = self._prepare(slots, len(log_probs) + 1)
         tables = self.tables
         packed, counts, tables.runs[rows] = pack_next(log_probs, lengths, self.options, tables.runs[rows])
         return self._search(packed, counts, numbers, rows)
 
     @torch.inference_mode()
-    def flushed(self, parts: Sequence[Slots]) -> Beams:
+    def flushed(self, slots: Sequence[StreamSlot]) -> Beams:
         """Return the beams after the open runs as well; the streams themselves do not change."""
-        count = sum(len(part.numbers) for part in parts)
-        copies = self.start(count, 0)
-        copies.empty = False
-        (sources, rows), (numbers, to) = self._prepare(parts, 2), self._prepare([copies], 2)
+        copies = [self.start(0) for _ in slots]
+        for copy in copies:
+            copy.empty = False
+        (sources, rows), (numbers, to) = self._prepare(slots, 2), self._prepare(copies, 2)
         for table in vars(self.tables).values():
             table[to] = table[rows]
         tables = self.tables
         frames, counts = open_frames(tables.runs[rows], self.search.fusion.labels)
         self._launch(frames, counts, to, max_removed=0)
         self._longest[numbers] = self._longest[sources]  # an open run is of blanks, which add no labels
-        return self.beams([copies])
+        return self.beams(copies)
 
     @torch.inference_mode()
-    def beams(self, parts: Sequence[Slots]) -> Beams:
+    def beams(self, slots: Sequence[StreamSlot]) -> Beams:
         """Return a copy of the beams of streams."""
-        numbers, rows = self._prepare(parts, 0)
+        numbers, rows = self._prepare(slots, 0)
         t = self.tables
         roots = t.roots[rows].long()[:, None, None].expand(-1, self.search.beam, 1)
         longest = 1 + int(self._longest[numbers].max())
@@ -217,10 +215,10 @@ class KernelStreams:
         return Beams(t.blank[rows], t.label[rows], names, integers, t.floats[rows], labels, counts, t.runs[rows])
 
     @torch.inference_mode()
-    def mask(self, parts: Sequence[Slots], wanted: Tensor) -> list[list[int]]:
+    def mask(self, slots: Sequence[StreamSlot], wanted: Tensor) -> list[list[int]]:
         """Drop the prefixes that are not `wanted` (B, K); remove and return the first labels that the others share."""
-        (numbers, rows), tables = self._prepare(parts, 1), self.tables
-        beams = self.beams(parts).masked(wanted)
+        (numbers, rows), tables = self._prepare(slots, 1), self.tables
+        beams = self.beams(slots).masked(wanted)
         tables.blank[rows], tables.label[rows] = beams.blank, beams.label
         tables.names[rows] = torch.nn.functional.pad(beams.names, (0, 1))
         frame, _ = open_frames(beams.runs, self.search.fusion.labels)
@@ -244,12 +242,12 @@ class KernelStreams:
         after = self.search.search(packed, counts, before, slots, tables.roots)
         return kernel.append_labels(counts, slots, after, tables.labels, tables.counts, max_removed)
 
-    def _prepare(self, parts: Sequence[Slots], more_labels: int) -> tuple[NDArray[np.int64], Tensor]:
+    def _prepare(self, slots: Sequence[StreamSlot], more_labels: int) -> tuple[NDArray[np.int64], Tensor]:
         """Return (B,) rows of streams, on the host and on the device, with capacity for more labels in the tables."""
-        numbers = np.array([number for part in parts for number in part.numbers])
+        numbers = np.array([slot.number for slot in slots])
         known = numbers[numbers < len(self._longest)]
         self._grow(int(self._longest[known].max(initial=0)) + more_labels)
-        empty = [part for part in parts if part.empty]
+        empty = [slot for slot in slots if slot.empty]
         if empty:
             self._initialise(empty)
         return numbers, self._on_device(numbers)
@@ -259,22 +257,21 @@ class KernelStreams:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _initialise(self, parts: Sequence[Slots]) -> None:
+    def _initialise(self, slots: Sequence[StreamSlot]) -> None:
         """Write the first state of new streams, all at once: a batch may hold hundreds."""
         tables, first = self.tables, self._first
-        pairs = [(number, part.root) for part in parts for number in part.numbers]
-        rows, roots = self._on_device(np.array(pairs)).unbind(1)
+        rows, roots = self._on_device(np.array([(slot.number, slot.root) for slot in slots])).unbind(1)
         tables.blank[rows], tables.label[rows], tables.floats[rows] = first.blank, first.label, first.floats
         tables.names[rows] = torch.nn.functional.pad(first.names, (0, 1))
-        integers = first.integers[..., :SESSION_ROOT].repeat(len(pairs), 1, 1)
+        integers = first.integers[..., :SESSION_ROOT].repeat(len(slots), 1, 1)
         integers[..., NODE] = roots[:, None]
         tables.integers[rows] = integers
         tables.roots[rows] = roots.int()
         for table, value in ((tables.counts, 0), (tables.runs, NONE)):
             table[rows] = value
-        for part in parts:
-            part.empty = False
-        self._longest[[number for number, _ in pairs]] = 0
+        for slot in slots:
+            slot.empty = False
+        self._longest[[slot.number for slot in slots]] = 0
 
     def _grow(self, labels: int) -> None:
         """Grow the tables to a slot for every stream and capacity for `labels` per prefix."""

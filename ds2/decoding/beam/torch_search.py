@@ -72,10 +72,12 @@ class Beams:
     def with_capacity(self, more: int) -> Self:
         """Return the same beams with capacity for `more` labels per prefix."""
         missing = int(self.counts.max()) + more + 1 - self.labels.shape[2]
-        if missing <= 0:
-            return self
-        wider = torch.nn.functional.pad(self.labels, (0, -(-missing // _CAPACITY_STEP) * _CAPACITY_STEP))
-        return replace(self, labels=wider)
+        return self.widened(self.labels.shape[2] + -(-missing // _CAPACITY_STEP) * _CAPACITY_STEP)
+
+    def widened(self, length: int) -> Self:
+        """Return the same beams with rows of labels of this length or longer."""
+        more = length - self.labels.shape[2]
+        return replace(self, labels=torch.nn.functional.pad(self.labels, (0, more))) if more > 0 else self
 
     def shared_counts(self) -> Tensor:
         """Return (B,) int64 the number of first labels that all prefixes share."""
@@ -120,68 +122,51 @@ def first_of_rows(rows: NDArray[Any], counts: NDArray[Any]) -> list[list[int]]:
 
 
 @dataclass(eq=False)
-class TorchState:
-    """The streams of one decoding."""
+class TorchStream:
+    """A stream of `TorchStreams`."""
 
-    beams: Beams
+    beams: Beams  # of one utterance
 
 
 class TorchStreams:
-    """The search of streams in PyTorch. Its calls, also those of `KernelStreams`, take the states of decodings."""
+    """The search of streams in PyTorch."""
 
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.fusion, self.options = fusion, options
 
-    def start(self, rows: int, root: int) -> TorchState:
-        """Begin streams whose words start at a root of the trie."""
-        return TorchState(Beams.start(self.fusion, rows, self.options.beam, root))
+    def start(self, root: int) -> TorchStream:
+        """Begin a stream whose words start at a root of the trie."""
+        return TorchStream(Beams.start(self.fusion, 1, self.options.beam, root))
 
-    def step(self, parts: Sequence[TorchState], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
+    def step(self, streams: Sequence[TorchStream], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
         """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
-        beams = self.beams(parts)
+        beams = self.beams(streams)
         packed, counts, runs = pack_next(log_probs, lengths, self.options, beams.runs)
         beams = search(self.fusion, beams, packed, counts, self.options.prune)
-        return self._store(parts, replace(beams, runs=runs))
+        return self._store(streams, replace(beams, runs=runs))
 
-    def flushed(self, parts: Sequence[TorchState]) -> Beams:
+    def flushed(self, streams: Sequence[TorchStream]) -> Beams:
         """Return the beams after the open runs as well; the streams themselves do not change."""
-        beams = self.beams(parts)
+        beams = self.beams(streams)
         frames, counts = open_frames(beams.runs, self.fusion.labels)
         return search(self.fusion, beams, frames, counts, self.options.prune)
 
-    def beams(self, parts: Sequence[TorchState]) -> Beams:
-        """Return the beams of streams."""
-        return join([part.beams for part in parts])
+    def beams(self, streams: Sequence[TorchStream]) -> Beams:
+        """Return the beams of streams as one batch."""
+        if len(streams) == 1:
+            return streams[0].beams
+        longest = max(stream.beams.labels.shape[2] for stream in streams)
+        return _each(torch.cat, *(stream.beams.widened(longest) for stream in streams))
 
-    def mask(self, parts: Sequence[TorchState], wanted: Tensor) -> list[list[int]]:
+    def mask(self, streams: Sequence[TorchStream], wanted: Tensor) -> list[list[int]]:
         """Drop the prefixes that are not `wanted` (B, K); remove and return the first labels that the others share."""
-        return self._store(parts, self.beams(parts).masked(wanted))
+        return self._store(streams, self.beams(streams).masked(wanted))
 
-    def _store(self, parts: Sequence[TorchState], beams: Beams) -> list[list[int]]:
+    def _store(self, streams: Sequence[TorchStream], beams: Beams) -> list[list[int]]:
         beams, shared = beams.without_shared()
-        for part, own in zip(parts, split(beams, [len(part.beams.counts) for part in parts]), strict=True):
-            part.beams = own
+        for row, stream in enumerate(streams):
+            stream.beams = _each(lambda tensors, row=row: tensors[0][row : row + 1].clone(), beams)  # type: ignore[misc]
         return shared
-
-
-def join(parts: Sequence[Beams]) -> Beams:
-    """Concatenate the utterances of several beams of one search into one batch."""
-    if len(parts) == 1:
-        return parts[0]
-    longest = max(part.labels.shape[2] for part in parts)
-    padded = [replace(p, labels=torch.nn.functional.pad(p.labels, (0, longest - p.labels.shape[2]))) for p in parts]
-    return _each(torch.cat, *padded)
-
-
-def split(beams: Beams, sizes: Sequence[int]) -> list[Beams]:
-    """Undo `join`."""
-    if len(sizes) == 1:
-        return [beams]
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    return [
-        _each(lambda tensors, first=end - size, last=end: tensors[0][first:last].clone(), beams)  # type: ignore[misc]
-        for size, end in zip(sizes, ends, strict=True)
-    ]
 
 
 def _each(make: Callable[[list[Tensor]], Tensor], *beams: Beams) -> Beams:

@@ -25,9 +25,10 @@ def logits_of(path: list[int], probability: float = 0.7) -> Tensor:
 
 
 def greedy_decode(logits: Tensor, lengths: Tensor) -> list[Hypothesis]:
-    decoding = GreedyDecoder(ALPHABET, FRAME_S).start(len(lengths))
-    decoding.step(logits.log_softmax(2), lengths)
-    return decoding.best()
+    decoder = GreedyDecoder(ALPHABET, FRAME_S)
+    streams = [decoder.start() for _ in lengths]
+    decoder.step(streams, logits.log_softmax(2), lengths)
+    return decoder.best(streams)
 
 
 def decode(path: list[int]) -> str:

@@ -104,10 +104,10 @@ def test_a_stream_in_any_pieces_is_the_whole(alphabet: Alphabet, seed: int) -> N
     decoding, at = decoder.start(), 0
     while at < 120:
         size = draw.randrange(0, 30)
-        decoding.step(frames[at : at + size], torch.tensor([len(frames[at : at + size])]))
+        decoder.step([decoding], frames[at : at + size], torch.tensor([len(frames[at : at + size])]))
         at += size
-        assert set(decoding.best()[0].text.split()) <= {OTHERS, "cat", "tea", "eat", "at"}
-    assert decoding.finish() == whole
+        assert set(decoder.best([decoding])[0].text.split()) <= {OTHERS, "cat", "tea", "eat", "at"}
+    assert decoder.finish([decoding]) == whole
 
 
 def test_searches_for_other_keywords_share_a_batch() -> None:
@@ -117,8 +117,8 @@ def test_searches_for_other_keywords_share_a_batch() -> None:
     decodings, lengths = [decoder.start() for decoder in decoders], torch.tensor([120, 120])
     decoders[0].step(decodings, frames, lengths)
     apart = [decoder.decode(frames[:, :1], lengths[:1]) for decoder in decoders]
-    assert [row[0].text for row in decoders[0].best(decodings)] == [rows[0][0].text for rows in apart]
-    assert decoders[1].finish(decodings) == apart and apart[0] != apart[1]
+    assert [best.text for best in decoders[0].best(decodings)] == [rows[0][0].text for rows in apart]
+    assert [[row] for row in decoders[1].finish(decodings)] == apart and apart[0] != apart[1]
 
 
 def hypothesis(text: str, *, words: bool = True, fixed: int = 0) -> Hypothesis:
@@ -204,4 +204,4 @@ def test_streams_have_no_hot_words_of_their_own() -> None:
     decoder = KeywordDecoder(search(replace(NARROW, confidence=[0.5, 0.0])), ["cat"], 1.0)
     assert not decoder.hot_characters and measured_search(decoder) is not None
     with pytest.raises(LexiconError, match="takes none"):
-        decoder.start(1, {"tea": 1.0})
+        decoder.start({"tea": 1.0})

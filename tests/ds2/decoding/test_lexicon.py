@@ -46,9 +46,9 @@ def test_each_occurrence_of_a_phrase_gets_its_bonus(hot: dict[str, float], unit:
     scores = {}
     for words in (None, hot):
         decoder = BeamDecoder(CHARACTERS, WIDE, lm, 0.02, CPU)
-        decoding = decoder.start(1, words)
-        decoding.step(log_probs, torch.tensor([6]))
-        scores[words is None] = {h.text: h.score for h in decoding.finish()[0]}
+        decoding = decoder.start(words)
+        decoder.step([decoding], log_probs, torch.tensor([6]))
+        scores[words is None] = {h.text: h.score for h in decoder.finish([decoding])[0]}
     both = scores[True].keys() & scores[False].keys()
     assert len(both) > 10 and any(occurrences(text.split(), phrase) for text in both for phrase in hot)
     for text in both:
@@ -66,9 +66,9 @@ def test_a_phrase_is_found_that_the_beam_would_lose() -> None:
     decoder = BeamDecoder(CHARACTERS, replace(OPEN, beam=8), None, 0.02, CPU)
 
     def text(hot: HotWords | None) -> str:
-        decoding = decoder.start(1, hot)
-        decoding.step(log_probs, torch.tensor([6]))
-        return decoding.finish()[0][0].text
+        decoding = decoder.start(hot)
+        decoder.step([decoding], log_probs, torch.tensor([6]))
+        return decoder.finish([decoding])[0][0].text
 
     assert text({"b b": 8.0}) == "b b" != text(None)
     assert text({"a b": 8.0}) == "a b"
@@ -86,9 +86,9 @@ def test_hot_words_are_normalised_like_transcripts(method: str) -> None:
     assert texts(" Ab ") == texts("ab") != texts()
     if method == "beam":
         decoder = make_decoder(options, CHARACTERS, 0.02, CPU)
-        session = decoder.start(4, {"B  B": None})
-        decoder.step([session], log_probs, lengths)
-        assert [row[0].text for row in session.finish()] == texts("b b") != texts()
+        streams = [decoder.start({"B  B": None}) for _ in range(4)]
+        decoder.step(streams, log_probs, lengths)
+        assert [row[0].text for row in decoder.finish(streams)] == texts("b b") != texts()
 
 
 @pytest.mark.parametrize("lexicon", [False, True])
@@ -97,10 +97,10 @@ def test_a_phrase_of_the_settings_counts_as_one_of_a_session(lexicon: bool, tmp_
     configured = BeamDecoder(CHARACTERS, replace(options, hot_words=["b b", "ab"]), lm, 0.02, CPU)
     plain = BeamDecoder(CHARACTERS, options, lm, 0.02, CPU)
     log_probs, lengths = speechlike(40, 4, 4).log_softmax(2), torch.full((4,), 40)
-    session = plain.start(4, {"b b": None, "ab": None})
-    session.step(log_probs, lengths)
+    streams = [plain.start({"b b": None, "ab": None}) for _ in range(4)]
+    plain.step(streams, log_probs, lengths)
     texts = [row[0].text for row in configured.decode(log_probs, lengths)]
-    assert texts == [row[0].text for row in session.finish()]
+    assert texts == [row[0].text for row in plain.finish(streams)]
     assert texts != [row[0].text for row in plain.decode(log_probs, lengths)]
 
 
@@ -112,9 +112,9 @@ def test_a_session_gives_a_word_of_the_settings_another_bonus() -> None:
     log_probs, lengths = speechlike(40, 4, 4).log_softmax(2), torch.full((4,), 40)
     hypotheses = []
     for decoder in (plain, configured):
-        session = decoder.start(4, {"bab": 1.5})
-        session.step(log_probs, lengths)
-        hypotheses.append([[(h.text, h.score) for h in row] for row in session.finish()])
+        streams = [decoder.start({"bab": 1.5}) for _ in range(4)]
+        decoder.step(streams, log_probs, lengths)
+        hypotheses.append([[(h.text, h.score) for h in row] for row in decoder.finish(streams)])
     assert hypotheses[0] == hypotheses[1]
 
 
@@ -123,25 +123,27 @@ def test_sessions_with_other_hot_words_share_a_batch(lexicon: bool, tmp_path: Pa
     decoder = BeamDecoder(CHARACTERS, replace(OPEN, lexicon=lexicon), language_model(tmp_path, "word"), 0.02, CPU)
     log_probs = speechlike(40, 4, 4).log_softmax(2)
     hot: list[HotWords | None] = [None, {"abab": 6.0}, {"ba ba": 4.0, "bbb": 2.0}, {"abab": 6.0}]
-    together = [decoder.start(1, words) for words in hot]
+    together = [decoder.start(words) for words in hot]
     for start in range(0, 40, 7):
         chunk = log_probs[start : start + 7]
         decoder.step(together, chunk, torch.full((4,), len(chunk)))
     found = decoder.finish(together)
     for row, words in enumerate(hot):
-        alone = BeamDecoder(CHARACTERS, decoder.options, language_model(tmp_path, "word"), 0.02, CPU).start(1, words)
-        alone.step(log_probs[:, row : row + 1], torch.tensor([40]))
-        assert [h.text for h in found[row][0]] == [h.text for h in alone.finish()[0]]
+        other = BeamDecoder(CHARACTERS, decoder.options, language_model(tmp_path, "word"), 0.02, CPU)
+        alone = other.start(words)
+        other.step([alone], log_probs[:, row : row + 1], torch.tensor([40]))
+        assert [h.text for h in found[row]] == [h.text for h in other.finish([alone])[0]]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 @pytest.mark.parametrize("hot", [{}, {"bbaab": 2.0}], ids=["words", "hot words"])
 def test_a_lexicon_holds_the_search_whatever_the_models_weight(hot: HotWords, alpha: float, tmp_path: Path) -> None:
     options, lm = replace(OPEN, lexicon=True, alpha=alpha), language_model(tmp_path, "word")
-    decoding = BeamDecoder(CHARACTERS, options, lm, 0.02, CPU).start(1, hot)
+    decoder = BeamDecoder(CHARACTERS, options, lm, 0.02, CPU)
+    decoding = decoder.start(hot)
     for frame in random_log_probs(30, 1, 4):
-        decoding.step(frame[None], torch.tensor([1]))
-        beams = decoding.decoder.search.streams.beams([decoding.state])
+        decoder.step([decoding], frame[None], torch.tensor([1]))
+        beams = decoder.search.streams.beams([decoding.state])
         assert (beams.integers[..., NODE][beams.acoustic > NONE] != OFF).all()
 
 
@@ -152,9 +154,9 @@ def test_a_hot_word_outside_the_lexicon_is_recognised(tmp_path: Path) -> None:
     log_probs[range(9), 0, labels] = 0.97
     text = {}
     for hot in ((), ("bbaab",)):
-        decoding = decoder.start(1, dict.fromkeys(hot, 20.0))
-        decoding.step(log_probs.log(), torch.tensor([9]))
-        text[bool(hot)] = decoding.finish()[0][0].text
+        decoding = decoder.start(dict.fromkeys(hot, 20.0))
+        decoder.step([decoding], log_probs.log(), torch.tensor([9]))
+        text[bool(hot)] = decoder.finish([decoding])[0][0].text
     assert "bbaab" not in decoder.lexicon
     assert text[True] == "bbaab" != text[False]
 
@@ -167,14 +169,14 @@ def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) 
     kept = []
     for number, text in enumerate(texts):
         with torch.inference_mode(number % 2 == 0):  # within a batch and outside
-            kept.append(decoder.start(1, {text: 1.0}))
+            kept.append(decoder.start({text: 1.0}))
     most = len(trie.nodes.word)
     assert len(trie.phrases) == len(texts)
     del kept
     gc.collect()
     assert not trie.phrases and not trie.roots
     for text in texts * 3:
-        same = [decoder.start(1, {text: 1.0}) for _ in range(3)]
+        same = [decoder.start({text: 1.0}) for _ in range(3)]
         assert len(trie.phrases) == 1
         del same
     assert len(trie.nodes.word) == most
@@ -197,6 +199,6 @@ def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_what_cannot_be_looked_for_is_named(hot: HotWords, message: str) -> None:
     with pytest.raises(LexiconError, match=message):
-        BeamDecoder(CHARACTERS, OPEN, None, 0.02, CPU).start(1, hot)
+        BeamDecoder(CHARACTERS, OPEN, None, 0.02, CPU).start(hot)
     with pytest.raises(LexiconError, match=r"decode\.method=beam"):
-        GreedyDecoder(CHARACTERS, 0.02).start(1, hot)
+        GreedyDecoder(CHARACTERS, 0.02).start(hot)

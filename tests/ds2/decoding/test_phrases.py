@@ -218,16 +218,16 @@ def test_a_stream_in_any_pieces_is_the_whole(seed: int) -> None:
     fixed: list[str] = []
     while at < len(log_probs):
         size = draw.randrange(0, 70)
-        decoding.step(log_probs[at : at + size], torch.tensor([len(log_probs[at : at + size])]))
+        decoder.step([decoding], log_probs[at : at + size], torch.tensor([len(log_probs[at : at + size])]))
         at += size
-        now = decoding.best()[0]
+        now = decoder.best([decoding])[0]
         words = [word.text for word in now.words]
         assert words[: len(fixed)] == fixed  # what is fixed stays
         fixed = words[: now.fixed_words]
-        assert len(decoding.streams[0].moves) <= 12 / FRAME_S
+        assert len(decoding.moves) <= 12 / FRAME_S
     assert fixed == whole.text.split()[: len(fixed)]
     assert len(fixed) > len(whole.text.split()) - 12
-    assert decoding.finish()[0][0] == whole
+    assert decoder.finish([decoding])[0][0] == whole
 
 
 @pytest.mark.parametrize("allowance", [math.nan, -1, 101, "0.7"])
@@ -238,7 +238,7 @@ def test_an_allowance_that_would_make_nonsense_is_refused(allowance: Any) -> Non
 
 def test_hot_words_are_refused() -> None:
     with pytest.raises(LexiconError):
-        PhraseDecoder(["stop"], LETTERS, FRAME_S).start(1, {"stop": 3.0})
+        PhraseDecoder(["stop"], LETTERS, FRAME_S).start({"stop": 3.0})
 
 
 @pytest.mark.parametrize("alphabet", [LETTERS, COMMAND_PHONES], ids=["characters", "phones"])

@@ -71,10 +71,10 @@ def test_streams_are_rescored_at_their_end(tmp_path: Path) -> None:
     file, _ = recurrent(tmp_path)
     options = replace(WIDE, rescore=file, rescore_weight=0.8)
     decoder, log_probs = decoder_of(options, tmp_path), random_log_probs(6, 2, 4)
-    decoding = decoder.start(2)
-    decoding.step(log_probs[:4], torch.tensor([4, 0]))
-    decoding.step(log_probs[4:], torch.tensor([2, 0]))
-    rows = decoding.finish()
+    streams = [decoder.start(), decoder.start()]
+    decoder.step(streams, log_probs[:4], torch.tensor([4, 0]))
+    decoder.step(streams, log_probs[4:], torch.tensor([2, 0]))
+    rows = decoder.finish(streams)
     [whole] = decoder.decode(log_probs[:, :1], torch.tensor([6]))
     assert [(h.text, h.words) for h in rows[0]] == [(h.text, h.words) for h in whole]
     assert rows[1] == [EMPTY]

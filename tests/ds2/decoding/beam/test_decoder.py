@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import GUARD_S, MAX_PENDING_S, PERIOD_S, SINGLE_ALIGNMENT_S, add_word_times
-from ds2.decoding.beam.decoder import BeamDecoder, BeamDecoding
-from ds2.decoding.hypothesis import EMPTY, Hypothesis
+from ds2.decoding.beam.decoder import BeamDecoder, BeamStream
+from ds2.decoding.hypothesis import EMPTY
 from ds2.text.alphabet import Alphabet
 
 OPEN = DecodeConfig(method="beam", beam=16, nbest=4, alpha=0.7, beta=0.4, unknown_score=-3.0)
@@ -46,11 +46,11 @@ def cuts(frames: int, longest: int, seed: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def in_chunks(decoder: BeamDecoder, log_probs: Tensor, lengths: Tensor, longest: int, seed: int) -> BeamDecoding:
-    decoding = decoder.start(len(lengths))
+def in_chunks(decoder: BeamDecoder, log_probs: Tensor, lengths: Tensor, longest: int, seed: int) -> list[BeamStream]:
+    streams = [decoder.start() for _ in lengths]
     for start, end in cuts(len(log_probs), longest, seed):
-        decoding.step(log_probs[start:end], (lengths - start).clamp(0, end - start))
-    return decoding
+        decoder.step(streams, log_probs[start:end], (lengths - start).clamp(0, end - start))
+    return streams
 
 
 @pytest.mark.parametrize(("longest", "seed"), [(1, 0), (7, 1), (40, 2)])
@@ -61,9 +61,9 @@ def test_any_chunks_give_the_bits_of_the_whole(case: str, longest: int, seed: in
     log_probs[10:19, :, 1:] -= 12.0  # another run of blanks, that chunks end in
     whole = decoder.decode(log_probs.log_softmax(2), lengths)
     assert any(hypothesis.words for hypothesis in whole[0])
-    found = in_chunks(decoder, log_probs.log_softmax(2), lengths, longest, seed)
-    assert found.finish() == whole  # texts, labels, scores, words, times, confidences
-    assert found.finish() == whole  # asking changes nothing
+    streams = in_chunks(decoder, log_probs.log_softmax(2), lengths, longest, seed)
+    assert decoder.finish(streams) == whole  # texts, labels, scores, words, times, confidences
+    assert decoder.finish(streams) == whole  # asking changes nothing
 
 
 def test_utterances_that_join_and_leave_a_batch_are_decoded_as_alone(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_utterances_that_join_and_leave_a_batch_are_decoded_as_alone(tmp_path: P
             chunk[: last - first, column] = log_probs[first:last, row]
         decoder.step([decodings[row] for row in here], chunk, torch.tensor([b - a for a, b in spans]))
     for decoding, [wanted] in zip(decodings, alone, strict=True):
-        [found] = decoding.finish()
+        [found] = decoder.finish([decoding])
         assert [(h.text, h.labels, h.words) for h in found] == [(h.text, h.labels, h.words) for h in wanted]
         scores = torch.tensor([[[h.score, h.acoustic, h.lm] for h in row] for row in (found, wanted)])
         torch.testing.assert_close(scores[0], scores[1], rtol=1e-12, atol=0)  # float64 sums, vectors of other lengths
@@ -91,15 +91,15 @@ def test_utterances_that_join_and_leave_a_batch_are_decoded_as_alone(tmp_path: P
 def test_the_best_so_far_is_that_of_the_frames_so_far(tmp_path: Path) -> None:
     decoder = make(*CASES["words"], tmp_path)
     log_probs, decoding = speechlike(60, 1, 4), decoder.start()
-    assert decoding.best() == [EMPTY] and decoding.finish() == [[EMPTY]]
+    assert decoder.best([decoding]) == [EMPTY] and decoder.finish([decoding]) == [[EMPTY]]
     for start, end in cuts(60, 7, 3):
-        decoding.step(log_probs[start:end], torch.tensor([end - start]))
+        decoder.step([decoding], log_probs[start:end], torch.tensor([end - start]))
         if end:
             [[wanted, *_]] = decoder.decode(log_probs[:end], torch.tensor([end]))
-            [found], [[with_words]] = decoding.best(), decoder.best([decoding], words=True)
+            [found], [with_words] = decoder.best([decoding]), decoder.best([decoding], words=True)
             assert (found.text, found.labels, found.words) == (wanted.text, wanted.labels, ())
             assert (with_words.text, with_words.words) == (wanted.text, wanted.words)
-    assert decoding.finish()[0][0].words == wanted.words != ()
+    assert decoder.finish([decoding])[0][0].words == wanted.words != ()
 
 
 def spoken(words: int, seed: int = 0, margin: float = 12.0) -> Tensor:
@@ -125,10 +125,10 @@ def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
     assert seconds > 2 * MAX_PENDING_S
     decoding, pending, room = decoder.start(), 0, 0
     for start, end in cuts(len(log_probs), 30, 1):
-        decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        pending = max(pending, decoding.streams[0].aligner.pending_frames)
+        decoder.step([decoding], log_probs[start:end], torch.tensor([end - start]))
+        pending = max(pending, decoding.aligner.pending_frames)
         room = max(room, decoding.state.beams.labels.shape[2])
-    [[found]] = decoding.finish()
+    [[found]] = decoder.finish([decoding])
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
     assert pending * SLOW_S <= kept_s
     assert room * SLOW_S <= kept_s
@@ -150,10 +150,11 @@ def test_a_chunk_is_one_search_until_words_are_to_be_settled(tmp_path: Path, mon
     log_probs, decoding = spoken(12), decoder.start()
     longest = round(SINGLE_ALIGNMENT_S / SLOW_S)
     for start in range(0, longest - size, size):
-        decoding.step(log_probs[start : start + size], torch.tensor([size]))
+        decoder.step([decoding], log_probs[start : start + size], torch.tensor([size]))
     assert searches == len(range(0, longest - size, size))
     searches, period = 0, round(PERIOD_S / SLOW_S)
-    decoding.step(log_probs[start + size : longest + period + 1], torch.tensor([longest + period + 1 - start - size]))
+    rest = log_probs[start + size : longest + period + 1]
+    decoder.step([decoding], rest, torch.tensor([len(rest)]))
     assert searches == 2  # the words are settled where a period ends, wherever the chunk does
 
 
@@ -163,9 +164,9 @@ def test_endless_silence_is_not_kept(tmp_path: Path) -> None:
     log_probs = torch.cat([spoken(2), silence, spoken(2, seed=1)])
     decoding = decoder.start()
     for start, end in cuts(len(log_probs), 20, 1):
-        decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        assert decoding.streams[0].aligner.pending_frames * SLOW_S <= SINGLE_ALIGNMENT_S + PERIOD_S + GUARD_S
-    [[found]] = decoding.finish()
+        decoder.step([decoding], log_probs[start:end], torch.tensor([end - start]))
+        assert decoding.aligner.pending_frames * SLOW_S <= SINGLE_ALIGNMENT_S + PERIOD_S + GUARD_S
+    [[found]] = decoder.finish([decoding])
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
     assert len(found.words) == 4
     assert found.words[2].start_s > 150
@@ -185,11 +186,11 @@ def test_hypotheses_that_never_agree_are_settled_for_the_best_after_a_minute(tmp
     log_probs = undecided(400)
     decoding = decoder.start()
     for start, end in cuts(len(log_probs), 30, 1):
-        decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        assert decoding.streams[0].aligner.pending_frames * SLOW_S <= MAX_PENDING_S + PERIOD_S
-        undecided_yet = not decoding.streams[0].shared
+        decoder.step([decoding], log_probs[start:end], torch.tensor([end - start]))
+        assert decoding.aligner.pending_frames * SLOW_S <= MAX_PENDING_S + PERIOD_S
+        undecided_yet = not decoding.shared
         assert undecided_yet == (end * SLOW_S < MAX_PENDING_S + PERIOD_S)
-    [[found]] = decoding.finish()
+    [[found]] = decoder.finish([decoding])
     assert [[found]] == decoder.decode(log_probs, torch.tensor([400]))
     assert found.text.split()[0] in ("aab", "bab")
     assert len(found.words) == 67
@@ -198,17 +199,17 @@ def test_hypotheses_that_never_agree_are_settled_for_the_best_after_a_minute(tmp
 def test_a_bad_chunk_is_refused_and_the_rest_decoded(tmp_path: Path) -> None:
     decoder = make(*CASES["words"], tmp_path)
     log_probs, decoding = speechlike(20, 1, 4), decoder.start()
-    decoding.step(log_probs[:9], torch.tensor([9]))
+    decoder.step([decoding], log_probs[:9], torch.tensor([9]))
     with pytest.raises(Exception, match="NaN"):
-        decoding.step(torch.full((3, 1, 4), math.nan), torch.tensor([3]))
-    decoding.step(log_probs[9:], torch.tensor([11]))
-    assert decoding.finish() == decoder.decode(log_probs, torch.tensor([20]))
+        decoder.step([decoding], torch.full((3, 1, 4), math.nan), torch.tensor([3]))
+    decoder.step([decoding], log_probs[9:], torch.tensor([11]))
+    assert decoder.finish([decoding]) == decoder.decode(log_probs, torch.tensor([20]))
 
 
 def test_without_times_no_frame_is_kept(tmp_path: Path) -> None:
     decoder = make(replace(SURE, times=False), CHARACTERS, "word", tmp_path)
-    decoding = in_chunks(decoder, speechlike(60, 2, 4), torch.tensor([60, 9]), 11, 0)
-    found: list[list[Hypothesis]] = decoding.finish()
-    assert all(row.aligner.pending_frames == 0 for row in decoding.streams)
+    streams = in_chunks(decoder, speechlike(60, 2, 4), torch.tensor([60, 9]), 11, 0)
+    found = decoder.finish(streams)
+    assert all(stream.aligner.pending_frames == 0 for stream in streams)
     assert all(h.text and not h.words for h in found[0])
     assert found == decoder.decode(speechlike(60, 2, 4), torch.tensor([60, 9]))

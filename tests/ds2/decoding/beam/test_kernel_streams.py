@@ -14,7 +14,7 @@ from support.decoding_cases import CHARACTERS, PIECES, language_model, speechlik
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.beam.decoder import BeamDecoder, BeamDecoding
+from ds2.decoding.beam.decoder import BeamDecoder, BeamStream
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams
 from ds2.decoding.hypothesis import Hypothesis
 
@@ -64,13 +64,13 @@ def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
     log_probs[10:19, :, 1:] -= 12.0  # a run of blanks, that chunks end in
     log_probs = log_probs.log_softmax(2)
     hot = [None, HOT, None, {"b": 1.0}, HOT]
-    here: dict[int, BeamDecoding] = {}
+    here: dict[int, BeamStream] = {}
     at, ends = [0] * count, [60, 23, 41, 60, 1]
     waiting = list(range(count))
     while waiting or here:
         if waiting and draw.random() < 0.6:
             row = waiting.pop(0)
-            here[row] = found.start(1, hot[row])
+            here[row] = found.start(hot[row])
         chosen = [row for row in here if draw.random() < 0.7]
         sizes = [min(draw.randrange(9), ends[row] - at[row]) for row in chosen]
         chunk = torch.zeros(max(sizes, default=0), len(chosen), log_probs.shape[2])
@@ -85,12 +85,12 @@ def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
         if not done:
             continue
         leaving = [here.pop(row) for row in done]
-        for row, [best], [hypotheses] in zip(done, found.best(leaving), found.finish(leaving), strict=True):
-            alone = wanted.start(1, hot[row])
-            alone.step(log_probs[: ends[row], row : row + 1], torch.tensor([ends[row]]))
-            [[first]] = [alone.best()]
+        for row, best, hypotheses in zip(done, found.best(leaving), found.finish(leaving), strict=True):
+            alone = wanted.start(hot[row])
+            wanted.step([alone], log_probs[: ends[row], row : row + 1], torch.tensor([ends[row]]))
+            [first] = wanted.best([alone])
             assert (best.text, best.labels) == (first.text, first.labels)
-            assert_same(hypotheses, alone.finish()[0])
+            assert_same(hypotheses, wanted.finish([alone])[0])
     del leaving
     placed = found.search.streams
     assert isinstance(placed, KernelStreams)
@@ -113,8 +113,8 @@ def test_prefixes_that_never_agree_are_bounded(where: str, tmp_path: Path, monke
     frames = torch.tensor([0.02, 0.04, 0.47, 0.47]).log().expand(1, 1, 4)  # a or b, each second
     blank = torch.tensor([0.97, 0.01, 0.01, 0.01]).log().expand(1, 1, 4)
     for _ in range(150):
-        decoding.step(torch.cat([frames, blank]).to(where), torch.tensor([2]))
+        found.step([decoding], torch.cat([frames, blank]).to(where), torch.tensor([2]))
     placed = found.search.streams
     assert isinstance(placed, KernelStreams)
     assert placed.tables.labels.shape[2] <= 128
-    assert len(decoding.finish()[0][0].labels) == 150
+    assert len(found.finish([decoding])[0][0].labels) == 150

@@ -110,11 +110,11 @@ def test_streams_are_decoded_as_whole_utterances() -> None:
     frames, lengths = log_probs(7, 60, 3), torch.tensor([60, 41, 17])
     decoder = make_decoder(NARROW, ALPHABET, 0.03, CPU, language_model())
     whole = decoder.decode(frames, lengths)
-    decoding = decoder.start(3)
+    streams = [decoder.start() for _ in range(3)]
     for start in range(0, 60, 7):
-        decoding.step(frames[start : start + 7], (lengths - start).clamp(0, 7))
-        assert all(set(h.text.split()) <= set(LEXICON.words) for h in decoding.best())
-    for ours, theirs in zip(decoding.finish(), whole, strict=True):
+        decoder.step(streams, frames[start : start + 7], (lengths - start).clamp(0, 7))
+        assert all(set(h.text.split()) <= set(LEXICON.words) for h in decoder.best(streams))
+    for ours, theirs in zip(decoder.finish(streams), whole, strict=True):
         assert [h.text for h in ours] == [h.text for h in theirs]
         assert [[w.text for w in h.words] for h in ours] == [[w.text for w in h.words] for h in theirs]
 
@@ -155,11 +155,12 @@ def test_hot_words_have_all_their_pronunciations() -> None:
                        language_model())  # fmt: skip
     assert "attack" not in plain.text.split()
     assert "attack" in hot.decode(frames, torch.tensor([9]))[0][0].text.split()
-    session = make_decoder(NARROW, ALPHABET, 0.03, CPU, language_model()).start(1, {"a cat": 60.0})
-    session.step(frames, torch.tensor([9]))
-    assert "a cat" in session.finish()[0][0].text
+    decoder = make_decoder(NARROW, ALPHABET, 0.03, CPU, language_model())
+    stream = decoder.start({"a cat": 60.0})
+    decoder.step([stream], frames, torch.tensor([9]))
+    assert "a cat" in decoder.finish([stream])[0][0].text
     with pytest.raises(LexiconError, match=r"'dog'.*ds2 data lexicon"):
-        make_decoder(NARROW, ALPHABET, 0.03, CPU, language_model()).start(1, {"dog": None})
+        decoder.start({"dog": None})
 
 
 @pytest.mark.parametrize("options, message", [
