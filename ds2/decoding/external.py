@@ -65,13 +65,6 @@ def check_model(lm: NGram | None, method: str) -> None:
         )
 
 
-def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:
-    """Return the packed frames (T'', V) of each utterance: fewer frames, the same result."""
-    packed, counts = pack(log_probs.cpu(), lengths, options)
-    rows = packed.transpose(0, 1).contiguous().numpy()
-    return [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
-
-
 class ScoreSplitter:
     """Splits the score of a text into Q(y) = acoustic + alpha x lm + bonus, as all decoders report it."""
 
@@ -135,8 +128,10 @@ class NativeSearch:
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
+        packed, counts = pack(log_probs, lengths, self.options)  # fewer frames, the same result
+        rows = zip(packed.transpose(0, 1).contiguous().numpy(), counts.tolist(), strict=True)
         with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(self._one, packed_rows(log_probs, lengths, self.options)))
+            return list(pool.map(self._one, (row[:count] for row, count in rows)))
 
     def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
         options = self.options
@@ -205,7 +200,7 @@ class LexiconSearch:
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
-        rows = zip(log_probs.transpose(0, 1).cpu().numpy(), lengths.tolist(), strict=True)
+        rows = zip(log_probs.transpose(0, 1).numpy(), lengths.tolist(), strict=True)
         inputs = [row[:length] for row, length in rows]
         if self.workers == 1:
             return list(map(self._one, inputs))
@@ -307,10 +302,9 @@ class CtcdecodeSearch:
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
-        batch = log_probs.transpose(0, 1).contiguous().cpu()
-        labels, scores, _, sizes = self.decoder.decode(batch, lengths)
+        labels, scores, _, sizes = self.decoder.decode(log_probs.transpose(0, 1).contiguous(), lengths)
         rows = []
-        for row in range(len(batch)):
+        for row in range(len(lengths)):
             hypotheses = []
             for rank in range(min(self.options.nbest, labels.shape[1])):
                 written = labels[row, rank, : int(sizes[row, rank])].tolist()

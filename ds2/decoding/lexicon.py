@@ -66,7 +66,6 @@ class Trie:
     spare: int  # last rows that are no nodes yet
     children: Tensor  # (N, A) int32
     word: Tensor  # (N,) int64: position of the known word that ends here, or -1
-    is_word: Tensor  # (N,) bool: a known word ends here
     lookahead: Tensor  # (N,) float32: log-prob of the most probable word through this node; 0 at OFF and ROOT
 
 
@@ -97,9 +96,7 @@ def build_trie(
     ends, children, lookahead = _insert(listed, unigrams[positions], spelling.codes, spare)
     word = np.full(len(children), -1, np.int64)
     word[ends] = positions
-    is_word = np.zeros(len(children), bool)
-    is_word[ends] = True
-    return Trie(spare, *map(torch.from_numpy, (children, word, is_word, lookahead)))
+    return Trie(spare, *map(torch.from_numpy, (children, word, lookahead)))
 
 
 def _insert(
@@ -182,7 +179,7 @@ class SessionTrie:
         device: torch.device,
     ) -> None:
         self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, alpha, unknown, False
-        self.children, self.word, self.is_word = (t.numpy() for t in (trie.children, trie.word, trie.is_word))
+        self.children, self.word = trie.children.numpy(), trie.word.numpy()
         self._size = len(self.word) - trie.spare
         self.bonus = hot_bonus
         self.lookahead = trie.lookahead.numpy().astype(np.float64)
@@ -191,7 +188,7 @@ class SessionTrie:
         if self.alpha is not None:
             unfinished[OFF] = -math.inf
         follow = np.zeros(len(self.word), np.int32)
-        arrays = (self.children, self.word, self.is_word, nothing, unfinished, follow)
+        arrays = (self.children, self.word, self.word >= 0, nothing, unfinished, follow)
         # On a CPU they are the trie's own tables, which are large; only spare rows are ever written.
         self.nodes = Nodes(*(torch.from_numpy(a).to(device) for a in arrays))
         self._lock = threading.Lock()
@@ -335,8 +332,8 @@ class _SessionNodes:
         elif node == OFF:
             copy = _Node(np.zeros(base.children.shape[1], np.int64))
         else:
-            word, is_word, lookahead = (table[node].item() for table in (base.word, base.is_word, base.lookahead))
-            copy = _Node(base.children[node].astype(np.int64), word, is_word, lookahead=lookahead)
+            word, lookahead = base.word[node].item(), base.lookahead[node].item()
+            copy = _Node(base.children[node].astype(np.int64), word, word >= 0, lookahead=lookahead)
         self.nodes.append(copy)
         return -len(self.nodes)
 

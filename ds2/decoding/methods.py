@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,51 +29,42 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DecoderInputs:
-    """Inputs from which a method builds a decoder: checked settings, and the models that they name."""
-
-    options: DecodeConfig
-    alphabet: Alphabet
-    frame_s: float
-    device: torch.device
-    lm: NGram | None
-    second_pass: SecondPass | None
-
-
-@dataclass(frozen=True)
 class Method:
-    """A decode method: its builder, and the settings that it reads."""
+    """A decode method: its builder, of the arguments of `BeamDecoder`, and the settings that it reads."""
 
-    build: Callable[[DecoderInputs], Decoder]
+    build: Callable[..., Decoder]
     options: frozenset[str]
 
 
-def _greedy(inputs: DecoderInputs) -> Decoder:
-    if inputs.options.hot_words:
+def _greedy(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, frame_s: float, *_: Any) -> Decoder:
+    if options.hot_words:
         raise DecodeError(
             "decode.method=greedy has no search that could prefer hot words: take decode=beam, or leave out "
             "decode.hot_words"
         )
-    return GreedyDecoder(inputs.alphabet, inputs.frame_s)
+    return GreedyDecoder(alphabet, frame_s)
 
 
-def _beam(inputs: DecoderInputs) -> Decoder:
-    return BeamDecoder(inputs.alphabet, inputs.options, inputs.lm, inputs.frame_s, inputs.device, inputs.second_pass)
+def _native(alphabet: Alphabet, options: DecodeConfig, *inputs: Any) -> Decoder:
+    return _on_cpu(LexiconSearch if options.lexicon else NativeSearch, alphabet, options, *inputs)
 
 
-def _native(inputs: DecoderInputs) -> Decoder:
-    return _on_cpu(LexiconSearch if inputs.options.lexicon else NativeSearch, inputs)
-
-
-def _on_cpu(kind: type[NativeSearch | LexiconSearch | CtcdecodeSearch], inputs: DecoderInputs) -> Decoder:
+def _on_cpu(
+    kind: type[NativeSearch | LexiconSearch | CtcdecodeSearch],
+    alphabet: Alphabet,
+    options: DecodeConfig,
+    lm: NGram | None,
+    frame_s: float,
+    device: torch.device,
+    second_pass: SecondPass | None,
+) -> Decoder:
     """Build the decoder of another package's search, which runs on the CPU whatever the device of the model."""
-    if inputs.alphabet.pronunciations is not None:
+    if alphabet.pronunciations is not None:
         raise DecodeError(
-            f"decode.method={inputs.options.method} searches no pronunciations, and the network writes phones: choose "
+            f"decode.method={options.method} searches no pronunciations, and the network writes phones: choose "
             "decode.method=beam with a decode.lm of words, or greedy for the phones"
         )
-    search = kind(inputs.alphabet, inputs.options, inputs.lm).search
-    return SearchDecoder(search, inputs.alphabet, inputs.frame_s, inputs.options.times, inputs.second_pass)
+    return SearchDecoder(kind(alphabet, options, lm).search, alphabet, frame_s, options.times, second_pass)
 
 
 _RESCORED = frozenset({"rescore", "rescore_weight", "rescore_hypotheses"})
@@ -80,7 +72,7 @@ _WITH_LM = frozenset({"beam", "lm", "alpha", "beta", "unknown_score", "nbest", "
 _PRUNED = frozenset({"lexicon", "hot_words", "hot_word_bonus", "label_min_log_prob", "prune"})
 METHODS: dict[str, Method] = {
     "greedy": Method(_greedy, frozenset()),
-    "beam": Method(_beam, _WITH_LM | _PRUNED | {"keyword_alarms"}),
+    "beam": Method(BeamDecoder, _WITH_LM | _PRUNED | {"keyword_alarms"}),
     "native": Method(_native, _WITH_LM | _PRUNED | {"threads"}),
     "ctcdecode": Method(partial(_on_cpu, CtcdecodeSearch), _WITH_LM | {"threads"}),
 }
@@ -123,7 +115,7 @@ def make_decoder(
     second_pass = load_second_pass(options, alphabet, device) if "rescore" in row.options else None
     if second_pass is not None:
         options = replace(options, nbest=max(options.nbest, options.rescore_hypotheses))  # it ranks all of these
-    decoder = row.build(DecoderInputs(options, alphabet, frame_s, device, lm, second_pass))
+    decoder = row.build(alphabet, options, lm, frame_s, device, second_pass)
     if tuple(options.confidence) == IDENTITY:
         return decoder
     return ChangedDecoder(decoder, partial(calibrated, calibration=options.confidence))

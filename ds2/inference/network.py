@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from ds2_ops import gru
@@ -62,20 +62,6 @@ class StreamState:
         """Everything as views (N, ...)."""
         return [*self.conv_tails, *(table.transpose(0, 1) for table in self.tables())]
 
-    def read(self, slots: Tensor) -> list[Tensor]:
-        """Copy what the streams of these slots (B,) carry, for `write`."""
-        return [state.index_select(0, slots) for state in self.by_slot()]
-
-    def write(self, slots: Tensor, saved: Sequence[Tensor]) -> None:
-        """Put back what `read` returned for the same slots."""
-        for state, old in zip(self.by_slot(), saved, strict=True):
-            state.index_copy_(0, slots, old)
-
-    def copy_from(self, smaller: Self) -> None:
-        """Take over the states of the first slots."""
-        for state, old in zip(self.by_slot(), smaller.by_slot(), strict=True):
-            state[: len(old)] = old
-
 
 class BlockNetwork:
     """A model that runs on blocks of `block_frames` feature frames.
@@ -96,8 +82,11 @@ class BlockNetwork:
     def __init__(
         self, model: AcousticModel, block_frames: int, dtype: torch.dtype, piece_frames: int | None = None
     ) -> None:
-        if reason := why_not(model):
-            raise ConfigError(reason)
+        if model.config.bidirectional:
+            raise ConfigError(
+                "model.bidirectional=true cannot stream: its backward layers start at an utterance's end; "
+                "use a model trained with model.bidirectional=false, or transcribe whole files"
+            )
         if block_frames < 1 or block_frames % model.time_stride:
             raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
         weights, backend = model.folded(), model.config.backend
@@ -218,23 +207,13 @@ class BlockNetwork:
         return self._layer_streams[: self.parallel_layers]
 
 
-def why_not(model: AcousticModel) -> str | None:
-    """Say why a model cannot run on blocks; None if it can."""
-    if model.config.bidirectional:
-        return (
-            "model.bidirectional=true cannot stream: its backward layers start at an utterance's end; "
-            "use a model trained with model.bidirectional=false, or transcribe whole files"
-        )
-    return None
-
-
 def parallel_layers(model: AcousticModel, dtype: torch.dtype) -> int:
     """How many layers of a model its GPU runs side by side: one on each cluster of `LAYER_SMS` multiprocessors.
 
     0: layers run one after the other, each on the whole device.
     """
     config, device = model.config, model.classifier.weight.device
-    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
+    if device.type != "cuda" or config.bidirectional or config.backend not in ("auto", "persistent"):
         return 0
     if config.cell in ("gru", "gru_before"):
         return 0

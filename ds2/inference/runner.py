@@ -104,7 +104,8 @@ class SlotTable:
         while capacity < slots:
             capacity *= 2
         self.state = self._new_state(capacity)
-        self.state.copy_from(smaller)
+        for state, old in zip(self.state.by_slot(), smaller.by_slot(), strict=True):
+            state[: len(old)] = old
         self.inputs = _InputSlots(capacity, self._samples, self._device)
 
 
@@ -264,12 +265,13 @@ class BlockRunner:
 
     def _launch_or_restore(self, batch: _BlockBatch, edges: bool, slots: Sequence[Slot]) -> Tensor:
         """Run a batch on the CPU; where that fails, streams carry what they did before, so that they can go on."""
-        state, rows = self.slots.state, torch.tensor([slot.index for slot in slots])
-        states = state.read(rows)
+        tables, rows = self.slots.state.by_slot(), torch.tensor([slot.index for slot in slots])
+        before = [table.index_select(0, rows) for table in tables]
         try:
             return batch.launch(edges)
         except Exception:
-            state.write(rows, states)
+            for table, old in zip(tables, before, strict=True):
+                table.index_copy_(0, rows, old)
             raise
 
     def _input_rows(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> list[int]:

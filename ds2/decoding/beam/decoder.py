@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times, finalise
-from ds2.decoding.beam.fusion import LENGTH, Fusion, pronounced_words
+from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows, search
 from ds2.decoding.decoder import Decoder, check_log_probs, start_copy
@@ -143,7 +143,7 @@ class BeamDecoder(Decoder):
         self.network_alphabet, self.options = alphabet, options
         self.frame_s, self.device = frame_s, device
         self.second_pass = second_pass
-        self.pronounced = pronounced_words(alphabet, lm)
+        self.pronounced = None if alphabet.pronunciations is None else PronouncedWords(alphabet, lm)
         self.alphabet = alphabet if self.pronounced is None else self.pronounced.alphabet
         if len(self.alphabet) > _MAX_LABELS:
             raise DecodeError(

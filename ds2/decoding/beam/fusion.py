@@ -66,10 +66,15 @@ class PronouncedWords:
         ids: of each spelling the word's id in the model.
 
     Raises:
-        LexiconError: no word of the model has a pronunciation, or too many have the same one.
+        LexiconError: no model of words, none of its words has a pronunciation, or too many have the same one.
     """
 
-    def __init__(self, alphabet: Alphabet, lm: NGram) -> None:
+    def __init__(self, alphabet: Alphabet, lm: NGram | None) -> None:
+        if lm is None or lm.unit != "word":
+            raise LexiconError(
+                "the network writes phones: a search needs decode.lm, a model of words (`ds2 lm build`); decode=greedy "
+                "shows the phones"
+            )
         assert alphabet.pronunciations is not None
         known = alphabet.pronunciations.words
         words = [word for word in lm.vocabulary if word in known]  # words of one sound: the most frequent come first
@@ -80,7 +85,11 @@ class PronouncedWords:
                 "no word of the language model has a pronunciation in the network's lexicon: build the model with the "
                 "network's normalisation, `ds2 lm build --model MODEL`, and the lexicon with its words"
             )
-        self.missing = sum(word not in known for word in lm.tokens)
+        if missing := sum(word not in known for word in lm.tokens):
+            log.warning(
+                "%d of the language model's %d words have no pronunciation and are never recognised; `ds2 data "
+                "lexicon` adds them", missing, len(lm.vocabulary),
+            )  # fmt: skip
         self.spelled: dict[str, tuple[str, ...]] = {}
         self.ids: dict[str, int] = {}
         self._vocabulary = lm.vocabulary
@@ -130,24 +139,6 @@ class PronouncedWords:
                 ways = [f"{way} {spelling}".strip() for way in ways for spelling in self.spelled[word]][:_MAX_WAYS]
             spelled[phrase] = ways
         return spelled
-
-
-def pronounced_words(alphabet: Alphabet, lm: NGram | None) -> PronouncedWords | None:
-    """Return the words of a search whose network writes phones; None if it writes characters or pieces."""
-    if alphabet.pronunciations is None:
-        return None
-    if lm is None or lm.unit != "word":
-        raise LexiconError(
-            "the network writes phones: a search needs decode.lm, a model of words (`ds2 lm build`); decode=greedy "
-            "shows the phones"
-        )
-    words = PronouncedWords(alphabet, lm)
-    if words.missing:
-        log.warning(
-            "%d of the language model's %d words have no pronunciation and are never recognised; `ds2 data lexicon` "
-            "adds them", words.missing, len(lm.vocabulary),
-        )  # fmt: skip
-    return words
 
 
 @dataclass(frozen=True)
@@ -227,7 +218,7 @@ class Fusion:
         starts = self.spelling.starts_word
         next_node = torch.where(length > 0, self._next_root(node, root), node)
         inside = torch.where(starts, next_node[..., None], node[..., None])
-        nodes = self._walk(inside, self.spelling.characters.expand(*inside.shape, -1))
+        nodes = walk(self.trie.nodes.children, inside, self.spelling.characters.expand(*inside.shape, -1))
         lengths = length[..., None].masked_fill(starts, 0) + self.spelling.counts
         extended = base[..., None] + self._unfinished(nodes, lengths)
         extended += complete[..., None].masked_fill(~(starts & (length > 0)[..., None]), 0.0)
@@ -264,7 +255,8 @@ class Fusion:
             log_prob = log_prob + scores.flatten(1).gather(1, at).masked_fill(~longer, 0.0)
             state = torch.where(longer, following.flatten(1).gather(1, at), state)
         hot = hot + self.trie.nodes.hot[node] * done
-        node = self._walk(torch.where(done, self._next_root(node, root), node), self.spelling.characters[label])
+        node = torch.where(done, self._next_root(node, root), node)
+        node = walk(self.trie.nodes.children, node, self.spelling.characters[label])
         length = length.masked_fill(starts, 0) + self.spelling.counts[label]
         return torch.stack([state, node, length, words + done, root], -1), torch.stack([log_prob, hot], -1)
 
@@ -310,9 +302,6 @@ class Fusion:
         """Return the root of the word after one that ends at a node."""
         follow = self.trie.nodes.follow[node]
         return torch.where(follow > 0, follow, root)
-
-    def _walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
-        return walk(self.trie.nodes.children, nodes, characters)
 
     def _unfinished(self, node: Tensor, length: Tensor) -> Tensor:
         score = self.trie.nodes.unfinished[node]
