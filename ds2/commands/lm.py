@@ -32,7 +32,6 @@ from ds2.lm.sentences import SentenceReader, perplexity, tokenise
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import is_shipped
 from ds2.recognition import tuning
-from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
 from ds2.system.files import STANDARD_INPUT, check_writable, sole_writer
@@ -293,9 +292,7 @@ def _tune(args: argparse.Namespace) -> int:
         manifests = common.manifests_of(file, args.manifests, loaded.config.data.dev, "data.dev")
         utterances = scored_utterances(manifests, loaded.alphabet)
         recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
-        batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
-        references = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
-        dev = tuning.DevLogProbs.of(batches, references, loaded.frame_s, loaded.alphabet, lm, device)
+        dev = tuning.DevLogProbs.of(recogniser, utterances, loaded.config.data, lm)
         alphas, betas = map(_range, _GRID if loaded.alphabet.pronunciations is None else _PHONE_GRID)
         alphas, betas = args.alphas or alphas, args.betas or betas
         trials: list[tuning.TuningTrial] = []

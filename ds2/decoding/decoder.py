@@ -53,20 +53,18 @@ class Decoder(Protocol):
         Raises:
             LexiconError: the network cannot write these hot words, or the decoder takes none.
         """
-        ...
 
     def step(self, streams: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
         """Decode the next frames of streams.
 
         Args:
-            streams: B results of `start`, also of other decoders with the same `batch_key`.
+            streams: B results of `start`, also of other decoders that are equal when `unwrapped`.
             log_probs: (T', B, V) natural log-probs of any floating type on any device, T' >= 0.
             lengths: (B,) CPU int64, valid frames of each stream, 0 too.
 
         Raises:
             DecodeError: NaN or infinite values, or frames that do not sum to one.
         """
-        ...
 
     def best(self, streams: Sequence[Any], *, words: bool = False) -> list[Hypothesis]:
         """Return the best hypothesis of each stream so far; empty before the first frame.
@@ -74,7 +72,6 @@ class Decoder(Protocol):
         A beam search returns text and labels only, as words cost an alignment, unless `words` is true. `fixed_words`
         says how much of the text no later frame changes; a decoder of whole utterances says 0.
         """
-        ...
 
     def finish(self, streams: Sequence[Any]) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each stream, best first, at least one."""
@@ -179,19 +176,12 @@ class ChangedDecoder(Decoder):
         return [[stream.change(h) for h in row] for stream, row in zip(streams, nbest, strict=True)]
 
 
-def inner_decoder(decoder: Decoder) -> Decoder:
-    """Return the decoder within any number of `ChangedDecoder`s, or the decoder itself."""
-    while isinstance(decoder, ChangedDecoder):
-        decoder = decoder.decoder
-    return decoder
-
-
-def batch_key(decoder: Decoder) -> tuple[int, int]:
-    """Return a key that is equal for decoders whose streams may share a batch: those that wrap the same decoder."""
+def unwrapped(decoder: Decoder) -> tuple[int, Decoder]:
+    """Return how many `ChangedDecoder`s are around a decoder, and that decoder; of equal ones streams share a batch."""
     changes = 0
     while isinstance(decoder, ChangedDecoder):
         changes, decoder = changes + 1, decoder.decoder
-    return changes, id(decoder)
+    return changes, decoder
 
 
 class SearchDecoder(Decoder):

@@ -65,27 +65,23 @@ def check_model(lm: NGram | None, method: str) -> None:
         )
 
 
-class ScoreSplitter:
-    """Splits the score of a text into Q(y) = acoustic + alpha x lm + bonus, as all decoders report it."""
-
-    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
-        self.alphabet, self.options, self.lm = alphabet, options, lm
-        self.beta = options.beta if lm is not None else 0.0
-
-    def hypothesis(self, text: str, acoustic: float) -> Hypothesis:
-        """Return the hypothesis of a text, without word times."""
-        words, log_prob = text.split(), 0.0
-        if self.lm is not None:
-            state = self.lm.start()
-            for word in words:
-                score, state = self.lm.score(state, word)
-                log_prob += score + (0.0 if word in self.lm.ids else self.options.unknown_score)
-            log_prob += self.lm.finish(state)
-        hot = sum(word in self.options.hot_words for word in words) * self.options.hot_word_bonus
-        bonus = self.beta * len(words) + hot
-        labels = tuple(self.alphabet.spell(" ".join(words)))
-        score = acoustic + (self.options.alpha * log_prob if self.lm is not None else 0.0) + bonus
-        return Hypothesis(" ".join(words), score, labels, (), acoustic, log_prob, bonus)
+def hypothesis_of(
+    text: str, acoustic: float, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None
+) -> Hypothesis:
+    """Return the hypothesis of a text, with Q(y) = acoustic + alpha x lm + bonus, as all decoders report it."""
+    words, log_prob = text.split(), 0.0
+    bonus = sum(word in options.hot_words for word in words) * options.hot_word_bonus
+    if lm is not None:
+        state = lm.start()
+        for word in words:
+            score, state = lm.score(state, word)
+            log_prob += score + (0.0 if word in lm.ids else options.unknown_score)
+        log_prob += lm.finish(state)
+        bonus = options.beta * len(words) + bonus
+    labels = tuple(alphabet.spell(" ".join(words)))
+    return Hypothesis(
+        " ".join(words), acoustic + options.alpha * log_prob + bonus, labels, (), acoustic, log_prob, bonus
+    )
 
 
 class NativeSearch:
@@ -110,7 +106,7 @@ class NativeSearch:
                 f"hot words {bad}: decode.method=native takes single words in the characters that the network writes: "
                 f"{shortened(' '.join(sorted(codes)))}; phrases need decode.method=beam"
             )
-        self.options, self.splitter = options, ScoreSplitter(alphabet, options, lm)
+        self.alphabet, self.options, self.lm = alphabet, options, lm
         self.closing_space = Spelling.of(alphabet).space if lm is not None else -1
         self.threads = options.threads or usable_cores()
         if lm is None:
@@ -151,7 +147,7 @@ class NativeSearch:
             hotword_weight=options.hot_word_bonus,
         )
         hypotheses = [
-            self.splitter.hypothesis(text, acoustic + rest)
+            hypothesis_of(text, acoustic + rest, self.alphabet, options, self.lm)
             for text, _, _, acoustic, _ in beams[: 2 * options.nbest + _NATIVE_SPARE]
         ]
         return sorted(hypotheses, key=lambda h: -h.score)[: options.nbest]
@@ -281,8 +277,7 @@ class CtcdecodeSearch:
             raise DecodeError(
                 "decode.method=ctcdecode has no hot words and no lexicon apart from its model: take decode.method=beam"
             )
-        self.splitter = ScoreSplitter(alphabet, options, lm)
-        self.options = options
+        self.alphabet, self.options, self.lm = alphabet, options, lm
         settings = {
             "beam_width": options.beam,
             "cutoff_top_n": len(alphabet),
@@ -308,9 +303,9 @@ class CtcdecodeSearch:
             hypotheses = []
             for rank in range(min(self.options.nbest, labels.shape[1])):
                 written = labels[row, rank, : int(sizes[row, rank])].tolist()
-                text = self.splitter.alphabet.decode(written).replace(WORD_MARK, " ")
+                text = self.alphabet.decode(written).replace(WORD_MARK, " ")
                 acoustic = self._acoustic(text, len(written), -float(scores[row, rank]))
-                hypotheses.append(self.splitter.hypothesis(text, acoustic))
+                hypotheses.append(hypothesis_of(text, acoustic, self.alphabet, self.options, self.lm))
             rows.append(sorted(hypotheses, key=lambda h: -h.score))
         return rows
 
@@ -320,7 +315,7 @@ class CtcdecodeSearch:
         With a model the package subtracts from its score alpha log p_lm including the end of the sentence, which it had
         not added, and beta per label, where it had added beta per word (`ctc_beam_search_decoder.cpp`, approx_ctc).
         """
-        lm, words = self.splitter.lm, text.split()
+        lm, words = self.lm, text.split()
         if lm is None:
             return returned
         state = lm.start()

@@ -13,7 +13,7 @@ from functools import partial
 
 from ds2.config.allowed import Range
 from ds2.decoding.beam.decoder import BeamDecoder
-from ds2.decoding.decoder import ChangedDecoder, Decoder, inner_decoder
+from ds2.decoding.decoder import ChangedDecoder, Decoder, unwrapped
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.phrases import (
     END,
@@ -33,7 +33,7 @@ _MAX_TEXTS = 200  # that the keywords stand for
 
 def measured_search(decoder: Decoder) -> BeamDecoder | None:
     """The beam search in a decoder, if its false alarms were measured; None: keywords cannot be searched with it."""
-    search = inner_decoder(decoder)
+    _, search = unwrapped(decoder)
     if not isinstance(search, BeamDecoder) or not (search.options.times and search.options.keyword_alarms):
         return None
     return search

@@ -53,15 +53,6 @@ def _on_device(pinned: Tensor, device: torch.device) -> Tensor:
     return pinned if device.type != "cuda" else torch.as_tensor(_MappedMemory(pinned), device=device)
 
 
-class _InputSlots:
-    """Samples of the next two blocks of every slot, in rows that a GPU reads where they are, without a copy."""
-
-    def __init__(self, capacity: int, samples: int, device: torch.device) -> None:
-        pinned = torch.zeros(2 * capacity, samples, pin_memory=device.type == "cuda")
-        self.rows: list[NDArray[np.float32]] = list(pinned.numpy())
-        self.device_rows = _on_device(pinned, device)
-
-
 @dataclass(eq=False)
 class Slot:
     """A stream's slot and how far the stream is."""
@@ -87,7 +78,14 @@ class SlotTable:
         self._new_state, self._samples, self._device = new_state, samples, device
         self._lock = threading.Lock()
         self.free, self.used = list[int](), 1  # slots that are free again; slots that any stream has had
-        self.state, self.inputs = new_state(capacity), _InputSlots(capacity, samples, device)
+        self._allocate(capacity)
+
+    def _allocate(self, capacity: int) -> None:
+        self.state = self._new_state(capacity)
+        # Samples of the next two blocks of every slot, in rows that a GPU reads where they are, without a copy.
+        pinned = torch.zeros(2 * capacity, self._samples, pin_memory=self._device.type == "cuda")
+        self.rows: list[NDArray[np.float32]] = list(pinned.numpy())
+        self.device_rows = _on_device(pinned, self._device)
 
     def take(self, step: int) -> Slot:
         """Give a stream a slot, free again when the `Slot` is gone; any thread may ask."""
@@ -103,10 +101,9 @@ class SlotTable:
         capacity, smaller = self.state.capacity, self.state
         while capacity < slots:
             capacity *= 2
-        self.state = self._new_state(capacity)
+        self._allocate(capacity)
         for state, old in zip(self.state.by_slot(), smaller.by_slot(), strict=True):
             state[: len(old)] = old
-        self.inputs = _InputSlots(capacity, self._samples, self._device)
 
 
 class _BlockBatch:
@@ -182,13 +179,13 @@ class BlockRunner:
     def input_buffer(self, slot: Slot, number: int) -> NDArray[np.float32]:
         """Return the buffer for the samples (N,) of a stream's block: samples that are written there are not copied."""
         row = 2 * slot.index + number % 2
-        if number - slot.blocks >= 2 or row >= len(self.slots.inputs.rows):  # the row is in use, or not there yet
+        if number - slot.blocks >= 2 or row >= len(self.slots.rows):  # the row is in use, or not there yet
             return np.empty(self.samples, np.float32)
         if slot.step > self._steps_done and self._last_step is not None:  # a step on the GPU may still read the row
             steps = self._steps
             self._last_step.synchronize()
             self._steps_done = steps
-        return self.slots.inputs.rows[row]
+        return self.slots.rows[row]
 
     @torch.inference_mode()
     def prepare(self, streams: int) -> None:
@@ -276,7 +273,7 @@ class BlockRunner:
 
     def _input_rows(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> list[int]:
         """The rows of samples of streams' next blocks; blocks that lie elsewhere are copied into them."""
-        numbers, rows = [2 * slot.index + slot.blocks % 2 for slot in slots], self.slots.inputs.rows
+        numbers, rows = [2 * slot.index + slot.blocks % 2 for slot in slots], self.slots.rows
         for slot, number, block in zip(slots, numbers, blocks, strict=True):
             if block is not rows[number]:
                 self.input_buffer(slot, slot.blocks)  # waits until the row was read
@@ -304,7 +301,7 @@ class BlockRunner:
             batch.copy_to_device(_NUMBERS if edges else 1)
             row, block, ends, frames = batch.numbers
             lengths = frames if edges else batch.full_blocks
-            features = self.features.of_rows(self.slots.inputs.device_rows, row, lengths, self.network.dtype)
+            features = self.features.of_rows(self.slots.device_rows, row, lengths, self.network.dtype)
             return self.network.run(features, self.slots.state, row >> 1, block, ends, edges=edges)
 
         batch.fill([[]] * _NUMBERS)  # all rows at slot 0

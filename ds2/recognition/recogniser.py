@@ -33,8 +33,7 @@ from ds2.inference.runner import file_block_frames, window_logits
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.model.shipped import default_model
 from ds2.recognition.open_segments import Endpoints
-from ds2.recognition.pipeline import Pipeline
-from ds2.recognition.session import BLOCK_S, LiveSession, Session
+from ds2.recognition.session import BLOCK_S, LiveSession, Pipeline, Session
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import short_repr
 from ds2.text.alphabet import Alphabet
@@ -46,6 +45,8 @@ _FILE_CONTEXT_S = 10.0
 _SAMPLES_AT_ONCE = 1 << 18
 Audio = str | Path | NDArray[Any] | Tensor
 """A file, or samples (N,) of one channel: floats in [-1, 1], or integers of 16 or 32 bits."""
+Audios = list[Any] | tuple[Any, ...]
+"""Any number of `Audio`."""
 HotPhrases = HotWords | Iterable[str]
 """Words and phrases, with a bonus each (natural log) or without: decode.hot_word_bonus."""
 
@@ -120,17 +121,12 @@ class Recogniser(Pipeline):
 
     @overload
     def transcribe(
-        self,
-        audio: list[Any] | tuple[Any, ...],
-        sample_rate_hz: int | None = None,
-        *,
-        channel: int = 0,
-        hot_words: HotPhrases | None = None,
+        self, audio: Audios, sample_rate_hz: int | None = None, *, channel: int = 0, hot_words: HotPhrases | None = None
     ) -> list[Transcript]: ...
 
     def transcribe(
         self,
-        audio: Audio | list[Any] | tuple[Any, ...],
+        audio: Audio | Audios,
         sample_rate_hz: int | None = None,
         *,
         channel: int = 0,
@@ -349,18 +345,14 @@ def transcribe_file(
 
     Args:
         pipeline: model and decoder; an external decoder stores the log-probs of the file, some kilobytes a second.
-        audio: a file, see `ds2.audio.read.read_audio` for the formats; or samples (N,).
-        sample_rate_hz: of samples; files have their own.
-        channel: which channel of a file, from 1; 0 averages all.
+        audio, sample_rate_hz, channel: as of `Recogniser.transcribe`.
         hot_words: words and phrases to prefer, with a bonus each.
         block_s: audio that the model runs over at once, at most, seconds.
         context_s: audio that a bidirectional model takes on each side of a block, at most `block_s`, seconds.
         watch: is called with the seconds of audio that have been read.
 
     Raises:
-        AudioError: the file cannot be read, or samples cannot be used.
-        LexiconError: hot words that the network cannot write, or a decoder that takes none.
-        DecodeError: the model gives NaN or infinity.
+        AudioError, LexiconError, DecodeError: as `Recogniser.transcribe`.
         ValueError: a block or context out of range.
     """
     model, frame_s = pipeline.model, pipeline.frame_s

@@ -1,4 +1,6 @@
-"""Sources that are recognised while they arrive: sessions with one result, and live sessions with segments.
+"""A model with features and decoder, and sessions: sources that it recognises while they arrive.
+
+A session has one result, a live session has segments.
 
 The methods have the names of sherpa-onnx: `accept_waveform`, `is_ready`, `decode`, `result`, `is_endpoint`, `reset`.
 """
@@ -7,29 +9,88 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds2.audio.features import Features
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.schema import Config
-from ds2.decoding.decoder import Decoder, batch_key, start_copy
+from ds2.decoding.decoder import Decoder, start_copy, unwrapped
 from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word, within
 from ds2.decoding.phrases import HotWords
+from ds2.inference.runner import BlockRunner
+from ds2.model.acoustic import AcousticModel
 from ds2.model.structure import lookahead_parts_ms
-from ds2.recognition.open_segments import PAUSE_S, Endpoints, Segment
-from ds2.recognition.pipeline import Pipeline
+from ds2.recognition.open_segments import PAUSE_S, Endpoints, OpenSegments, Segment
+from ds2.system import UserError
+from ds2.text.alphabet import Alphabet
 
 BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
 MAX_BLOCK_S = 600.0  # longer ones would take gigabytes
 Item = TypeVar("Item")
 Failed = Callable[[Any, Exception], object]  # called with a session and its error
 _MAX_AT_ONCE = 256  # sessions in one call of the model
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model in evaluation mode, its features and a decoder on one device; `precision` is fp32 or bf16."""
+
+    model: AcousticModel
+    features: Features
+    alphabet: Alphabet
+    decoder: Decoder
+    device: torch.device
+    precision: str = "fp32"
+    runners: dict[int, BlockRunner] = field(default_factory=dict, repr=False, compare=False)  # by feature frames
+    open_segments: OpenSegments = field(default_factory=OpenSegments, repr=False, compare=False)  # of live sessions
+
+    @property
+    def frame_s(self) -> float:
+        """Seconds from one output frame to the next."""
+        return self.features.step_s * self.model.time_stride
+
+    @cached_property
+    def quiet_labels(self) -> Tensor:
+        """(V,) bool on the device: labels without a sound: the blank and white space."""
+        return torch.tensor([not symbol.strip() for symbol in self.alphabet.symbols], device=self.device)
+
+    @property
+    def writes_phones(self) -> bool:
+        """Whether results are phones instead of words: of a network of phones without a search for words."""
+        return self.alphabet.pronunciations is not None and not unwrapped(self.decoder)[1].hot_characters
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and copy: decoders have tables that grow, memory of a GPU, or objects of C++."""
+        raise UserError(
+            "a recogniser cannot be pickled or copied: threads can share it; another process must open its own by "
+            "ds2.load(...), such as in the initializer of a multiprocessing.Pool, and get files or samples only"
+        )
+
+    def autocast(self) -> torch.autocast:
+        """The context in which the model computes in `precision`."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def block_runner(self, block_frames: int) -> BlockRunner:
+        """The runner that sessions with blocks of this length share; raises ConfigError for a bidirectional model."""
+        if block_frames not in self.runners:
+            dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+            self.runners[block_frames] = BlockRunner(self.model, self.features, block_frames, dtype)
+        return self.runners[block_frames]
+
+    def block_features(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
+        """Return features (B, F, T) on the device; the blocks are samples (N,) of one length."""
+        waveforms = torch.from_numpy(np.stack(blocks)).to(self.device)
+        windows = self.features.windows(waveforms.shape[1])
+        if windows == 0:
+            return waveforms.new_zeros((len(blocks), self.features.bins, 0))
+        return self.features.of_windows(waveforms, torch.full((len(blocks),), windows, device=self.device))
 
 
 class Session:
@@ -62,7 +123,7 @@ class Session:
         hot_words: HotWords | None = None,
     ) -> None:
         self.pipeline, self.decoder, self.hot_words = pipeline, pipeline.decoder, hot_words
-        self.batch_key = batch_key(self.decoder)
+        self.batch_key = unwrapped(self.decoder)
         self.sample_rate_hz = pipeline.features.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
         if not 0 < block_s <= MAX_BLOCK_S or round(block_s / pipeline.frame_s) < 1:
             raise ValueError(
@@ -360,7 +421,7 @@ def decode_logits(
         decodings = [sessions[row].decoding for row in rows]
         sessions[rows[0]].decoder.step(decodings, selected, torch.from_numpy(frames[rows]))
 
-    rows_by_key: dict[tuple[int, int], list[int]] = {}
+    rows_by_key: dict[tuple[int, Decoder], list[int]] = {}
     for row, session in enumerate(sessions):
         rows_by_key.setdefault(session.batch_key, []).append(row)
     for rows in rows_by_key.values():
@@ -399,8 +460,9 @@ def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list
     Sessions with `wants_words` get words too; their times count from the start of the open segment.
     """
     wanting = [session for session in sessions if session.wants_words]
-    hypotheses = _by_decoder(wanting, partial(_best, words=True), failed)
-    hypotheses |= _by_decoder([session for session in sessions if not session.wants_words], _best, failed)
+    hypotheses = _by_decoder(wanting, lambda decoder, streams: decoder.best(streams, words=True), failed)
+    others = [session for session in sessions if not session.wants_words]
+    hypotheses |= _by_decoder(others, lambda decoder, streams: decoder.best(streams), failed)
     return [hypotheses.get(id(session), EMPTY) for session in sessions]
 
 
@@ -422,19 +484,15 @@ def finish_segments(sessions: Sequence[LiveSession], failed: Failed = raise_fail
             live.restart_stream()
 
 
-def _best(decoder: Decoder, decodings: Sequence[Any], words: bool = False) -> list[Hypothesis]:
-    return decoder.best(decodings, words=words)
-
-
-def _final(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:
-    return [row[0] for row in decoder.finish(decodings)]
+def _final(decoder: Decoder, streams: Sequence[Any]) -> list[Hypothesis]:
+    return [row[0] for row in decoder.finish(streams)]
 
 
 def _by_decoder(
     sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]], failed: Failed
 ) -> dict[int, Hypothesis]:
     """Return the hypothesis of each session that does not fail, by id; those with one `batch_key` share a batch."""
-    groups: dict[tuple[int, int], list[Session]] = {}
+    groups: dict[tuple[int, Decoder], list[Session]] = {}
     for session in sessions:
         groups.setdefault(session.batch_key, []).append(session)
     hypotheses: dict[int, Hypothesis] = {}

@@ -5,17 +5,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ds2.config.schema import DecodeConfig
+from ds2.config.schema import DataConfig, DecodeConfig
+from ds2.data.manifest import Utterance
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.keywords import BONUSES
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.postprocess import IDENTITY, correct_words, fit_calibration, mix_scores
 from ds2.lm.ngram import NGram
 from ds2.lm.recurrent import RecurrentLM
+from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.wer import ErrorCounts, word_errors
 from ds2.system.files import new_figure, save_picture
 from ds2.text.alphabet import Alphabet
@@ -39,28 +43,20 @@ class DevLogProbs:
     device: torch.device  # where decoders run
 
     @classmethod
-    def of(
-        cls,
-        batches: Iterable[tuple[list[int], Tensor, Tensor]],
-        references: Sequence[str],
-        frame_s: float,
-        alphabet: Alphabet,
-        lm: NGram,
-        device: torch.device,
-    ) -> "DevLogProbs":
-        """Collect the log-probs of `Recogniser.logits` on their device; utterances without frames are dropped.
+    def of(cls, recogniser: Recogniser, utterances: Sequence[Utterance], data: DataConfig, lm: NGram) -> Self:
+        """Compute the log-probs of utterances, without those that have no frames; errors as `Recogniser.logits`.
 
-        Args:
-            batches: indices of utterances, logits (T', B, V) and lengths (B,) CPU int64.
-            references: text of each utterance.
+        `data` says how audio is read.
         """
-        log_probs: list[tuple[Tensor, Tensor]] = []
-        texts: list[str] = []
-        for indices, logits, lengths in batches:
+        batches: list[tuple[Tensor, Tensor]] = []
+        references: list[str] = []
+        loader = recognition_loader(utterances, data, recogniser.device)
+        for indices, logits, lengths in recogniser.logits(loader):
             nonempty = lengths.nonzero()[:, 0]
-            log_probs.append((logits.float().log_softmax(2)[:, nonempty.to(logits.device)], lengths[nonempty]))
-            texts += [references[indices[row]] for row in nonempty.tolist()]
-        return cls(log_probs, texts, frame_s, alphabet, lm, device)
+            batches.append((logits.float().log_softmax(2)[:, nonempty.to(logits.device)], lengths[nonempty]))
+            texts = (utterances[indices[row]].text for row in nonempty.tolist())
+            references += [recogniser.alphabet.normalise(text)[0] for text in texts]
+        return cls(batches, references, recogniser.frame_s, recogniser.alphabet, lm, recogniser.device)
 
     def decode(self, options: DecodeConfig) -> list[tuple[list[Hypothesis], str]]:
         """Return the N best hypotheses of each utterance with these settings, and its reference."""

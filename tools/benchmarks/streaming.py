@@ -23,7 +23,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.methods import make_decoder
 from ds2.inference.runner import BlockRunner
 from ds2.model.acoustic import AcousticModel
-from ds2.recognition.pipeline import Pipeline
+from ds2.recognition.session import Pipeline
 from ds2.text.alphabet import Alphabet
 
 BLOCK_S = 0.2

@@ -76,15 +76,13 @@ class BatchedBeamSearch:
         entries = end.names[..., _ENTRY].gather(1, slots)
         return NBest(read_labels(kernel.trace_labels(entries, end.grown)), table.cpu().numpy())
 
-    def nbest(self, beams: Beams, shared: Sequence[Sequence[int]] = ()) -> NBest:
-        """Rank prefixes; `shared` are the labels of each utterance that were taken away from its prefixes."""
+    def nbest(self, beams: Beams) -> NBest:
+        """Rank prefixes, without the labels that were taken away from them."""
         table, slots = _rank(self.fusion, beams.acoustic, beams, self.options.nbest)
         rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).flatten(0, 1)
         all_labels, counts, scores = start_copy(rows, beams.counts.gather(1, slots).flatten(), table)()
         flat = iter(first_of_rows(all_labels, counts))
-        before = shared or [[]] * len(slots)
-        labels = [[(*first, *rest) for rest in islice(flat, slots.shape[1])] for first in before]
-        return NBest(labels, scores)
+        return NBest([list(map(tuple, islice(flat, slots.shape[1]))) for _ in slots], scores)
 
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +166,9 @@ class BeamDecoder(Decoder):
             return []
         log_probs = self._searched(log_probs)
         if self.search.kernel is not None and self.search.kernel.fits(len(log_probs)):
-            rows = self._rescored(self.hypotheses(self.search.search(log_probs, lengths, self.root)))
+            whole = BeamStream(None, IncrementalAligner(self.alphabet, self.frame_s, 0.0))
+            nbest = self.search.search(log_probs, lengths, self.root)
+            rows = self._rescored(self._hypotheses(nbest, [whole] * len(lengths)))
             if self.options.times:
                 rows = add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s)
             return [self._in_words(row) for row in rows]
@@ -256,13 +256,14 @@ class BeamDecoder(Decoder):
     def _finalise(self, parts: Sequence[Any], rows: Sequence[BeamStream], due: Sequence[int]) -> None:
         """Fix the word times of the streams at indices `due`, and drop prefixes that contradict them."""
         beams = self.search.streams.beams(parts)
-        best = self.search.nbest(beams, [row.shared for row in rows]).labels
+        best = [labels[0] for labels in self.search.nbest(beams).labels]
         agrees = torch.ones_like(beams.blank, dtype=torch.bool)
         shared = [len(rows[index].shared) for index in due]
-        final_counts = finalise([rows[index].aligner for index in due], [best[index][0] for index in due], shared)
+        labels = [(*rows[index].shared, *best[index]) for index in due]
+        final_counts = finalise([rows[index].aligner for index in due], labels, shared)
         for index, first, final in zip(due, shared, final_counts, strict=True):
             if final > first:
-                wanted = torch.tensor(best[index][0][first:final], dtype=torch.int16, device=self.device)
+                wanted = torch.tensor(best[index][: final - first], dtype=torch.int16, device=self.device)
                 own = beams.labels[index, :, : len(wanted)]
                 agrees[index] = (own == wanted).all(1) & (beams.counts[index] >= len(wanted))
         if not agrees.all():
@@ -280,24 +281,16 @@ class BeamDecoder(Decoder):
                 row.fixed_words = max(0, len(row.text.split()) - (not row.text[-1:].isspace()))
 
     def _stream_hypotheses(self, beams: Beams, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
-        nbest = self.hypotheses(self.search.nbest(beams), rows)
+        nbest = self._hypotheses(self.search.nbest(beams), rows)
         return [hypotheses if row.frames else [EMPTY] for row, hypotheses in zip(rows, nbest, strict=True)]
 
-    def hypotheses(self, nbest: NBest, rows: Sequence[BeamStream] = ()) -> list[list[Hypothesis]]:
+    def _hypotheses(self, nbest: NBest, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         """Convert label sequences to hypotheses, without word times; `rows` have the first labels of streams."""
-        no_row = BeamStream(None, IncrementalAligner(self.alphabet, self.frame_s, 0.0))
-        return [
-            _distinct(
-                [
-                    self._hypothesis(labels_, scores_, row)
-                    for labels_, scores_ in zip(labels, scores, strict=True)
-                    if scores_[0] > -torch.inf
-                ]
-            )
-            for labels, scores, row in zip(
-                nbest.labels, nbest.scores.tolist(), rows or [no_row] * len(nbest.labels), strict=True
-            )
-        ]
+        result = []
+        for labels, scores, row in zip(nbest.labels, nbest.scores.tolist(), rows, strict=True):
+            exist = [pair for pair in zip(labels, scores, strict=True) if pair[1][0] > -torch.inf]
+            result.append(_distinct([self._hypothesis(*pair, row) for pair in exist]))
+        return result
 
     def _hypothesis(self, labels: Labels, scores: Sequence[float], row: BeamStream) -> Hypothesis:
         labels, before = (*row.shared, *labels), len(row.shared)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.decoder import Decoder, batch_key
+from ds2.decoding.decoder import Decoder, unwrapped
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.keywords import BONUSES, KeywordDecoder, keyword_bonus, measured_search, only_keywords
 from ds2.decoding.methods import make_decoder
@@ -113,7 +113,7 @@ def test_a_stream_in_any_pieces_is_the_whole(alphabet: Alphabet, seed: int) -> N
 def test_searches_for_other_keywords_share_a_batch() -> None:
     inner, frames = search(NARROW), drawn(1, 120).repeat(1, 2, 1)
     decoders = [KeywordDecoder(inner, keywords, 8.0) for keywords in (["cat"], ["tea", "at"])]
-    assert batch_key(decoders[0]) == batch_key(decoders[1]) != batch_key(inner)
+    assert unwrapped(decoders[0]) == unwrapped(decoders[1]) == (1, unwrapped(inner)[1])
     decodings, lengths = [decoder.start() for decoder in decoders], torch.tensor([120, 120])
     decoders[0].step(decodings, frames, lengths)
     apart = [decoder.decode(frames[:, :1], lengths[:1]) for decoder in decoders]

@@ -85,7 +85,7 @@ def test_samples_lie_where_they_are_read_until_their_step(
 ) -> None:
     recogniser, samples = load(make_model(), device), read_audio(recording)
     session, step_samples = recogniser.session(), BLOCK_FRAMES * recogniser.features.step_samples
-    inputs = recogniser.runners[BLOCK_FRAMES].slots.inputs
+    inputs = recogniser.runners[BLOCK_FRAMES].slots
 
     def rows() -> list[int]:
         ids = [id(row) for row in inputs.rows]

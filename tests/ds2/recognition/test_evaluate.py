@@ -38,8 +38,8 @@ from ds2.recognition.evaluate import (
     score_words,
     worst_recordings,
 )
-from ds2.recognition.pipeline import Pipeline
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Pipeline
 from ds2.scoring.wer import corpus_report
 from ds2.text.alphabet import Alphabet
 

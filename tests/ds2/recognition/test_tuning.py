@@ -37,11 +37,8 @@ def misheard(texts: list[str], lm: NGram, frame_s: float = 0.02) -> DevLogProbs:
         log_probs[1::2, row, 0] += 1
         log_probs[len(log_probs) - 2, row] = torch.tensor([0.01, 0.01, 0.44, 0.44])
         log_probs[len(log_probs) - 2, row, 5 - path[-1]] += 0.1
-    logits = log_probs.log()
-    lengths = torch.full((len(texts),), len(logits))
-    return DevLogProbs.of(
-        [(list(range(len(texts))), logits, lengths)], texts, frame_s, ALPHABET, lm, torch.device("cpu")
-    )
+    batch = (log_probs.log().log_softmax(2), torch.full((len(texts),), len(log_probs)))
+    return DevLogProbs([batch], texts, frame_s, ALPHABET, lm, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("method", ["beam", "native", "native with lexicon"])
