@@ -24,7 +24,6 @@ from ds2.text.alphabet import WORD_MARK, Alphabet
 
 OFF, ROOT = 0, 1  # trie nodes: outside the trie, the empty prefix
 SPARE_NODES = 1024  # of a trie, for hot words; more are added when they are needed
-_NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,6 @@ class Spelling:
         return replace(self, **tensors)
 
 
-@dataclass(frozen=True)
-class Trie:
-    """Prefixes of known words; node 0 is everything else, node 1 the empty prefix."""
-
-    spare: int  # last rows that are no nodes yet
-    children: Tensor  # (N, A) int32
-    word: Tensor  # (N,) int64: position of the known word that ends here, or -1
-    lookahead: Tensor  # (N,) float32: log-prob of the most probable word through this node; 0 at OFF and ROOT
-
-
 def walk(children: Tensor, nodes: Tensor, characters: Tensor) -> Tensor:
     """Return the nodes that `characters` (..., L), zero-padded codes, lead to from `nodes` (...)."""
     width = children.shape[1]
@@ -78,35 +67,14 @@ def walk(children: Tensor, nodes: Tensor, characters: Tensor) -> Tensor:
     return nodes
 
 
-def build_trie(
-    words: Mapping[str, int], spelling: Spelling, unigrams: NDArray[np.float32] = _NONE_KNOWN, spare: int = 0
-) -> Trie:
-    """Build the trie of known words.
-
-    Known words that the labels cannot spell are left out: the network never writes them.
-
-    Args:
-        words: known words and their positions.
-        unigrams: (W,) natural log-probs of the known words by position.
-        spare: rows to add for hot words.
-    """
-    writable = frozenset(spelling.codes)
-    listed = [word for word in words if writable.issuperset(word)]
-    positions = np.array([words[w] for w in listed], np.int64)
-    ends, children, lookahead = _insert(listed, unigrams[positions], spelling.codes, spare)
-    word = np.full(len(children), -1, np.int64)
-    word[ends] = positions
-    return Trie(spare, *map(torch.from_numpy, (children, word, lookahead)))
-
-
 def _insert(
-    words: Sequence[str], values: NDArray[np.float32], codes: Mapping[str, int], spare: int
+    words: Sequence[str], values: NDArray[np.float32], codes: Mapping[str, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
     """Insert all words at once, level by level.
 
     Returns:
         The end node of each word, the child table (N, A), and the largest value (N,) of the words through a node; the
-        last `spare` rows are no nodes.
+        last `SPARE_NODES` rows are no nodes.
     """
     order = np.array(sorted(range(len(words)), key=words.__getitem__), np.int64)
     spelled = [words[number] for number in order]
@@ -129,11 +97,11 @@ def _insert(
         nodes[live] = total - 1 + np.cumsum(fresh)
         largest.append(np.maximum.reduceat(values[order[live]], np.flatnonzero(fresh)))
         total += len(keys[-1])
-    children = np.zeros((total + spare, width), np.int32)
+    children = np.zeros((total + SPARE_NODES, width), np.int32)
     children.reshape(-1)[np.concatenate(keys)] = np.arange(ROOT + 1, total, dtype=np.int32)
     ends = np.empty_like(nodes)
     ends[order] = nodes
-    return ends, children, np.concatenate([*largest, np.zeros(spare, np.float32)])
+    return ends, children, np.concatenate([*largest, np.zeros(SPARE_NODES, np.float32)])
 
 
 @dataclass
@@ -158,10 +126,14 @@ class _Phrases:
 
 
 class SessionTrie:
-    """A trie with added nodes for the hot words of decoders and sessions, which may begin and end in any thread.
+    """A trie of known words, and of the hot words of decoders and sessions, which may begin and end in any thread.
+
+    Node `OFF` is everything else, node `ROOT` the empty prefix.
 
     Args:
-        trie: of known words, on the CPU.
+        words: known words and their positions. Those that the labels cannot spell are left out: the network never
+            writes them.
+        unigrams: (W,) natural log-probs of the known words by position.
         hot_bonus: of hot words that have none of their own.
         alpha: factor of the log-prob of the most probable word through a node, the look-ahead; None: no look-ahead,
             and words outside the trie are allowed.
@@ -171,7 +143,8 @@ class SessionTrie:
 
     def __init__(
         self,
-        trie: Trie,
+        words: Mapping[str, int],
+        unigrams: NDArray[np.float32],
         spelling: Spelling,
         hot_bonus: float,
         alpha: float | None,
@@ -179,10 +152,15 @@ class SessionTrie:
         device: torch.device,
     ) -> None:
         self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, alpha, unknown, False
-        self.children, self.word = trie.children.numpy(), trie.word.numpy()
-        self._size = len(self.word) - trie.spare
+        writable = frozenset(spelling.codes)
+        listed = [word for word in words if writable.issuperset(word)]
+        positions = np.array([words[word] for word in listed], np.int64)
+        ends, self.children, lookahead = _insert(listed, unigrams[positions], spelling.codes)  # (N, A) int32
+        self.word = np.full(len(self.children), -1, np.int64)  # (N,) position of the known word that ends here, or -1
+        self.word[ends] = positions
+        self._size = len(self.word) - SPARE_NODES
         self.bonus = hot_bonus
-        self.lookahead = trie.lookahead.numpy().astype(np.float64)
+        self.lookahead = lookahead.astype(np.float64)  # (N,) of the most probable word through a node
         nothing = np.zeros(len(self.word))
         unfinished = self.unfinished(nothing, self.lookahead)
         if self.alpha is not None:

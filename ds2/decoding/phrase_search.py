@@ -15,7 +15,8 @@ Scores are float64 and depend on the frames alone, so any cutting of a stream gi
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,9 +253,8 @@ class _PathReader:
 
     def copy(self) -> "_PathReader":
         """Return a reader that goes on without changing this one."""
-        other = _PathReader(self.states, self.frame_s)
-        other.words, other.labels, other.frame, other.before = [*self.words], [*self.labels], self.frame, self.before
-        other.open = replace(self.open) if self.open is not None else None
+        other = copy(self)
+        other.words, other.labels, other.open = [*self.words], [*self.labels], copy(self.open)
         return other
 
     def read(self, path: Iterable[int], losses: Sequence[NDArray[np.float32]]) -> None:
@@ -307,13 +307,7 @@ class PhraseDecoder(Decoder):
     The confidence of a word is exp(-difference), where the difference is how much less probable it is than what the
     network would write, natural log a label: 1 if the network would write the same.
 
-    Args:
-        phrases: as `compile_phrases`; with `[unk]` among them other speech becomes the word `[unk]`, without it all
-            speech becomes phrases.
-        allowance: how much less probable than other speech a phrase may be, natural log a label.
-
-    Raises:
-        PhraseError: as `compile_phrases`; `allowance` is not allowed.
+    Phrases, `allowance` and errors are as of `Recogniser.only_phrases`.
     """
 
     def __init__(

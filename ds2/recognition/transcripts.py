@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds2.data.loader import SpeechLoader
-from ds2.decoding.alignment import Alignment, force_align
+from ds2.decoding.alignment import force_align
 from ds2.decoding.hypothesis import Word, spell_words
 from ds2.recognition.captions import Interval
 from ds2.recognition.recogniser import Recogniser
@@ -51,28 +51,22 @@ def align_batch(
     valid = torch.arange(len(log_probs), device=log_probs.device)[:, None] < lengths.to(log_probs.device)
     best = torch.where(valid, log_probs.amax(2), 0.0).sum(0, dtype=torch.float64).tolist()
     alignments = force_align(log_probs, lengths, targets)
-    return [
-        _aligned(alignment, top, len(target), alphabet, frame_s, text)
-        for alignment, top, target, text in zip(alignments, best, targets, texts or [""] * len(targets), strict=True)
-    ]
-
-
-def _aligned(
-    alignment: Alignment | None, best: float, labels: int, alphabet: Alphabet, frame_s: float, text: str
-) -> AlignedTranscript:
-    if alignment is None:
-        return AlignedTranscript((), math.inf)
-    surprise = max(0.0, best - alignment.log_prob) / max(1, labels)
-    runs = alignment.runs()
-    written = (
-        Interval(first * frame_s, end * frame_s, alphabet.symbols[label].strip().removeprefix(WORD_MARK))
-        for label, first, end, _ in runs
-    )
-    spelled = tuple(interval for interval in written if interval.text)
-    words = spell_words(runs, alphabet, frame_s)
-    if text and alphabet.pronunciations is not None:
-        words = _pronounced(words, text, alphabet)
-    return AlignedTranscript(words, surprise, spelled)
+    transcripts: list[AlignedTranscript] = []
+    for alignment, top, target, text in zip(alignments, best, targets, texts or [""] * len(targets), strict=True):
+        if alignment is None:
+            transcripts.append(AlignedTranscript((), math.inf))
+            continue
+        runs = alignment.runs()
+        written = (
+            Interval(first * frame_s, end * frame_s, alphabet.symbols[label].strip().removeprefix(WORD_MARK))
+            for label, first, end, _ in runs
+        )
+        spelled = tuple(interval for interval in written if interval.text)
+        words = spell_words(runs, alphabet, frame_s)
+        if text and alphabet.pronunciations is not None:
+            words = _pronounced(words, text, alphabet)
+        transcripts.append(AlignedTranscript(words, max(0.0, top - alignment.log_prob) / max(1, len(target)), spelled))
+    return transcripts
 
 
 def _pronounced(phones: Sequence[Word], text: str, alphabet: Alphabet) -> tuple[Word, ...]:

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.decoding.lexicon import OFF, ROOT, SPARE_NODES, SessionTrie, Spelling, build_trie, walk
+from ds2.decoding.lexicon import OFF, ROOT, SessionTrie, Spelling, walk
 from ds2.decoding.phrases import LexiconError
 from ds2.lm.ngram import END, RESERVED, UNKNOWN, NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -187,16 +188,14 @@ class Fusion:
         self._unknown_id, self._end_id, self._start = (
             (lm.ids[UNKNOWN], lm.ids[END], lm.start()) if lm is not None else (0, 0, 0)
         )
+        unknown, words, unigrams = 0.0, dict[str, int](), np.zeros(0, np.float32)
         if lm is not None and self.by_word:
             unigrams = lm.log_prob[: len(lm.vocabulary)].cpu().numpy()
             unknown = float(unigrams[self._unknown_id]) + self.unknown_score
             ids = lm.ids if pronounced is None else pronounced.ids
             words = {word: number for word, number in ids.items() if word not in RESERVED}
-            trie = build_trie(words, self.spelling, unigrams, SPARE_NODES)
-        else:
-            unknown, trie = 0.0, build_trie({}, self.spelling, spare=SPARE_NODES)
         lookahead = self.alpha if self.lexicon else None
-        self.trie = SessionTrie(trie, self.spelling, options.hot_word_bonus, lookahead, unknown, device)
+        self.trie = SessionTrie(words, unigrams, self.spelling, options.hot_word_bonus, lookahead, unknown, device)
         if lm is not None and self.by_label:
             self.label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)
 

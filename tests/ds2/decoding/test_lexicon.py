@@ -162,7 +162,7 @@ def test_a_hot_word_outside_the_lexicon_is_recognised(tmp_path: Path) -> None:
 
 
 def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds2.decoding.beam.fusion.SPARE_NODES", 4)
+    monkeypatch.setattr("ds2.decoding.lexicon.SPARE_NODES", 4)
     decoder = BeamDecoder(CHARACTERS, OPEN, None, 0.02, CPU)
     trie = decoder.search.fusion.trie
     texts = ["".join(letters) for letters in product("ab", repeat=4)]

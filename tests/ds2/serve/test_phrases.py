@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ds2.decoding.lexicon import SessionTrie, Spelling, build_trie
+from ds2.decoding.lexicon import SessionTrie, Spelling
 from ds2.decoding.phrases import LexiconError
 from ds2.serve.limits import StatusError
 from ds2.serve.phrases import MAX_CHARACTERS, MAX_WAITING, FullError, PhraseReader
@@ -93,7 +94,7 @@ def test_adding_phrases_reads_each_character_of_the_phrases_once() -> None:
     import torch
 
     spelling = Spelling.of(ALPHABET)
-    trie = SessionTrie(build_trie({}, spelling), spelling, 1.0, 0.0, 0.0, torch.device("cpu"))
+    trie = SessionTrie({}, np.zeros(0, np.float32), spelling, 1.0, 0.0, 0.0, torch.device("cpu"))
     trie.codes = Counting(trie.codes)
     letters = [a + b + c + d for a in "abc" for b in "abc" for c in "abc" for d in "abc"]
     phrases = {f"a b {first} {second}": 1.0 for first in letters[:40] for second in letters[:20]}
