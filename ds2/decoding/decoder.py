@@ -66,6 +66,13 @@ class Decoder(Protocol):
             DecodeError: NaN or infinite values, or frames that do not sum to one.
         """
 
+    def step_and_best(
+        self, streams: Sequence[Any], log_probs: Tensor, lengths: Tensor, wanted: Sequence[int]
+    ) -> list[Hypothesis] | None:
+        """`step`; return `best` of the streams at the indices `wanted`, None where it would be another wait."""
+        self.step(streams, log_probs, lengths)
+        return None
+
     def best(self, streams: Sequence[Any], *, words: bool = False) -> list[Hypothesis]:
         """Return the best hypothesis of each stream so far; empty before the first frame.
 
@@ -94,7 +101,15 @@ class Decoder(Protocol):
 
 
 def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_empty: bool = False) -> None:
-    """Check log-probs before decoding; waits for the device once.
+    """`start_check`, and wait for it."""
+    _, raise_if_wrong = start_check(log_probs, lengths, labels, allow_empty=allow_empty)
+    raise_if_wrong()
+
+
+def start_check(
+    log_probs: Tensor, lengths: Tensor, labels: int, *, allow_empty: bool = False
+) -> tuple[Tensor, Callable[[], None]]:
+    """Start to check log-probs before decoding.
 
     Args:
         log_probs: (T', B, V).
@@ -102,8 +117,12 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_em
         labels: V of the alphabet.
         allow_empty: accept utterances without frames.
 
+    Returns:
+        Whether all values are right, () bool on the device of the log-probs, and a function that waits for the device
+        and raises DecodeError for NaN, +inf, and frames whose probabilities do not sum to one.
+
     Raises:
-        DecodeError: NaN or +inf, frames whose probabilities do not sum to one, utterances without frames.
+        DecodeError: utterances without frames.
         ValueError: shapes or lengths that do not fit, or another number of labels.
     """
     if log_probs.dim() != 3 or log_probs.shape[2] != labels or lengths.shape != log_probs.shape[1:2]:
@@ -120,8 +139,13 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_em
     sums = log_probs.float().exp().sum(2)
     ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
     ok |= torch.arange(len(log_probs), device=sums.device)[:, None] >= lengths.to(sums.device, non_blocking=True)
-    bad = [row for row, is_ok in enumerate(ok.all(0).tolist()) if not is_ok]
-    if bad:
+    right = ok.all(0)
+    copy = start_copy(right)
+
+    def raise_if_wrong() -> None:
+        bad = [row for row, is_right in enumerate(copy()[0].tolist()) if not is_right]
+        if not bad:
+            return
         values = sums[: counts[bad[0]], bad[0]].tolist()
         frame, value = next((t, v) for t, v in enumerate(values) if not abs(v - 1) <= _SUM_TOLERANCE)
         problem = (
@@ -130,6 +154,8 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_em
             else "are NaN or infinite: the model's weights are broken, or its input was"
         )
         raise DecodeError(f"log-probs of the utterances at {bad} in the batch {problem} (first at frame {frame})", bad)
+
+    return right.all(), raise_if_wrong
 
 
 class ChangedStream(NamedTuple):
@@ -166,6 +192,12 @@ class ChangedDecoder(Decoder):
 
     def step(self, streams: Sequence[ChangedStream], log_probs: Tensor, lengths: Tensor) -> None:
         self.decoder.step([stream.inner for stream in streams], log_probs, lengths)
+
+    def step_and_best(
+        self, streams: Sequence[ChangedStream], log_probs: Tensor, lengths: Tensor, wanted: Sequence[int]
+    ) -> list[Hypothesis] | None:
+        best = self.decoder.step_and_best([stream.inner for stream in streams], log_probs, lengths, wanted)
+        return None if best is None else [streams[index].change(h) for index, h in zip(wanted, best, strict=True)]
 
     def best(self, streams: Sequence[ChangedStream], *, words: bool = False) -> list[Hypothesis]:
         best = self.decoder.best([stream.inner for stream in streams], words=words)

@@ -113,6 +113,7 @@ class Session:
     """
 
     wants_words = False  # whether `results` has words with times, which cost a beam search an alignment each time
+    partial: Hypothesis | None = None  # what `results` returns, where the last step of the decoder made it
 
     def __init__(
         self,
@@ -278,7 +279,7 @@ class LiveSession(Session):
             )
             words = tuple(self.in_source(hypothesis.words))
             self.segments.append(Segment(self.segment_start_s, end_s, replace(hypothesis, words=words)))
-        self.decoding = self.decoder.start(self.hot_words)
+        self.decoding, self.partial = self.decoder.start(self.hot_words), None
         self.pipeline.open_segments.start_segment(self.row)
 
     def in_source(self, words: Sequence[Word]) -> list[Word]:
@@ -296,7 +297,7 @@ class LiveSession(Session):
     def reset(self) -> None:
         """Drop the open segment and start again; times still count from the source's start."""
         self.restart_stream()
-        self.decoding = self.decoder.start(self.hot_words)
+        self.decoding, self.partial = self.decoder.start(self.hot_words), None
         self.blocks.clear()
 
     def restart_stream(self) -> None:
@@ -418,8 +419,15 @@ def decode_logits(
 
     def step(rows: Sequence[int]) -> None:
         selected = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
-        decodings = [sessions[row].decoding for row in rows]
-        sessions[rows[0]].decoder.step(decodings, selected, torch.from_numpy(frames[rows]))
+        own = [sessions[row] for row in rows]
+        wanted = [at for at, s in enumerate(own) if isinstance(s, LiveSession) and not s.blocks and not s.wants_words]
+        for session in own:
+            session.partial = None
+        best = own[0].decoder.step_and_best(
+            [session.decoding for session in own], selected, torch.from_numpy(frames[rows]), wanted
+        )
+        for at, hypothesis in zip(wanted, best or [], strict=best is not None):
+            own[at].partial = hypothesis
 
     rows_by_key: dict[tuple[int, Decoder], list[int]] = {}
     for row, session in enumerate(sessions):
@@ -461,9 +469,9 @@ def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list
     """
     wanting = [session for session in sessions if session.wants_words]
     hypotheses = _by_decoder(wanting, lambda decoder, streams: decoder.best(streams, words=True), failed)
-    others = [session for session in sessions if not session.wants_words]
+    others = [session for session in sessions if not session.wants_words and session.partial is None]
     hypotheses |= _by_decoder(others, lambda decoder, streams: decoder.best(streams), failed)
-    return [hypotheses.get(id(session), EMPTY) for session in sessions]
+    return [session.partial or hypotheses.get(id(session), EMPTY) for session in sessions]
 
 
 def final_results(sessions: Sequence[Session]) -> list[Hypothesis]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -20,7 +20,7 @@ from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, ad
 from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows, search
-from ds2.decoding.decoder import Decoder, check_log_probs, start_copy
+from ds2.decoding.decoder import Decoder, check_log_probs, start_check, start_copy
 from ds2.decoding.frames import NONE, pack
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
 from ds2.decoding.lexicon import ROOT
@@ -78,11 +78,20 @@ class BatchedBeamSearch:
 
     def nbest(self, beams: Beams) -> NBest:
         """Rank prefixes, without the labels that were taken away from them."""
+        return self.start_nbest(beams)()
+
+    def start_nbest(self, beams: Beams) -> Callable[[], NBest]:
+        """Launch `nbest`; the function that is returned waits for it."""
         table, slots = _rank(self.fusion, beams.acoustic, beams, self.options.nbest)
         rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).flatten(0, 1)
-        all_labels, counts, scores = start_copy(rows, beams.counts.gather(1, slots).flatten(), table)()
-        flat = iter(first_of_rows(all_labels, counts))
-        return NBest([list(map(tuple, islice(flat, slots.shape[1]))) for _ in slots], scores)
+        copy = start_copy(rows, beams.counts.gather(1, slots).flatten(), table)
+
+        def wait() -> NBest:
+            all_labels, counts, scores = copy()
+            flat = iter(first_of_rows(all_labels, counts))
+            return NBest([list(map(tuple, islice(flat, slots.shape[1]))) for _ in slots], scores)
+
+        return wait
 
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:
@@ -196,15 +205,43 @@ class BeamDecoder(Decoder):
         check_log_probs(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
         self._step(streams, self._searched(log_probs), lengths)
 
+    def step_and_best(
+        self, streams: Sequence[BeamStream], log_probs: Tensor, lengths: Tensor, wanted: Sequence[int]
+    ) -> list[Hypothesis] | None:
+        """`step`; on a GPU `best` of the streams at the indices `wanted` too, with one wait for all.
+
+        None where it would be another wait: in PyTorch's search, and where times of a stream become final.
+        """
+        search, counts = self.search.streams, lengths.tolist()
+        due = any(count >= s.aligner.due_at - s.aligner.total_frames for s, count in zip(streams, counts, strict=True))
+        if not isinstance(search, KernelStreams) or due or not wanted:
+            return super().step_and_best(streams, log_probs, lengths, wanted)
+        right, raise_if_wrong = start_check(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
+        log_probs, states = self._searched(log_probs), [stream.state for stream in streams]
+        # Of wrong values no frame is searched: then no stream has changed when that is raised.
+        searched = torch.where(right, lengths.to(self.device, non_blocking=True), 0)
+        shared = search.start_step(states, log_probs, searched)
+        read_nbest = self.search.start_nbest(search.beams([states[index] for index in wanted]))
+        nbest = read_nbest()  # waits for all of it
+        self._append(shared(), streams)
+        raise_if_wrong()
+        for index, (stream, count) in enumerate(zip(streams, counts, strict=True)):
+            self._advance(stream, log_probs, index, 0, count)
+        hypotheses = self._stream_hypotheses(nbest, [streams[index] for index in wanted])
+        return [self._in_words(row)[0] for row in hypotheses]
+
     def best(self, streams: Sequence[BeamStream], *, words: bool = False) -> list[Hypothesis]:
-        nbest = self._stream_hypotheses(self.search.streams.beams([stream.state for stream in streams]), streams)
+        if not any(stream.frames for stream in streams):  # such as those whose segment has just ended
+            return [EMPTY for _ in streams]
+        beams = self.search.streams.beams([stream.state for stream in streams])
+        nbest = self._stream_hypotheses(self.search.nbest(beams), streams)
         if words:
             nbest = self._with_words([hypotheses[:1] for hypotheses in nbest], streams)
         return [self._in_words(row)[0] for row in nbest]
 
     def finish(self, streams: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         beams = self.search.streams.flushed([stream.state for stream in streams])
-        nbest = self._with_words(self._rescored(self._stream_hypotheses(beams, streams)), streams)
+        nbest = self._with_words(self._rescored(self._stream_hypotheses(self.search.nbest(beams), streams)), streams)
         return [self._in_words(row) for row in nbest]
 
     def _with_words(self, nbest: list[list[Hypothesis]], rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
@@ -244,14 +281,18 @@ class BeamDecoder(Decoder):
             clamped = (lengths - start).clamp(0, end - start)
             self._append(self.search.streams.step(parts, log_probs[start:end], clamped), rows)
             for index, row, count in active:
-                if self.options.times:
-                    row.aligner.append(log_probs, index, start, min(end, count))
-                row.frames += min(end, count) - start
+                self._advance(row, log_probs, index, start, min(end, count))
             if end - start == until_due:
                 due = [i for i, row, count in active if row.aligner.total_frames == row.aligner.due_at]
                 if due:
                     self._finalise(parts, rows, due)
             start = end
+
+    def _advance(self, row: BeamStream, log_probs: Tensor, index: int, first: int, end: int) -> None:
+        """Count the frames of a stream that were searched, and keep them for its word times."""
+        if first < end and self.options.times:
+            row.aligner.append(log_probs, index, first, end)
+        row.frames += end - first
 
     def _finalise(self, parts: Sequence[Any], rows: Sequence[BeamStream], due: Sequence[int]) -> None:
         """Fix the word times of the streams at indices `due`, and drop prefixes that contradict them."""
@@ -280,9 +321,9 @@ class BeamDecoder(Decoder):
                 row.text += self._written(tuple(labels))
                 row.fixed_words = max(0, len(row.text.split()) - (not row.text[-1:].isspace()))
 
-    def _stream_hypotheses(self, beams: Beams, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
-        nbest = self._hypotheses(self.search.nbest(beams), rows)
-        return [hypotheses if row.frames else [EMPTY] for row, hypotheses in zip(rows, nbest, strict=True)]
+    def _stream_hypotheses(self, nbest: NBest, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
+        hypotheses = self._hypotheses(nbest, rows)
+        return [own if row.frames else [EMPTY] for row, own in zip(rows, hypotheses, strict=True)]
 
     def _hypotheses(self, nbest: NBest, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         """Convert label sequences to hypotheses, without word times; `rows` have the first labels of streams."""

@@ -10,7 +10,7 @@ Shapes: N slots, B streams in a batch, K beam, V labels, L labels of a prefix th
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import NODE, SESSION_ROOT, Fusion
 from ds2.decoding.beam.torch_search import Beams, first_of_rows
+from ds2.decoding.decoder import start_copy
 from ds2.decoding.frames import NONE, open_frames, pack_next
 from ds2.lm.ngram import UNKNOWN, NGram
 
@@ -183,10 +184,17 @@ class KernelStreams:
     @torch.inference_mode()
     def step(self, slots: Sequence[StreamSlot], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
         """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
+        return self.start_step(slots, log_probs, lengths)()
+
+    @torch.inference_mode()
+    def start_step(
+        self, slots: Sequence[StreamSlot], log_probs: Tensor, lengths: Tensor
+    ) -> Callable[[], list[list[int]]]:
+        """Launch `step`; the function that is returned waits for it, at latest before the next step."""
         numbers, rows = self._prepare(slots, len(log_probs) + 1)
         tables = self.tables
         packed, counts, tables.runs[rows] = pack_next(log_probs, lengths, self.options, tables.runs[rows])
-        return self._search(packed, counts, numbers, rows)
+        return self._start_search(packed, counts, numbers, rows)
 
     @torch.inference_mode()
     def flushed(self, slots: Sequence[StreamSlot]) -> Beams:
@@ -225,14 +233,22 @@ class KernelStreams:
         shared: list[list[int]] = [[] for _ in rows]
         more = [[0] * MAX_REMOVED]
         while any(len(labels) == MAX_REMOVED for labels in more):
-            more = self._search(frame, torch.zeros_like(rows), numbers, rows)  # of no frames: it only removes labels
+            more = self._start_search(frame, torch.zeros_like(rows), numbers, rows)()  # no frames: only removes labels
             shared = [before + labels for before, labels in zip(shared, more, strict=True)]
         return shared
 
-    def _search(self, packed: Tensor, counts: Tensor, numbers: NDArray[np.int64], rows: Tensor) -> list[list[int]]:
-        shared = self._launch(packed, counts, rows, MAX_REMOVED).cpu().numpy()
-        self._longest[numbers] = shared[:, 1]
-        return first_of_rows(shared[:, 2:], shared[:, 0])
+    def _start_search(
+        self, packed: Tensor, counts: Tensor, numbers: NDArray[np.int64], rows: Tensor
+    ) -> Callable[[], list[list[int]]]:
+        copy = start_copy(self._launch(packed, counts, rows, MAX_REMOVED))
+        self._longest[numbers] += len(packed)  # at most
+
+        def wait() -> list[list[int]]:
+            [shared] = copy()
+            self._longest[numbers] = shared[:, 1]
+            return first_of_rows(shared[:, 2:], shared[:, 0])
+
+        return wait
 
     def _launch(self, packed: Tensor, counts: Tensor, rows: Tensor, max_removed: int) -> Tensor:
         """Search packed frames without a wait for the device; return what `append_labels` does."""

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support import kernel_on_cpu
 from torch import Tensor
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
-from ds2.decoding.beam.decoder import BeamStream
+from ds2.decoding.beam.decoder import BeamDecoder, BeamStream
+from ds2.decoding.beam.kernel_search import KernelSearch
+from ds2.decoding.hypothesis import Hypothesis
 from ds2.inference.runner import BlockOutput, Slot
 from ds2.model.checkpoint import load_model
 from ds2.recognition.open_segments import NEVER, Endpoints, Segment
@@ -27,6 +30,7 @@ from ds2.recognition.session import (
     decode_sessions,
     finish_segments,
     quiet_at_ends,
+    results,
 )
 
 FRAME_S = 0.02  # of the tiny model
@@ -261,6 +265,44 @@ def test_nothing_grows_in_a_source_without_end(recogniser: Recogniser) -> None:
         assert len(recogniser.decoder.best([stream])[0].labels) <= 3
         if isinstance(stream, BeamStream):
             assert 0 < stream.aligner.pending_frames + len(stream.shared) <= 34
+
+
+def test_results_come_with_the_step_of_the_search_where_that_saves_a_wait(
+    make_model: Callable[..., Path], recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_on_cpu.patch(monkeypatch)
+    decode = DecodeConfig(method="beam", beam=8)
+    recogniser = Recogniser.of(load_model(make_model("alphabet.symbols='a bc'")), decode, torch.device("cpu"))
+    decoder = recogniser.decoder
+    assert isinstance(decoder, BeamDecoder)
+    decoder.search.kernel = KernelSearch(decoder.search.fusion, decode)
+    best, waits = decoder.best, list[int]()
+
+    def counted_best(streams: Sequence[BeamStream], *, words: bool = False) -> list[Hypothesis]:
+        waits.append(len(streams))
+        return best(streams, words=words)
+
+    monkeypatch.setattr(decoder, "best", counted_best)
+    samples, lives = read_audio(recording), [recogniser.live(), recogniser.live(endpoints=NEVER)]
+    for start in range(0, len(samples), 4000):
+        for live, count in zip(lives, (4000, 2500), strict=True):
+            live.accept_waveform(samples[start : start + count])
+        while ready := [live for live in lives if live.is_ready()]:
+            decode_sessions(ready)
+            for live in lives:
+                live.segments.clear()
+        waits.clear()
+        found = results(lives)
+        assert not waits or start == 0
+        for live, hypothesis in zip(lives, found, strict=True):
+            [wanted] = best([live.decoding])
+            assert (hypothesis.text, hypothesis.labels, hypothesis.fixed_words) == (
+                wanted.text, wanted.labels, wanted.fixed_words,
+            )  # fmt: skip
+    lives[0].flush()
+    assert results(lives[:1]) == best([lives[0].decoding])
+    lives[1].reset()
+    assert not results(lives)[1].text
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BeamDecoder, BeamStream
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams
-from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
 
 CPU = torch.device("cpu")
 WHERE = [pytest.param("cpu", id="host"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -51,6 +51,12 @@ def assert_same(found: list[Hypothesis], wanted: list[Hypothesis]) -> None:
     assert [h.score for h in found] == pytest.approx([h.score for h in wanted], abs=1e-5)
 
 
+def assert_same_partial(found: list[Hypothesis], wanted: list[Hypothesis]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.text, one.labels, one.fixed_words) == (other.text, other.labels, other.fixed_words)
+        assert one.score == pytest.approx(other.score, abs=1e-9)
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("case", CASES)
 def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
@@ -78,9 +84,12 @@ def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
             chunk[:size, column] = log_probs[at[row] : at[row] + size, row]
             at[row] += size
         if chosen and len(chunk):
-            lengths = torch.tensor(sizes)
+            lengths, streams = torch.tensor(sizes), [here[row] for row in chosen]
+            some = [index for index in range(len(chosen)) if draw.random() < 0.5]
             with torch.inference_mode(draw.random() < 0.5):  # as live sources are heard, whose ends are read outside
-                found.step([here[row] for row in chosen], _filled(chunk, lengths).to(where), lengths)
+                partial = found.step_and_best(streams, _filled(chunk, lengths).to(where), lengths, some)
+            assert (partial is not None) == bool(some)
+            assert_same_partial(partial or [], found.best([streams[index] for index in some]))
         done = [row for row in here if at[row] == ends[row]]
         if not done:
             continue
@@ -91,7 +100,7 @@ def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
             [first] = wanted.best([alone])
             assert (best.text, best.labels) == (first.text, first.labels)
             assert_same(hypotheses, wanted.finish([alone])[0])
-    del leaving
+    del leaving, streams
     placed = found.search.streams
     assert isinstance(placed, KernelStreams)
     gc.collect()
@@ -102,6 +111,43 @@ def _filled(chunk: Tensor, lengths: Tensor) -> Tensor:
     """What lies past a length is no distribution but finite."""
     past = torch.arange(len(chunk))[:, None] >= lengths
     return torch.where(past[..., None], -1.0, chunk)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_wrong_values_change_no_stream(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = by_kernel("words", tmp_path, where, monkeypatch)
+    log_probs, lengths = speechlike(30, 3, len(found.alphabet)).log_softmax(2).to(where), torch.tensor([10, 10, 7])
+    (told, unspoiled) = ([found.start() for _ in range(3)] for _ in range(2))
+    wrong = log_probs[10:20].clone()
+    wrong[3, 1, 2] = torch.nan
+    for streams in (told, unspoiled):
+        found.step_and_best(streams, log_probs[:10], lengths, [0, 1, 2])
+    before = found.best(told)
+    with pytest.raises(DecodeError, match="NaN") as error:
+        found.step_and_best(told, wrong, lengths, [0, 2])
+    assert error.value.rows == [1]
+    assert found.best(told) == before
+    wrong[9, 2] = torch.nan  # past its length
+    wrong[:, 1] = log_probs[10:20, 1]
+    for streams in (told, unspoiled):
+        found.step_and_best(streams, wrong, lengths, [1])
+    for first, second in zip(found.finish(told), found.finish(unspoiled), strict=True):
+        assert_same(first, second)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_times_that_become_final_cost_a_wait_of_their_own(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = by_kernel("no model", tmp_path, where, monkeypatch)
+    found.frame_s = 1.0
+    stream, log_probs = found.start(), speechlike(22, 1, len(found.alphabet)).log_softmax(2).to(where)
+    stream.aligner.frame_s = 1.0
+    due = stream.aligner.due_at
+    made = []
+    for first in range(0, due + 2):
+        made.append(found.step_and_best([stream], log_probs[first % 22][None], torch.tensor([1]), [0]) is not None)
+    assert made == [True] * (due - 1) + [False] + [True] * 2
 
 
 @pytest.mark.parametrize("where", WHERE)
