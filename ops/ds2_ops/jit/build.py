@@ -50,11 +50,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds2_ops"
 
 
-def debug_waits() -> bool:
-    """True if $DS2_OPS_DEBUG is set: kernels then bound every wait, report who waits for whom, and trap."""
-    return os.environ.get("DS2_OPS_DEBUG", "0") not in ("", "0")
-
-
 def build(source: str, arch: str = "sm_90a") -> Binary:
     """Compile one translation unit, or read it from the disk cache.
 
@@ -99,7 +94,8 @@ def key(source: str, arch: str = "sm_90a") -> str:
 
 
 def _defines() -> Sequence[str]:
-    return ("DS2_DEBUG_WAIT",) if debug_waits() else ()
+    """With $DS2_OPS_DEBUG set, kernels bound every wait, report who waits for whom, and trap."""
+    return () if os.environ.get("DS2_OPS_DEBUG", "0") in ("", "0") else ("DS2_DEBUG_WAIT",)
 
 
 def _included(source: str) -> dict[str, str]:

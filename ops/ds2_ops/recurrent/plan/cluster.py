@@ -81,11 +81,6 @@ def _tiles(owned: int, per_word: int, cluster: int, sums: int, sent: int) -> tup
     return -(-sums * owned // MMA_ROWS), cluster * sent * owned // per_word // (MMA_WORDS * WARPS)
 
 
-def _rows_split(work: Work) -> int:
-    """Return how many warps share a portion of K, each for a part of the rows, as in cluster_shape.cuh."""
-    return 1 if work.sums == 1 or work.k_tiles % 2 or work.m_tiles % 2 else 2
-
-
 def _choice(
     problem: Problem, cluster: int, clusters: int, owned: int, groups: int, head_tiles: int, samples: int
 ) -> Choice:
@@ -120,7 +115,9 @@ def _choice(
 
 def _smem_bytes(problem: Problem, work: Work, parts: int) -> int:
     """Sum two stages of state and partial sums, padded against bank conflicts, inputs, mbarriers, as in cluster.cuh."""
-    cluster, words, k_split = work.cluster, work.sent * work.words, WARPS // _rows_split(work)
+    cluster, words = work.cluster, work.sent * work.words
+    # Where it comes out even, two warps share a portion of K, each for a part of the rows, as in cluster_shape.cuh.
+    k_split = WARPS // (1 if work.sums == 1 or work.k_tiles % 2 or work.m_tiles % 2 else 2)
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
     partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * work.m_tiles + 4) * 4

@@ -84,7 +84,8 @@ def _choice(
     warps = 4 * warp_groups
     cluster_words = warps // sums * 8
     used = -(-words // cluster_words)
-    warp_parcels = -(-_parcels(warps // sums, cluster) // FINISHING_WARPS)
+    parcels = -(-(warps // sums) * SAMPLES // 8 // cluster)  # that a block finishes, at most
+    warp_parcels = -(-parcels // FINISHING_WARPS)
     smem_tiles = max(0, k_tiles - limits.max_k_tiles[2]) if limits is GATES and warp_groups == 2 else 0
     if (
         per_word != 2
@@ -101,7 +102,7 @@ def _choice(
     max_groups = MAX_GROUPS if streams == 1 else 1
     samples, groups, tiles = turns(problem.batch, max_samples, max_groups)
     tiles = -(-tiles // streams)
-    smem_bytes = _smem_bytes(problem, warps, cluster, k_tiles, max_groups)
+    smem_bytes = _smem_bytes(problem, warps, cluster, k_tiles, max_groups, parcels)
     smem_bytes += warp_groups * smem_tiles * SMEM_TILE_BYTES
     if smem_bytes > device.smem_bytes_per_block:
         return None
@@ -136,18 +137,12 @@ def _choice(
     )
 
 
-def _parcels(sets: int, cluster: int) -> int:
-    """Return the most parcels that a block finishes."""
-    return -(-sets * SAMPLES // 8 // cluster)
-
-
-def _smem_bytes(problem: Problem, warps: int, cluster: int, k_tiles: int, max_groups: int) -> int:
+def _smem_bytes(problem: Problem, warps: int, cluster: int, k_tiles: int, max_groups: int, parcels: int) -> int:
     """Sum two buffers of the state, two of received sums for each group, inputs and outputs, carries and barriers.
 
     As in grid_wide_shape.cuh; every finishing warp has its own memory.
     """
     cell, sums = problem.cell, problem.sums
-    parcels = _parcels(warps // sums, cluster)
     warp_parcels = -(-parcels // FINISHING_WARPS)
     state_bytes = k_tiles * MMA_WORDS * SAMPLES * 4
     received_bytes = parcels * cluster * sums * PARCEL_BYTES
