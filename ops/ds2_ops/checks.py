@@ -53,7 +53,11 @@ def check_x(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dty
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Return whether autograd must record an operation on these tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # `any` of a generator takes twice as long
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

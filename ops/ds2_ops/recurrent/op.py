@@ -261,7 +261,7 @@ def _one_direction(
     how: _How, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None,
     lengths: Tensor | None,
 ) -> Results:  # fmt: skip
-    cell, clip, backend, max_sms, *_ = how
+    cell, clip, backend, max_sms = how[:4]
     x, weight_hh, bias_hn, h0 = under_autocast(x, weight_hh, bias_hn, h0)  # type: ignore[assignment]
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -271,9 +271,10 @@ def _one_direction(
     if not 0.0 < clip < math.inf and CELLS[cell].takes_clip:
         raise ValueError(f"clip is {clip}, allowed is a positive finite number; for no bound use cell='relu'")
     check_tensors(cell, x, weight_hh, bias_hn, h0, c0)
-    check_lengths(lengths, x.shape[1])
-    if not compiling or backend == "reference":
-        lengths = lengths_on(lengths, x.shape[0], x.device)
+    if lengths is not None:
+        check_lengths(lengths, x.shape[1])
+        if not compiling or backend == "reference":
+            lengths = lengths_on(lengths, x.shape[0], x.device)
     if backend == "reference":
         narrow = None if c0 is None else c0.to(x.dtype)
         y, h_n, *last = recurrence_reference(
