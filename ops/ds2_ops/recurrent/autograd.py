@@ -18,7 +18,7 @@ from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.backends.gemm import wide_dtype
 from ds2_ops.recurrent.backends.persistent import transpose_of
-from ds2_ops.recurrent.backends.reference import Above, Gradients, Inputs, Outputs
+from ds2_ops.recurrent.backends.reference import BackwardInputs, Gradients, Inputs, Outputs
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 from ds2_ops.recurrent.deferred import Factors, GradientSink, is_recording, product
 
@@ -46,7 +46,9 @@ def forward_on(backend: str, options: Options, tensors: Inputs, *, save: bool) -
     return run((x.contiguous(), weight_hh.contiguous(), *states, lengths), options, save)
 
 
-def backward_data_on(backend: str, options: Options, tensors: Above, weight_t: Tensor | None = None) -> Gradients:
+def backward_data_on(
+    backend: str, options: Options, tensors: BackwardInputs, weight_t: Tensor | None = None
+) -> Gradients:
     """Run the backward pass on a backend that `resolve` returned.
 
     Args:
@@ -56,10 +58,10 @@ def backward_data_on(backend: str, options: Options, tensors: Above, weight_t: T
     """
     grad_y, grad_h_n, grad_c_n, y, saved, weight_hh, lengths = tensors
     grads = grad_y.contiguous(), contiguous(grad_h_n), contiguous(grad_c_n)
-    above = (*grads, y, saved, weight_hh.contiguous(), lengths)
+    inputs = (*grads, y, saved, weight_hh.contiguous(), lengths)
     if backend == "persistent":
-        return persistent.backward_data(above, options, weight_t)
-    return gemm.backward_data(above, options)
+        return persistent.backward_data(inputs, options, weight_t)
+    return gemm.backward_data(inputs, options)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -87,9 +89,9 @@ class _Recurrence(torch.autograd.Function):
             weight_t = ctx.transpose.take()
             running = ctx.sinks[0][0].deferred.during_recurrence(ctx.transpose)
 
-        def backward_data(above: Above) -> Gradients:
+        def backward_data(inputs: BackwardInputs) -> Gradients:
             with running:
-                return backward_data_on(ctx.backend, ctx.options, above, weight_t)
+                return backward_data_on(ctx.backend, ctx.options, inputs, weight_t)
 
         needed = ctx.needs_input_grad[4:9]
         return *[None] * 4, *_gradients(backward_data, ctx.options.cell, ctx.saved_tensors, needed, grads, ctx.sinks)
@@ -99,7 +101,7 @@ eager: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = _Recurrence.apply
 
 
 def _gradients(
-    backward_data: Callable[[Above], Gradients],
+    backward_data: Callable[[BackwardInputs], Gradients],
     name: str,
     tensors: tuple[Tensor | None, ...],
     needed: Sequence[bool],
@@ -279,8 +281,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Ten
 
 
 def _compiled_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    def run(above: Above) -> Gradients:
-        results: Gradients = backward_data(*above, *ctx.options)
+    def run(inputs: BackwardInputs) -> Gradients:
+        results: Gradients = backward_data(*inputs, *ctx.options)
         return results
 
     results = _gradients(run, ctx.options[0], ctx.saved_tensors, ctx.needs_input_grad[:5], grads[:3])

@@ -94,9 +94,9 @@ def recurrence(
         TypeError: a dtype that is not allowed.
         RuntimeError: the named backend cannot run this, with the reason.
     """
-    how = _How(nonlinearity or cell, clip, backend, max_sms, _all(weight_sink), _all(bias_sink))
+    settings = _Settings(nonlinearity or cell, clip, backend, max_sms, _all(weight_sink), _all(bias_sink))
     run = _both_directions if x.dim() == 4 else _one_direction
-    y, h_n, c_n = run(how, x, weight_hh, bias_hn, h0, c0, lengths)
+    y, h_n, c_n = run(settings, x, weight_hh, bias_hn, h0, c0, lengths)
     return (y, h_n) if c_n is None else (y, h_n, c_n)
 
 
@@ -131,8 +131,8 @@ def lstm(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`recurrence`.
     """
-    how = _How("lstm", backend=backend, max_sms=max_sms, weight_sinks=_all(weight_sink))
-    y, h_n, c_n = _one_direction(how, x, weight_hh, None, h0, c0, lengths)
+    settings = _Settings("lstm", backend=backend, max_sms=max_sms, weight_sinks=_all(weight_sink))
+    y, h_n, c_n = _one_direction(settings, x, weight_hh, None, h0, c0, lengths)
     assert c_n is not None
     return y, h_n, c_n
 
@@ -172,8 +172,8 @@ def gru(
         ValueError, TypeError, RuntimeError: as :func:`recurrence`.
     """
     sinks = _all(weight_sink), _all(bias_sink)
-    how = _How("gru_after" if reset_after else "gru_before", 20.0, backend, max_sms, *sinks)
-    return _one_direction(how, x, weight_hh, bias_hn, h0, None, lengths)[:2]
+    settings = _Settings("gru_after" if reset_after else "gru_before", 20.0, backend, max_sms, *sinks)
+    return _one_direction(settings, x, weight_hh, bias_hn, h0, None, lengths)[:2]
 
 
 def bidirectional(
@@ -204,8 +204,8 @@ def bidirectional(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`recurrence`.
     """
-    how = _How(cell, clip, backend, max_sms, weight_sink, bias_sink)
-    return _both_directions(how, x, weight_hh, bias_hn, None, None, lengths)[0]
+    settings = _Settings(cell, clip, backend, max_sms, weight_sink, bias_sink)
+    return _both_directions(settings, x, weight_hh, bias_hn, None, None, lengths)[0]
 
 
 def check_tensors(
@@ -242,7 +242,7 @@ def check_tensors(
             raise ValueError(f"c0 is on {c0.device} but x is on {x.device}: move one with .to(device)")
 
 
-class _How(NamedTuple):
+class _Settings(NamedTuple):
     """The arguments of :func:`recurrence` that are no tensors, and the sinks of each direction."""
 
     cell: str
@@ -258,10 +258,10 @@ def _all(sink: GradientSink | Sinks | None) -> Sinks | None:
 
 
 def _one_direction(
-    how: _How, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None,
+    settings: _Settings, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None,
     lengths: Tensor | None,
 ) -> Results:  # fmt: skip
-    cell, clip, backend, max_sms = how[:4]
+    cell, clip, backend, max_sms = settings[:4]
     x, weight_hh, bias_hn, h0 = under_autocast(x, weight_hh, bias_hn, h0)  # type: ignore[assignment]
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -283,24 +283,24 @@ def _one_direction(
         return y, h_n, last[0].to(wide_dtype(x)) if last else None
     tensors = (x, weight_hh, bias_hn, h0, c0, lengths)
     if not compiling:
-        return _run(chosen, how, tensors)
-    y, h_n, c_n, _ = forward(*tensors, *how[:4], needs_grad(*tensors[:5]))
+        return _run(chosen, settings, tensors)
+    y, h_n, c_n, _ = forward(*tensors, *settings[:4], needs_grad(*tensors[:5]))
     return y, h_n, c_n if CELLS[cell].carries_c else None
 
 
-def _run(backend: str, how: _How, tensors: Inputs) -> Results:
+def _run(backend: str, settings: _Settings, tensors: Inputs) -> Results:
     """Run eagerly on a backend that `resolve` returned."""
-    options = options_of(how.cell, how.clip, how.max_sms, tensors[0].dtype)
+    options = options_of(settings.cell, settings.clip, settings.max_sms, tensors[0].dtype)
     if needs_grad(*tensors[:5]):
-        return eager(backend, options, how.weight_sinks, how.bias_sinks, *tensors)
+        return eager(backend, options, settings.weight_sinks, settings.bias_sinks, *tensors)
     return forward_on(backend, options, tensors, save=False)[:3]
 
 
 def _both_directions(
-    how: _How, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None,
+    settings: _Settings, x: Tensor, weight_hh: Tensor, bias_hn: Tensor | None, h0: Tensor | None, c0: Tensor | None,
     lengths: Tensor | None,
 ) -> Results:  # fmt: skip
-    cell, _, backend, max_sms, *_ = how
+    cell, _, backend, max_sms, *_ = settings
     check_choice("cell", cell, tuple(CELLS))
     check_choice("backend", backend, BACKENDS)
     x, weight_hh, bias_hn, h0 = under_autocast(x, weight_hh, bias_hn, h0)  # type: ignore[assignment]
@@ -315,13 +315,13 @@ def _both_directions(
         choose_backend(backend, "persistent", "gemm", None, "both directions of H %d %s %s on %s", *facts)
         lengths = lengths_on(lengths, x.shape[0], x.device)
         h, c = (None if state is None else state.transpose(0, 1) for state in (h0, c0))
-        y, h_n, c_n = _run("persistent", how, (x, weight_hh, bias_hn, h, c, lengths))
+        y, h_n, c_n = _run("persistent", settings, (x, weight_hh, bias_hn, h, c, lengths))
         return y, h_n.transpose(0, 1), None if c_n is None else c_n.transpose(0, 1)
 
     def run(z: Tensor, way: int) -> Results:
         bias, h, c = (None if t is None else t[way] for t in (bias_hn, h0, c0))
-        weight_sinks, bias_sinks = (None if pair is None else pair[way : way + 1] for pair in how[4:])
-        own = how._replace(weight_sinks=weight_sinks, bias_sinks=bias_sinks)
+        weight_sinks, bias_sinks = (None if pair is None else pair[way : way + 1] for pair in settings[4:])
+        own = settings._replace(weight_sinks=weight_sinks, bias_sinks=bias_sinks)
         return _one_direction(own, z, weight_hh[way], bias, h, c, lengths)
 
     reverse, h_reverse, c_reverse = run(reverse_time(x[:, :, 1], lengths), 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ds2_ops.checks import valid_frames, without_padding
-from ds2_ops.recurrent.backends.reference import Above, Gradients, Inputs, Outputs, time_loop
+from ds2_ops.recurrent.backends.reference import BackwardInputs, Gradients, Inputs, Outputs, time_loop
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 
 
@@ -54,21 +54,21 @@ def _forward_in_place(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]
     return _ended(y, previous, first, lengths)
 
 
-def backward_data(above: Above, options: Options) -> Gradients:
+def backward_data(inputs: BackwardInputs, options: Options) -> Gradients:
     """Run the time loop backwards; arguments and returns are those of `persistent.backward_data`, in one direction."""
-    saved = above[4]
+    saved = inputs[4]
     if saved is None:
-        grad_x, grad_h0 = _backward_from_output(above, options)
+        grad_x, grad_h0 = _backward_from_output(inputs, options)
         return grad_x, None, grad_h0, None
-    if _in_place(above[0], cell := CELLS[options.cell]):
+    if _in_place(inputs[0], cell := CELLS[options.cell]):
         run = _lstm_backward if cell.carries_c else _gru_backward
-        return run(above, saved)
-    return _backward_from_saved(above, saved, options)
+        return run(inputs, saved)
+    return _backward_from_saved(inputs, saved, options)
 
 
-def _backward_from_output(above: Above, options: Options) -> tuple[Tensor, Tensor]:
+def _backward_from_output(inputs: BackwardInputs, options: Options) -> tuple[Tensor, Tensor]:
     """dpre_t = (dy_t + [t = length - 1] dh_n + W^T dpre_(t+1)) f'(y_t): two torch calls a step, both in place."""
-    grad_y, grad_h_n, _, y, _, weight_hh, lengths = above
+    grad_y, grad_h_n, _, y, _, weight_hh, lengths = inputs
     backward_ = CELLS[options.cell].backward_
     assert backward_ is not None
     # grad_x starts at 0 at padding, and the loop, which meets the padding first, keeps it there whatever f' is.
@@ -103,8 +103,8 @@ def _grad_of_states(grad_y: Tensor, grad_h_n: Tensor | None, lengths: Tensor | N
     return grad, grad_h0
 
 
-def _backward_from_saved(above: Above, saved: Tensor, options: Options) -> Gradients:
-    grad_y, grad_h_n, grad_c_n, _, _, weight_hh, lengths = above
+def _backward_from_saved(inputs: BackwardInputs, saved: Tensor, options: Options) -> Gradients:
+    grad_y, grad_h_n, grad_c_n, _, _, weight_hh, lengths = inputs
     frames, batch, hidden = grad_y.shape
     cell, wide = CELLS[options.cell], wide_dtype(grad_y)
     backward = cell.backward
@@ -186,8 +186,8 @@ def _lstm_forward(inputs: Inputs, save: bool) -> Outputs:
     return *_ended(y, h, first, lengths), c_n, saved
 
 
-def _lstm_backward(above: Above, saved: Tensor) -> Gradients:
-    grad_y, grad_h_n, grad_c_n, _, _, weight_hh, lengths = above
+def _lstm_backward(inputs: BackwardInputs, saved: Tensor) -> Gradients:
+    grad_y, grad_h_n, grad_c_n, _, _, weight_hh, lengths = inputs
     frames, batch, hidden = grad_y.shape
     dhs, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
     i, f, g, o, c = saved.unbind(2)
@@ -243,8 +243,8 @@ def _gru_forward(inputs: Inputs, save: bool) -> Outputs:
     return *_ended(y, h, first, lengths), None, saved
 
 
-def _gru_backward(above: Above, saved: Tensor) -> Gradients:
-    grad_y, grad_h_n, _, _, _, weight_hh, lengths = above
+def _gru_backward(inputs: BackwardInputs, saved: Tensor) -> Gradients:
+    grad_y, grad_h_n, _, _, _, weight_hh, lengths = inputs
     frames, batch, hidden = grad_y.shape
     dhs, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
     r, z, product, n, h = saved.unbind(2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, run, run_on, translation_unit
-from ds2_ops.recurrent.backends.reference import Above, Gradients, Inputs, Outputs
+from ds2_ops.recurrent.backends.reference import BackwardInputs, Gradients, Inputs, Outputs
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 from ds2_ops.recurrent.deferred import Prefetch
@@ -90,11 +90,11 @@ def forward(inputs: Inputs, options: Options, save: bool = False) -> Outputs:
     return y, h_n, c_n, saved
 
 
-def backward_data(above: Above, options: Options, weight_t: Tensor | None = None) -> Gradients:
+def backward_data(inputs: BackwardInputs, options: Options, weight_t: Tensor | None = None) -> Gradients:
     """Run the time loop backwards: gradients of the pre-activations and of the first state.
 
     Args:
-        above:
+        inputs:
             the gradient of y (T, B, H) or (T, B, 2, H), contiguous; what it holds at padding does not matter;
             the gradients of h_n and c_n, contiguous, or None for zeros;
             y and what was saved, as ``forward`` returned them; weight_hh and lengths, as ``forward``.
@@ -108,7 +108,7 @@ def backward_data(above: Above, options: Options, weight_t: Tensor | None = None
     Raises:
         DoesNotFit, RuntimeError: as ``forward``.
     """
-    grad_y, grad_h_n, grad_c_n, y, saved, weight_hh, lengths = above
+    grad_y, grad_h_n, grad_c_n, y, saved, weight_hh, lengths = inputs
     cell = CELLS[options.cell]
     rows, hidden = grad_y.shape[:-1], weight_hh.shape[-1]
     grad_x, grad_h0 = grad_y.new_empty(*rows, cell.gates * hidden), grad_y.new_empty(*rows[1:], hidden)

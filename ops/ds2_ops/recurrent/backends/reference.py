@@ -14,7 +14,7 @@ from ds2_ops.recurrent.cells import CELLS, Cell
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # gradients of y, h_n and c_n, then y, saved, weight_hh and lengths; gradients of x, the last product, h0 and c0
-Above = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]
+BackwardInputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]
 Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
