@@ -89,7 +89,7 @@ class BatchedBeamSearch:
         def wait() -> NBest:
             all_labels, counts, scores = copy()
             flat = iter(first_of_rows(all_labels, counts))
-            return NBest([list(map(tuple, islice(flat, slots.shape[1]))) for _ in slots], scores)
+            return NBest([list(map(tuple, islice(flat, slots.shape[1]))) for _ in range(len(slots))], scores)
 
         return wait
 
@@ -175,9 +175,9 @@ class BeamDecoder(Decoder):
             return []
         log_probs = self._searched(log_probs)
         if self.search.kernel is not None and self.search.kernel.fits(len(log_probs)):
-            whole = BeamStream(None, IncrementalAligner(self.alphabet, self.frame_s, 0.0))
-            nbest = self.search.search(log_probs, lengths, self.root)
-            rows = self._rescored(self._hypotheses(nbest, [whole] * len(lengths)))
+            aligner = IncrementalAligner(self.alphabet, self.frame_s, 0.0)
+            whole = [BeamStream(None, aligner, frames=length) for length in lengths.tolist()]
+            rows = self._rescored(self._hypotheses(self.search.search(log_probs, lengths, self.root), whole))
             if self.options.times:
                 rows = add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s)
             return [self._in_words(row) for row in rows]
@@ -227,21 +227,21 @@ class BeamDecoder(Decoder):
         raise_if_wrong()
         for index, (stream, count) in enumerate(zip(streams, counts, strict=True)):
             self._advance(stream, log_probs, index, 0, count)
-        hypotheses = self._stream_hypotheses(nbest, [streams[index] for index in wanted])
+        hypotheses = self._hypotheses(nbest, [streams[index] for index in wanted])
         return [self._in_words(row)[0] for row in hypotheses]
 
     def best(self, streams: Sequence[BeamStream], *, words: bool = False) -> list[Hypothesis]:
         if not any(stream.frames for stream in streams):  # such as those whose segment has just ended
             return [EMPTY for _ in streams]
         beams = self.search.streams.beams([stream.state for stream in streams])
-        nbest = self._stream_hypotheses(self.search.nbest(beams), streams)
+        nbest = self._hypotheses(self.search.nbest(beams), streams)
         if words:
             nbest = self._with_words([hypotheses[:1] for hypotheses in nbest], streams)
         return [self._in_words(row)[0] for row in nbest]
 
     def finish(self, streams: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         beams = self.search.streams.flushed([stream.state for stream in streams])
-        nbest = self._with_words(self._rescored(self._stream_hypotheses(self.search.nbest(beams), streams)), streams)
+        nbest = self._with_words(self._rescored(self._hypotheses(self.search.nbest(beams), streams)), streams)
         return [self._in_words(row) for row in nbest]
 
     def _with_words(self, nbest: list[list[Hypothesis]], rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
@@ -321,16 +321,12 @@ class BeamDecoder(Decoder):
                 row.text += self._written(tuple(labels))
                 row.fixed_words = max(0, len(row.text.split()) - (not row.text[-1:].isspace()))
 
-    def _stream_hypotheses(self, nbest: NBest, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
-        hypotheses = self._hypotheses(nbest, rows)
-        return [own if row.frames else [EMPTY] for row, own in zip(rows, hypotheses, strict=True)]
-
     def _hypotheses(self, nbest: NBest, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         """Convert label sequences to hypotheses, without word times; `rows` have the first labels of streams."""
         result = []
         for labels, scores, row in zip(nbest.labels, nbest.scores.tolist(), rows, strict=True):
             exist = [pair for pair in zip(labels, scores, strict=True) if pair[1][0] > -torch.inf]
-            result.append(_distinct([self._hypothesis(*pair, row) for pair in exist]))
+            result.append(_distinct([self._hypothesis(*pair, row) for pair in exist]) if row.frames else [EMPTY])
         return result
 
     def _hypothesis(self, labels: Labels, scores: Sequence[float], row: BeamStream) -> Hypothesis:

@@ -79,29 +79,20 @@ class Beams:
         more = length - self.labels.shape[2]
         return replace(self, labels=torch.nn.functional.pad(self.labels, (0, more))) if more > 0 else self
 
-    def shared_counts(self) -> Tensor:
-        """Return (B,) int64 the number of first labels that all prefixes share."""
-        alive = self.acoustic > NONE
-        first = self.labels.gather(1, alive.int().argmax(1)[:, None, None].expand(-1, 1, self.labels.shape[2]))
-        equal = ((self.labels == first) & (first != BLANK)) | ~alive[..., None]
-        return equal.all(1).int().cumprod(1).sum(1) * alive.any(1)
-
-    def without_first(self, counts: Tensor) -> Self:
-        """Return the same beams without the first (B,) labels of every prefix."""
-        length = self.labels.shape[2]
-        positions = torch.arange(length, device=counts.device) + counts[:, None]
-        padded = torch.nn.functional.pad(self.labels, (0, 1))
-        shifted = padded.gather(2, positions.clamp(max=length)[:, None].expand(-1, self.labels.shape[1], -1))
-        return replace(self, labels=shifted, counts=(self.counts - counts[:, None]).clamp(min=0))
-
     def without_shared(self) -> tuple[Self, list[list[int]]]:
         """Return the beams without the first labels that all prefixes of an utterance share, and these labels."""
-        counts = self.shared_counts()
+        alive = self.acoustic > NONE
+        first = self.labels[torch.arange(len(alive), device=alive.device), alive.int().argmax(1)]  # (B, L)
+        equal = ((self.labels == first[:, None]) & (first != BLANK)[:, None]) | ~alive[..., None]
+        counts = equal.all(1).int().cumprod(1).sum(1) * alive.any(1)
         if not counts.any():
             return self, [[] for _ in counts]
-        slots = (self.acoustic > NONE).int().argmax(1)
-        shared = self.labels[torch.arange(len(slots), device=slots.device), slots].cpu().numpy()
-        return self.without_first(counts), first_of_rows(shared, counts.cpu().numpy())
+        length = self.labels.shape[2]
+        positions = (torch.arange(length, device=counts.device) + counts[:, None]).clamp(max=length)
+        padded = torch.nn.functional.pad(self.labels, (0, 1))
+        labels = padded.gather(2, positions[:, None].expand(-1, self.labels.shape[1], -1))
+        beams = replace(self, labels=labels, counts=(self.counts - counts[:, None]).clamp(min=0))
+        return beams, first_of_rows(first.cpu().numpy(), counts.cpu().numpy())
 
     def masked(self, wanted: Tensor) -> Self:
         """Return the same beams without the prefixes that are not `wanted` (B, K)."""
