@@ -292,9 +292,9 @@ def test_results_come_with_the_step_of_the_search_where_that_saves_a_wait(
             for live in lives:
                 live.segments.clear()
         waits.clear()
-        found = results(lives)
+        shown = results(lives)
         assert not waits or start == 0
-        for live, hypothesis in zip(lives, found, strict=True):
+        for live, hypothesis in zip(lives, shown, strict=True):
             [wanted] = best([live.decoding])
             assert (hypothesis.text, hypothesis.labels, hypothesis.fixed_words) == (
                 wanted.text, wanted.labels, wanted.fixed_words,
