@@ -48,7 +48,8 @@ from ds2.recognition import session as sessions
 from ds2.recognition.open_segments import NEVER, Endpoints
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import LiveSession
-from ds2.serve import phrases, processes
+from ds2.serve import client as engine_client
+from ds2.serve import phrases
 from ds2.serve.client import EngineClient, RemoteRecogniser, SessionSettings, resolve
 from ds2.serve.engine import Chunk, Engine, LocalRecogniser
 from ds2.serve.http import application
@@ -612,7 +613,7 @@ FAULTS = planted(
     ("one failure in a batch fails all", sessions, "run_contained", "if len(items) == 1:\n            failed",
      "if items:\n            for one in items[1:]: failed(one, error)\n            failed"),
     ("sessions of clients that left stay open", _CONNECTION, "close_session", lambda _: None),
-    ("answers are crossed", processes, "resolve", lambda pairs: resolve(
+    ("answers are crossed", engine_client, "resolve", lambda pairs: resolve(
         [(call, answer) for (call, _), (_, answer) in zip(pairs, reversed(pairs), strict=True)])),
     ("half a sample between two messages is lost", _CONNECTION, "sample_reader", _HalfSampleDropped),
     ("a client that says nothing stays for ever", _CONNECTION, "receive", "(self.limits.idle_s)", "(None)"),
