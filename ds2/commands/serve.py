@@ -170,6 +170,7 @@ def run(arguments: Sequence[str]) -> int:
     if recognisers > 1 or workers:
         processes: Workers | Recognisers
         if recognisers > 1:
+            message += describe_turns(recognisers, device)
             processes = Recognisers(make, limits, share(bound), recognisers, max(1, -(-workers // recognisers)))
         else:
             processes = Workers(make(), limits, share(bound), workers)
@@ -255,6 +256,17 @@ def _make_recogniser(
                 "server again"
             )
     return recogniser
+
+
+def describe_turns(recognisers: int, device: torch.device) -> str:
+    """Say that recognisers use a GPU in turns, unless CUDA's multi-process service lets them use it together."""
+    control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")  # where drivers look for it
+    if device.type != "cuda" or control.exists():
+        return ""
+    return (
+        f"\n{recognisers} recognisers use {device} in turns: answers take less time with CUDA's multi-process service, "
+        "see MPS in docs/guide/train.md"
+    )
 
 
 def _recogniser_count(sessions: int, device: str) -> int:

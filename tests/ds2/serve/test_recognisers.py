@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.serving import (
     CONFIG,
     WAIT_S,
@@ -33,6 +34,7 @@ from support.serving import (
 )
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
+from ds2.commands.serve import describe_turns
 from ds2.config.schema import DecodeConfig
 from ds2.recognition.recogniser import Recogniser
 from ds2.serve.http import bind, share
@@ -207,3 +209,11 @@ def refuses_a_bidirectional(make_model: Callable[..., Path]) -> None:
     command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--recognisers", "2", "--port", "0"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert finished.returncode == 2 and "bidirectional" in finished.stderr and "Traceback" not in finished.stderr
+
+
+def test_recognisers_that_use_a_gpu_in_turns_have_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert "4 recognisers use cuda:0 in turns" in describe_turns(4, torch.device("cuda:0"))
+    assert not describe_turns(4, torch.device("cpu"))
+    (tmp_path / "control").touch()  # where the service listens
+    assert not describe_turns(4, torch.device("cuda:0"))
