@@ -55,7 +55,7 @@ def decode(data: bytes | bytearray | memoryview, classes: Iterable[type] = ()) -
             raise ValueError(f"a header of {length} bytes in a message of {len(data)}")
         allowed = {kind.__name__: kind for kind in classes}
         return _from_json(parse_json(bytes(whole[:length])), whole[length:], allowed)
-    except (struct.error, ValueError, TypeError, KeyError, RecursionError) as error:
+    except Exception as error:  # numpy raises SyntaxError for some types, a dataclass its own errors
         raise MessageError(
             f"a message from another process cannot be read: {error}; run the same version of ds2 everywhere, "
             "and let no stranger reach the network between them"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds2.system import UserError
 from ds2.system.messages import MessageError, decode, encode
 
 
@@ -20,6 +21,15 @@ from ds2.system.messages import MessageError, decode, encode
 class Point:
     x: float
     names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Positive:
+    x: float
+
+    def __post_init__(self) -> None:
+        if not self.x > 0:
+            raise UserError("x is not positive")
 
 
 def message(header: object, buffers: bytes = b"") -> bytes:
@@ -85,12 +95,13 @@ def test_a_pickle_is_no_message_and_does_not_run(tmp_path: Path) -> None:
         message({"array": ["other", [1], 0, 8]}, b"12345678"), message({"array": ["<f4", [1], 2, 4]}, b"abcd"),
         message({"array": ["|O", [1], 0, 8]}, b"12345678"), message({"tensor": ["<f4", [1], 0, 4]}, b"abcd"),
         message({"array": ["<f4", [1.0], 0, 4]}, b"abcd"), message({"array": ["<f4", "a", 0, 4]}, b"abcd"),
-        struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000,
+        message({"class": ["Point", [1]]}), message({"class": ["Point", None]}),
+        message({"class": ["Positive", {"x": 0}]}), message({"array": ["(,)f4", [0], 0, 0]}), struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000,
     ],
 )  # fmt: skip
 def test_damaged_messages_are_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
-        decode(data, [Point])
+        decode(data, [Point, Positive])
 
 
 def test_deep_nesting_is_refused() -> None:
