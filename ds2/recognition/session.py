@@ -467,11 +467,12 @@ def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list
 
     Sessions with `wants_words` get words too; their times count from the start of the open segment.
     """
+    hypotheses = {id(s): s.partial for s in sessions if s.partial is not None and not s.wants_words}
     wanting = [session for session in sessions if session.wants_words]
-    hypotheses = _by_decoder(wanting, lambda decoder, streams: decoder.best(streams, words=True), failed)
+    hypotheses |= _by_decoder(wanting, lambda decoder, streams: decoder.best(streams, words=True), failed)
     others = [session for session in sessions if not session.wants_words and session.partial is None]
     hypotheses |= _by_decoder(others, lambda decoder, streams: decoder.best(streams), failed)
-    return [session.partial or hypotheses.get(id(session), EMPTY) for session in sessions]
+    return [hypotheses.get(id(session), EMPTY) for session in sessions]
 
 
 def final_results(sessions: Sequence[Session]) -> list[Hypothesis]:

@@ -299,6 +299,8 @@ def test_results_come_with_the_step_of_the_search_where_that_saves_a_wait(
             assert (hypothesis.text, hypothesis.labels, hypothesis.fixed_words) == (
                 wanted.text, wanted.labels, wanted.fixed_words,
             )  # fmt: skip
+    lives[1].wants_words = True
+    assert results(lives)[1] == best([lives[1].decoding], words=True)[0] and results(lives)[1].words
     lives[0].flush()
     assert results(lives[:1]) == best([lives[0].decoding])
     lives[1].reset()
