@@ -96,7 +96,8 @@ def test_a_pickle_is_no_message_and_does_not_run(tmp_path: Path) -> None:
         message({"array": ["|O", [1], 0, 8]}, b"12345678"), message({"tensor": ["<f4", [1], 0, 4]}, b"abcd"),
         message({"array": ["<f4", [1.0], 0, 4]}, b"abcd"), message({"array": ["<f4", "a", 0, 4]}, b"abcd"),
         message({"class": ["Point", [1]]}), message({"class": ["Point", None]}),
-        message({"class": ["Positive", {"x": 0}]}), message({"array": ["(,)f4", [0], 0, 0]}), struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000,
+        message({"class": ["Positive", {"x": 0}]}), message({"array": ["(,)f4", [0], 0, 0]}),
+        struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000,
     ],
 )  # fmt: skip
 def test_damaged_messages_are_refused(data: bytes) -> None:
