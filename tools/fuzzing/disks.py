@@ -35,13 +35,8 @@ class Node:
         self.data = self.flushed = b""
         self.st_mtime_ns = 0  # counts changes
 
-    @property
-    def st_ino(self) -> int:
-        return id(self)  # a file that is replaced is another node
-
-    @property
-    def st_size(self) -> int:
-        return len(self.data)
+    st_ino = property(id)  # a file that is replaced is another node
+    st_size = property(lambda self: len(self.data))
 
 
 class File:
@@ -70,25 +65,11 @@ class DiskPath(str):
     __slots__ = ()
     disk: Disk
 
-    @property
-    def parent(self) -> DiskPath:
-        return DiskPath(self.rpartition("/")[0])
-
-    @property
-    def parts(self) -> list[str]:
-        return self.split("/")
-
-    @property
-    def name(self) -> str:
-        return self.rpartition("/")[2]
-
-    @property
-    def stem(self) -> str:
-        return self.name.rpartition(".")[0]
-
-    @property
-    def suffix(self) -> str:
-        return "." + self.name.rpartition(".")[2]
+    parent = property(lambda self: DiskPath(self.rpartition("/")[0]))
+    parts = property(lambda self: self.split("/"))
+    name = property(lambda self: self.rpartition("/")[2])
+    stem = property(lambda self: self.name.rpartition(".")[0])
+    suffix = property(lambda self: "." + self.name.rpartition(".")[2])
 
     def with_name(self, name: str) -> DiskPath:
         return self.parent / name
@@ -182,6 +163,7 @@ class Disk:
     listdir, replace = staticmethod(DiskPath.names), staticmethod(DiskPath.replace)
     fstat = staticmethod(lambda node: node)
     path = SimpleNamespace(samestat=operator.is_)
+    getpid = property(lambda self: os.getpid)  # which is simulated too
     disk_usage = staticmethod(lambda path: SimpleNamespace(free=1 << 40))
 
     def __init__(self, draw: random.Random, pause: Callable[[], None]) -> None:
@@ -198,9 +180,6 @@ class Disk:
         """Raise OSError now and then while the disk is full: small files find a place."""
         if self.is_full and self._draw.random() < 0.5:
             raise error_of(errno.ENOSPC)
-
-    def getpid(self) -> int:
-        return os.getpid()  # which is simulated too
 
     def open(self, path: DiskPath, flags: int) -> Node | DiskPath:
         return path.find() or path

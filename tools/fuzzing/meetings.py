@@ -406,6 +406,4 @@ FAULTS = planted(
 )  # each must be detected  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run seeds, or look for the planted faults."""
-    return simulate("meetings", __doc__, run_seed, FAULTS, arguments)
+main = partial(simulate, "meetings", __doc__, run_seed, FAULTS)

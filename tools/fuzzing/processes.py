@@ -15,6 +15,7 @@ import os
 import random
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache, partial
@@ -56,16 +57,9 @@ class Machine:
         self.processes: list[Process] = []
         self.by_member: dict[str, Process] = {}
         self.calls: set[tuple[int, str]] = set()  # views, and members that connect to the ranks of it
-        self._links: dict[tuple[int, str, str], Link] = {}
+        self.links = defaultdict[tuple[int, str, str], Link](Link)  # by view, sender and receiver
 
-    @property
-    def process(self) -> Process:
-        """The one that runs."""
-        return self.running.process
-
-    def link(self, number: int, sender: str, receiver: str) -> Link:
-        """What travels between two processes in a view."""
-        return self._links.setdefault((number, sender, receiver), Link())
+    process = property(lambda self: self.running.process)  # the one that runs
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + max(0.0, seconds), next(self._numbers), function))
@@ -259,8 +253,8 @@ class Group(TcpGroup):
         self.lost, self.on_loss, self._blocking, self._began_s = {}, lambda: None, self, machine.now_s
         self.machine = machine
         self.links = [other for other in range(len(members)) if other != rank]
-        self._from = {r: machine.link(number, members[r], members[rank]) for r in self.links}
-        self._to = {r: machine.link(number, members[rank], members[r]) for r in self.links}
+        self._from = {r: machine.links[number, members[r], members[rank]] for r in self.links}
+        self._to = {r: machine.links[number, members[rank], members[r]] for r in self.links}
         self._processes = {r: machine.by_member[members[r]] for r in self.links}
         for link in self._to.values():
             link.open = True
