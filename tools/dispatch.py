@@ -42,6 +42,9 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # which Open MPI refuses else
+
+
 def mpirun() -> str:
     """The mpirun that is installed beside this Python, or else the one on the path."""
     installed = Path(sys.executable).with_name("mpirun")

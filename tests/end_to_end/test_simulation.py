@@ -88,7 +88,7 @@ class LastSave(meetings.World):
             super().start()
 
     def pause(self, where: str = "call") -> None:
-        complete = where == "save" and len(ranks_of_steps(self.run_dir.parent)) == EPOCHS * BATCHES
+        complete = where == "save" and len(ranks_of_steps(self.run_dir)) == EPOCHS * BATCHES
         if complete and self.process is self.processes[0]:
             self.times += 1
             self.happen()
@@ -139,7 +139,7 @@ class Overtaken(meetings.World):
             self.overtake(EPOCHS * BATCHES)
 
     def overtake(self, last: int) -> None:
-        weights = weights_of(ranks_of_steps(self.run_dir.parent) | {last: 1})
+        weights = weights_of(ranks_of_steps(self.run_dir) | {last: 1})
         log = self.run_dir / "log.jsonl"
         *lines, line = [json.loads(line) for line in log.read_bytes().splitlines()]
         assert (line["event"], line["step"], line["ranks"]) == ("train", last, 2)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from support.launch import AS_ROOT, mpirun_command
+from dispatch import MPI_AS_ROOT
+from support.launch import mpirun_command
 from support.paths import ROOT
 
 from ds2.cli import main
@@ -64,7 +65,7 @@ def run(line: str, base: Path) -> int:
     if words[0] == "mpirun":
         ranks, rest = int(words[2]), words[4:]
         command = [*mpirun_command(ranks), "-m", "ds2.cli", *rest]
-        done = subprocess.run(command, env={**os.environ, **AS_ROOT}, check=False)
+        done = subprocess.run(command, env={**os.environ, **MPI_AS_ROOT}, check=False)
         return done.returncode
     assert words[0] == "ds2"
     return main(words[1:])

@@ -13,13 +13,12 @@ import dispatch
 from support.paths import ROOT
 
 SUPPORT = Path(__file__).parent
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy machine takes
 
 
 def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run `script` of this folder on so many ranks of this host; standard error is joined to standard output."""
-    return started([*mpirun_command(ranks, *options), str(SUPPORT / script), *arguments], AS_ROOT)
+    return started([*mpirun_command(ranks, *options), str(SUPPORT / script), *arguments], dispatch.MPI_AS_ROOT)
 
 
 def mpirun_command(ranks: int, *options: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import Table, facts, wait, write_json
+from benchmarks.common import Table, facts, wait
 from dispatch import new_parser, parse
 from mpi4py import MPI
 from torch import Tensor
@@ -26,6 +26,7 @@ from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.distributed.mpi import library_version
+from ds2.system.files import write_json
 
 Sum = Callable[[Tensor], object]
 REPEATS = 7

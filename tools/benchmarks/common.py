@@ -1,28 +1,18 @@
-"""Common parts of the benchmarks: timing, the machine and commit of a result, tables and JSON."""
+"""Common parts of the benchmarks: timing, the machine and commit of a result, tables."""
 
 import argparse
-import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ds2.system.files import write_text
-
 RATE_HZ = 16000
-_HOST_REPEATS = 50
 
 
-class Timing(NamedTuple):
-    """Seconds a call: the median, and the 10th and 90th percentile."""
-
-    median_s: float
-    low_s: float
-    high_s: float
+Timing = tuple[float, float, float]  # seconds a call: the median, and the 10th and 90th percentile
 
 
 def measure(call: Callable[[], object], device: torch.device, repeats: int = 20, budget_s: float = 1.0) -> Timing:
@@ -36,27 +26,21 @@ def measure(call: Callable[[], object], device: torch.device, repeats: int = 20,
     call()
     wait(device)
     repeats = max(3, min(repeats, int(budget_s / (time.perf_counter() - started))))
-    if device.type == "cuda":
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-        for start, stop in events:
-            start.record()
-            call()
-            stop.record()
-        torch.cuda.synchronize(device)
-        times = [start.elapsed_time(stop) * 1e-3 for start, stop in events]
-    else:
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-    return _timing(times)
+    if device.type != "cuda":
+        return measure_host(call, device, repeats)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, stop in events:
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize(device)
+    return _timing([start.elapsed_time(stop) * 1e-3 for start, stop in events])
 
 
-def measure_host(call: Callable[[], object], device: torch.device) -> Timing:
+def measure_host(call: Callable[[], object], device: torch.device, repeats: int = 50) -> Timing:
     """Time how long the host needs to queue ``call``, which must not wait for the GPU; nothing else is queued then."""
     times = []
-    for _ in range(_HOST_REPEATS):
+    for _ in range(repeats):
         wait(device)
         started = time.perf_counter()
         call()
@@ -67,7 +51,7 @@ def measure_host(call: Callable[[], object], device: torch.device) -> Timing:
 
 def _timing(times_s: list[float]) -> Timing:
     deciles = statistics.quantiles(times_s, n=10, method="inclusive")
-    return Timing(statistics.median(times_s), deciles[0], deciles[-1])
+    return statistics.median(times_s), deciles[0], deciles[-1]
 
 
 def facts(options: argparse.Namespace, device: torch.device, title: str) -> dict[str, str]:
@@ -77,14 +61,6 @@ def facts(options: argparse.Namespace, device: torch.device, title: str) -> dict
     head = {"title": title, "machine": f"{machine}, torch {torch.__version__}", "git_commit": options.commit}
     print(", ".join(head.values()), flush=True)
     return head
-
-
-def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Write a result to a file, or print it as one line where there is no file."""
-    if path is None:
-        print(json.dumps(result))
-        return
-    write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 class Table:

@@ -13,13 +13,14 @@ batch, H hidden.
 """
 
 import itertools
+import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, measure, measure_host, write_json
+from benchmarks.common import Table, facts, measure, measure_host
 from dispatch import new_parser, parse
 from ds2_ops import recurrence
 from ds2_ops.recurrent.backends.reference import recurrence_reference
@@ -27,6 +28,7 @@ from ds2_ops.recurrent.cells import CELLS, GATED
 from torch import Tensor, nn
 
 from ds2.system.cuda_graph import GraphRecorder
+from ds2.system.files import write_json
 
 STANDARD = [(1152, 4), (1152, 16), (1152, 32), (1152, 64), (512, 4), (512, 32), (1760, 4), (2560, 4), (2560, 64)]
 STANDARD_GATED = [(256, 4), (512, 4), (512, 8), (512, 16), (512, 32), (512, 64), (1024, 16), (1024, 64)]
@@ -184,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", help="B values; with --hidden")
     parser.add_argument("--frames", type=int, nargs="+", help="T values; 512 on a GPU, 200 on a CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
-    parser.add_argument("--cell", "--nonlinearity", choices=tuple(CELLS), default="relu")
+    parser.add_argument("--cell", choices=tuple(CELLS), default="relu")
     contenders = "backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
     parser.add_argument("--contenders", nargs="+", help=contenders)
     parser.add_argument("--out", type=Path, help="file for the data (JSON)")
@@ -203,8 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     # PyTorch packs the weights of a bfloat16 nn.RNN in every call, and warns; that is part of its time.
     warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
     rows: list[Result] = []
-    data = {"benchmark": "rnn", **facts(options, device, f"{options.cell} {dtype}")}
-    data |= {"dtype": str(dtype), "rows": rows}
+    head = facts(options, device, f"{options.cell} {dtype}")
+    data = {"benchmark": "rnn", **head, "dtype": str(dtype), "rows": rows}
     table = make_table()
     for one in sizes:
         of_size = bench(LayerProblem(one, dtype, device, options.cell), contenders)
@@ -214,5 +216,5 @@ def main(arguments: list[str] | None = None) -> int:
         rows += of_size
         if options.out:
             write_json(options.out, data)  # a run that is interrupted has what it measured
-    write_json(None, data)
+    print(json.dumps(data))
     return int(any("wrong" in row for row in rows))

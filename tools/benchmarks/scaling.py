@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Table, facts, write_json
+from benchmarks.common import Table, facts, wait
 from benchmarks.training import add_noise_options, noise_overrides, open_trainer
-from dispatch import mpirun, new_parser, parse
+from dispatch import MPI_AS_ROOT, mpirun, new_parser, parse
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.model.structure import output_size
+from ds2.system.files import write_json
 from ds2.training.trainer import Trainer
 
 COLUMNS = {
@@ -73,8 +74,7 @@ def measure(
     began = time.perf_counter()
     for _ in range(options.steps):
         take_step()
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(trainer.device)
     step_s = (time.perf_counter() - began) / options.steps
     split = trainer.timer.means(options.steps)
     step_s = max(comm.allgather(step_s))
@@ -93,9 +93,8 @@ def run_rank(options: argparse.Namespace) -> None:
     folder = Path(options.as_rank)
     rows = []
     with connect(CommConfig(timeout_s=120), options.device) as comm:
-        batches = [("per_rank", n * comm.world) for n in options.per_rank] + [
-            ("global", n) for n in options.global_batch
-        ]
+        batches = [("per_rank", n * comm.world) for n in options.per_rank]
+        batches += [("global", n) for n in options.global_batch]
         choices = list(itertools.product([True, False], options.batch_norm)) if comm.world > 1 else [(True, "shared")]
         for backend, (overlap, norm), (fixed, batch) in itertools.product(options.backend, choices, batches):
             rows.append({"fixed": fixed, **measure(comm, options, folder, batch, overlap, norm, backend)})
@@ -114,10 +113,8 @@ def launch(arguments: list[str], options: argparse.Namespace, ranks: int, folder
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     tool = str(Path(__file__).parents[1] / "bench.py")
     command = [*launcher, tool, "scaling", *arguments, "--as-rank", str(folder), "--commit", options.commit]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    subprocess.run(command, check=True, env={**os.environ, **root}, timeout=LIMIT_S)
-    rows: list[dict[str, Any]] = json.loads((folder / f"rows-{ranks}.json").read_text())
-    return rows
+    subprocess.run(command, check=True, env={**os.environ, **MPI_AS_ROOT}, timeout=LIMIT_S)
+    return json.loads((folder / f"rows-{ranks}.json").read_text())
 
 
 def add_efficiency(rows: list[dict[str, Any]]) -> None:
@@ -155,8 +152,7 @@ def main(arguments: list[str]) -> int:
     if options.as_rank:
         run_rank(options)
         return 0
-    title = f"{options.model}, {options.duration:g} s utterances"
-    head = facts(options, resolve_device(options.device), title)
+    head = facts(options, resolve_device(options.device), f"{options.model}, {options.duration:g} s utterances")
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for ranks in options.ranks for row in launch(arguments, options, ranks, Path(folder))]
     add_efficiency(rows)
@@ -165,7 +161,6 @@ def main(arguments: list[str]) -> int:
         total_ms = row.get("allreduce_total_ms", 0.0)
         hidden = max(0.0, 1 - row["allreduce_exposed_ms"] / total_ms) if total_ms else None
         table.print_row({**row, "hidden": hidden})
-    write_json(
-        options.out / "scaling.json", {**head, "model": options.model, "duration_s": options.duration, "rows": rows}
-    )
+    head |= {"model": options.model, "duration_s": options.duration}
+    write_json(options.out / "scaling.json", {**head, "rows": rows})
     return 0

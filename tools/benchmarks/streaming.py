@@ -83,9 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     runner = pipeline.block_runner(block_frames)
     for streams in options.batch:
         median, p98, accept = block_ms(runner, streams, block_frames, options.rounds)
-        recorded = device.type == "cuda" and streams in runner.batches
-        graph = (
-            1000 * measure(runner.batches[streams].run[False], device, options.rounds).median_s if recorded else None
-        )
+        graph = None
+        if device.type == "cuda" and streams in runner.batches:
+            graph = 1000 * measure(runner.batches[streams].run[False], device, options.rounds)[0]
         table.print_row({"streams": streams, "median": median, "p98": p98, "device": graph, "accept": accept})
     return 0

@@ -14,6 +14,7 @@ as CUDA graphs from about the tenth step on, so the warm-up should not be shorte
 
 import argparse
 import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -26,7 +27,7 @@ from unittest import mock
 import numpy as np
 import soundfile
 import torch
-from benchmarks.common import RATE_HZ, Table, facts, write_json
+from benchmarks.common import RATE_HZ, Table, facts
 from dispatch import new_parser, parse
 from torch import Tensor, nn
 
@@ -143,7 +144,7 @@ def open_trainer(
     trainer = Trainer(config, Path(config.run_dir), comm)
     trainer.model.train()
     plan = [list(range(batch))]
-    own = plan[0] if comm is None else rank_part(plan[0], comm.rank, comm.world)
+    own = rank_part(plan[0], trainer.comm.rank, trainer.comm.world)
     prepared: Batch = next(iter(trainer.loader.epoch([own], 1)))
     batches = trainer.prepared(itertools.repeat(prepared.pin_memory() if trainer.device.type == "cuda" else prepared))
     return trainer, lambda: trainer.step(batches, plan)
@@ -222,5 +223,5 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(bench(model, layers, batch, graphs, options, Path(folder)))
         table.print_row(rows[-1])
-    write_json(None, {**head, "duration_s": options.duration, "rows": rows})
+    print(json.dumps({**head, "duration_s": options.duration, "rows": rows}))
     return 0

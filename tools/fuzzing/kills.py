@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from dispatch import mpirun, new_parser, parse
+from dispatch import MPI_AS_ROOT, mpirun, new_parser, parse
 from safetensors import safe_open
 from support.tiny import RATE_HZ, tiny_overrides_in
 
@@ -251,7 +251,7 @@ def run_and_kill(
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "DS2_CACHE_DIR": str(folder / "cache"),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **MPI_AS_ROOT,
     }  # fmt: skip
     options = {"cwd": folder, "env": environment, "start_new_session": True}
     with (folder / "output.txt").open("ab") as output:

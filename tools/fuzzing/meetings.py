@@ -37,7 +37,7 @@ import numpy as np
 from fuzzing import processes, toy
 from fuzzing.disks import Disk, DiskPath
 from fuzzing.processes import SILENT_S, Machine, Process, SimulatedCommunicator, parsed
-from fuzzing.ranks import changes, lines_of, ranks_of_steps
+from fuzzing.ranks import changes, ranks_of_steps
 from fuzzing.seeds import Fault, planted, simulate
 from fuzzing.toy import AUDIO, BATCHES, CONFIG, DEV, EPOCHS, RANKS, nothing, weights_of
 
@@ -155,7 +155,7 @@ class World(Machine):
         self._seen, self.disturbed_s = content, self.now_s
         try:
             step, weight = step_of(path) if self.saved or path.is_file() else (0, 0)
-            weights = weights_of(ranks_of_steps(self.run_dir.parent))
+            weights = weights_of(ranks_of_steps(self.run_dir))
         except (tensor_file.CheckpointError, Fault) as error:
             self.faults.append(str(error))
             return
@@ -235,10 +235,10 @@ class World(Machine):
         """Raise Fault where the log and the weights do not belong together."""
         if self.faults:
             raise Fault("; ".join(self.faults))
-        ranks = ranks_of_steps(self.run_dir.parent)
+        ranks = ranks_of_steps(self.run_dir)
         if len(ranks) != EPOCHS * BATCHES:
             raise Fault(f"{len(ranks)} steps were logged")
-        logged = {(line["event"], line["step"]): line for line in lines_of(self.run_dir.parent)}
+        logged = {(line["event"], line["step"]): line for line in file_system.read_log(self.run_dir / "log.jsonl")}
         weights, models = weights_of(ranks), {"last": len(ranks)}
         for step, of in ranks.items():
             if logged["train", step]["loss"] != toy.loss_of(weights[step - 1], of, toy.contents_of(step)):
@@ -260,8 +260,8 @@ class World(Machine):
 
     def digest(self) -> str:
         """Of what was logged, and of the time that it took."""
-        text = f"{self.now_s} {[(line['step'], line.get('loss')) for line in lines_of(self.run_dir.parent)]}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        logged = [(line["step"], line.get("loss")) for line in file_system.read_log(self.run_dir / "log.jsonl")]
+        return hashlib.sha256(f"{self.now_s} {logged}".encode()).hexdigest()[:16]
 
 
 @contextmanager

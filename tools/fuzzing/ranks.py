@@ -120,11 +120,12 @@ def one_run(
     folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: RunCounts
 ) -> None:
     """Train once with ranks that come and go, and compare."""
-    (folder / "broken").mkdir(parents=True)
-    disturbed(folder, settings, options, draw, count)
-    ranks = ranks_of_steps(folder / "broken")
+    run_dir = folder / "broken" / "run"
+    run_dir.parent.mkdir(parents=True)
+    disturbed(run_dir, settings, options, draw, count)
+    ranks = ranks_of_steps(run_dir)
     expected(folder, settings, ranks)
-    if leftovers := [*folder.glob("broken/run/.*.partial"), *folder.glob("broken/run/members/*.json.new")]:
+    if leftovers := [*run_dir.glob(".*.partial"), *run_dir.glob("members/*.json.new")]:
         raise Fault(f"left {leftovers}")
     (tensors, losses, models), whole = (trained(folder / name) for name in ("broken", "whole"))
     differing = [step for step in sorted({*losses, *whole[1]}) if losses.get(step) != whole[1].get(step)]
@@ -136,11 +137,12 @@ def one_run(
 
 
 def disturbed(
-    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: RunCounts
+    run_dir: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: RunCounts
 ) -> None:
     """Train to the end while processes are killed, stopped, asked to leave and started."""
-    run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={folder / 'broken' / 'run'}")
-    output, began = folder / "output.txt", time.monotonic()
+    run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={run_dir}")
+    folder, began = run_dir.parents[1], time.monotonic()
+    output = folder / "output.txt"
     slow = folder / "slow"  # while this file is there
     slow.touch()
     start_one = partial(start, run, output, slow=slow if options.device == "cuda" else None)
@@ -165,10 +167,10 @@ def disturbed(
         if not (done or running or stopped):  # one has to finish
             running.append(start_one())
         by_number = {process.pid: process for process in running}
-        ranks = [by_number[number] for number in _ranks(folder / "broken") if number in by_number]
+        ranks = [by_number[number] for number in _ranks(run_dir) if number in by_number]
         # Processes take seconds to become ranks, and seconds more until NCCL has connected them.
         settled = (
-            len(ranks) == len(running) and (options.device == "cpu" or took_a_step(folder / "broken", len(ranks)))
+            len(ranks) == len(running) and (options.device == "cpu" or took_a_step(run_dir, len(ranks)))
         ) or draw.random() < UNSETTLED
         if not (events and ranks and settled):
             continue
@@ -201,17 +203,17 @@ def next_event(draw: random.Random, once: list[str], *, alone: bool, full: bool)
     return event
 
 
-def _ranks(folder: Path) -> list[int]:
+def _ranks(run_dir: Path) -> list[int]:
     """The processes that are ranks now, in order of rank."""
-    views = sorted((folder / "run" / "members").glob("view-*.json"))
+    views = sorted((run_dir / "members").glob("view-*.json"))
     with suppress(FileNotFoundError):  # the next one has come
         return [member["process"] for member in json.loads(views[-1].read_text())["members"]] if views else []
     return []
 
 
-def took_a_step(folder: Path, ranks: int) -> bool:
+def took_a_step(run_dir: Path, ranks: int) -> bool:
     """Whether the last step was one of so many ranks, since they met."""
-    lines = [line for line in lines_of(folder) if line["event"] in ("start", "resume", "ranks", "train")]
+    lines = [line for line in read_log(run_dir / "log.jsonl") if line["event"] in ("start", "resume", "ranks", "train")]
     return bool(lines) and lines[-1]["event"] == "train" and lines[-1]["ranks"] == ranks
 
 
@@ -237,10 +239,10 @@ def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> No
                 raise Fault(f"the run with {world} ranks up to step {last} ended with {process.exitcode}: {why}")
 
 
-def ranks_of_steps(folder: Path) -> dict[int, int]:
+def ranks_of_steps(run_dir: Path) -> dict[int, int]:
     """How many ranks took each step of the curve; a step that is repeated counts as its last time."""
     ranks: dict[int, int] = {}
-    for line in lines_of(folder):
+    for line in read_log(run_dir / "log.jsonl"):
         if line["event"] in ("start", "resume", "ranks"):
             ranks = {step: of for step, of in ranks.items() if step <= line["step"]}
         elif line["event"] == "train":
@@ -253,22 +255,6 @@ def ranks_of_steps(folder: Path) -> dict[int, int]:
 def changes(ranks: dict[int, int]) -> dict[int, int]:
     """The steps from which on another number of ranks took part, with that number."""
     return {step: world for step, world in ranks.items() if ranks.get(step - 1) != world}
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of the log of a run in `folder`."""
-    return read_log(folder / "run" / "log.jsonl")
-
-
-def pause_before_steps(slow: Path) -> None:
-    """Let each step of this process wait a moment while a file is there."""
-    healthy = Trainer.step
-
-    def step(self: Trainer, *arguments: Any) -> float | None:
-        time.sleep(GPU_PAUSES_S[2 * self.progress.epoch > self.config.train.epochs] if slow.exists() else 0)
-        return healthy(self, *arguments)
-
-    Trainer.step = step
 
 
 def start(
@@ -286,7 +272,13 @@ def _train(settings: Sequence[str], output: Path, environment: Mapping[str, str]
         os.dup2(file.fileno(), 2)
     logging.basicConfig(format="%(asctime)s %(process)d %(message)s", level=logging.INFO, force=True)
     os.environ.update(environment or {})
-    if slow is not None:
-        pause_before_steps(slow)
+    healthy = Trainer.step
+
+    def step(self: Trainer, *arguments: Any) -> float | None:
+        if slow is not None and slow.exists():
+            time.sleep(GPU_PAUSES_S[2 * self.progress.epoch > self.config.train.epochs])
+        return healthy(self, *arguments)
+
+    Trainer.step = step
     config = compose_config(list(settings))
     sys.exit(train(config, Path(config.run_dir)))

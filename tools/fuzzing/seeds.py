@@ -9,7 +9,6 @@ import multiprocessing
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -79,8 +78,8 @@ def simulate(
     missed, faults = 0, options.faults or planted_faults
     for name in faults:
         began_s = time.monotonic()
-        with planted_faults[name](), attempts() as results:
-            first = next(((seed, wrong) for seed, wrong, _ in results if wrong), None)
+        with planted_faults[name]():
+            first = next(((seed, wrong) for seed, wrong, _ in attempts() if wrong), None)
         missed += first is None
         how = f"seed {first[0]}: {first[1][:200]}" if first else f"not found in {len(seeds)} seeds"
         print(f"{name}: {how} ({time.monotonic() - began_s:.0f} s)", flush=True)
@@ -97,23 +96,21 @@ def _attempt(run: Callable[[int], str], seed: int) -> tuple[int, str, str]:
         return seed, f"unexpected {error!r}", ""
 
 
-@contextmanager
-def _attempts(run: Callable[[int], str], seeds: range, workers: int) -> Iterator[Iterator[tuple[int, str, str]]]:
-    """Run seeds in forked processes, which end with the block; gives what `_attempt` returns of each, in order."""
+def _attempts(run: Callable[[int], str], seeds: range, workers: int) -> Iterator[tuple[int, str, str]]:
+    """Run seeds in forked processes, which end with the iterator; yields what `_attempt` returns of each, in order."""
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        yield pool.imap(partial(_attempt, run), seeds, chunksize=4)
+        yield from pool.imap(partial(_attempt, run), seeds, chunksize=4)
 
 
 def _print_runs(command: str, attempts: Callable[[], Any], most_s: float) -> int:
     began_s, digest, failed, done = time.monotonic(), hashlib.sha256(), 0, 0
-    with attempts() as results:
-        for seed, wrong, digest_of_run in results:
-            digest.update(digest_of_run.encode())
-            failed, done = failed + bool(wrong), done + 1
-            if wrong:
-                print(f"seed {seed}: {wrong}\n  again: python tools/fuzz.py {command} --first {seed} --seeds 1")
-            if time.monotonic() - began_s > most_s:
-                break
-        rate = done / (time.monotonic() - began_s)
+    for seed, wrong, digest_of_run in attempts():
+        digest.update(digest_of_run.encode())
+        failed, done = failed + bool(wrong), done + 1
+        if wrong:
+            print(f"seed {seed}: {wrong}\n  again: python tools/fuzz.py {command} --first {seed} --seeds 1")
+        if time.monotonic() - began_s > most_s:
+            break
+    rate = done / (time.monotonic() - began_s)
     print(f"{done} seeds, {failed} failed, {rate:.1f} a second; digest {digest.hexdigest()[:16]}")
     return int(failed > 0)
