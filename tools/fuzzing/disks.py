@@ -5,8 +5,6 @@ later name, and of each later content, the old one is there after a power cut, t
 draw says which, so that what came later may be there without what came before.
 """
 
-from __future__ import annotations
-
 import errno
 import operator
 import os
@@ -15,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -42,10 +40,10 @@ class Node:
 class File:
     """Stands for an open file; what is written is there at once."""
 
-    def __init__(self, name: DiskPath, node: Node, mode: str) -> None:
+    def __init__(self, name: str, node: Node, mode: str) -> None:
         self.name, self._node, self._binary = name, node, "b" in mode
 
-    def __enter__(self) -> File:
+    def __enter__(self) -> Self:
         return self
 
     def write(self, content: Any) -> None:
@@ -63,7 +61,7 @@ class DiskPath(str):
     """Stands for `pathlib.Path`, on the disk of the present run; a text, which is faster than a path of pathlib."""
 
     __slots__ = ()
-    disk: Disk
+    disk: "Disk"
 
     parent = property(lambda self: DiskPath(self.rpartition("/")[0]))
     parts = property(lambda self: self.split("/"))
@@ -71,10 +69,10 @@ class DiskPath(str):
     stem = property(lambda self: self.name.rpartition(".")[0])
     suffix = property(lambda self: "." + self.name.rpartition(".")[2])
 
-    def with_name(self, name: str) -> DiskPath:
+    def with_name(self, name: str) -> Self:
         return self.parent / name
 
-    def __truediv__(self, name: str) -> DiskPath:
+    def __truediv__(self, name: str) -> Self:
         return DiskPath(self + "/" + name)
 
     def find(self) -> Node | None:
@@ -99,7 +97,7 @@ class DiskPath(str):
 
     exists = is_file
 
-    def absolute(self) -> DiskPath:
+    def absolute(self) -> Self:
         return self
 
     def is_dir(self) -> bool:
@@ -137,7 +135,7 @@ class DiskPath(str):
         if self.parent.names().pop(self.name, None) is None and not missing_ok:
             self.stat()
 
-    def replace(self, target: DiskPath) -> None:
+    def replace(self, target: Self) -> None:
         node = self.stat()
         self.unlink()
         target.parent.names()[target.name] = node
@@ -146,13 +144,13 @@ class DiskPath(str):
 
     def chmod(self, mode: int) -> None: ...
 
-    def glob(self, pattern: str) -> Iterator[DiskPath]:
+    def glob(self, pattern: str) -> Iterator[Self]:
         begin, end = pattern.split("*")
         places = (path.rpartition("/") for path in self.disk.folders)
         names = [*self.disk.folders.get(self, ()), *(name for parent, _, name in places if parent == self)]
         return iter([self / name for name in names if name.startswith(begin) and name.endswith(end)])
 
-    def iterdir(self) -> Iterator[DiskPath]:
+    def iterdir(self) -> Iterator[Self]:
         return self.glob("*")
 
 
@@ -162,6 +160,10 @@ class Disk:
     O_RDONLY, strerror, fsencode = os.O_RDONLY, staticmethod(os.strerror), staticmethod(os.fsencode)
     listdir, replace = staticmethod(DiskPath.names), staticmethod(DiskPath.replace)
     fstat = staticmethod(lambda node: node)
+    open = staticmethod(lambda path, flags: path.find() or path)  # a folder is its path
+    close = staticmethod(lambda descriptor: None)
+    pread = staticmethod(lambda node, size, offset: node.data[offset : offset + size])
+    copyfile = staticmethod(lambda source, target: target.write_bytes(source.read_bytes()))
     path = SimpleNamespace(samestat=operator.is_)
     getpid = property(lambda self: os.getpid)  # which is simulated too
     disk_usage = staticmethod(lambda path: SimpleNamespace(free=1 << 40))
@@ -180,11 +182,6 @@ class Disk:
         """Raise OSError now and then while the disk is full: small files find a place."""
         if self.is_full and self._draw.random() < 0.5:
             raise error_of(errno.ENOSPC)
-
-    def open(self, path: DiskPath, flags: int) -> Node | DiskPath:
-        return path.find() or path
-
-    def close(self, descriptor: DiskPath) -> None: ...
 
     def fsync(self, descriptor: Node | DiskPath) -> None:
         self._pause()
@@ -209,12 +206,6 @@ class Disk:
 
     def rmtree(self, path: DiskPath, *, ignore_errors: bool = False) -> None:
         self.folders.pop(path, None)
-
-    def copyfile(self, source: DiskPath, target: DiskPath) -> None:
-        target.write_bytes(source.read_bytes())
-
-    def pread(self, descriptor: Node, size: int, offset: int) -> bytes:
-        return descriptor.data[offset : offset + size]
 
     def pwrite(self, descriptor: Node, content: memoryview, offset: int) -> int:
         data = descriptor.data.ljust(offset, b"\0")

@@ -222,7 +222,7 @@ def _override(draw: random.Random, _: bytes) -> bytes:
     return f"{draw.choice(KEYS)}={draw.choice(values)}".encode()
 
 
-def _read_override(folder: Path) -> Any:
+def _read_override(folder: Path) -> None:
     """Build what `ds2 train` builds before it reads data, without memory for the weights."""
     config = compose_config([(folder / "override").read_bytes().decode()])
     alphabet, features = Alphabet.from_config(config.alphabet), Features(config.features, config.data.sample_rate_hz)
@@ -230,7 +230,6 @@ def _read_override(folder: Path) -> Any:
         model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
     make_optimizer(model, config.optim)
     make_decoder(replace(config.decode, lm=""), alphabet, 0.02, CPU)
-    return None
 
 
 def _texts(folder: Path) -> Any:

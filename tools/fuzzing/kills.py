@@ -9,7 +9,6 @@ differs from that of the unbroken run, one that fails, and temporary files that 
 are any. Needs /proc (Linux).
 """
 
-import hashlib
 import os
 import random
 import shutil
@@ -160,7 +159,7 @@ def corpus(folder: Path) -> Path:
 def trained(folder: Path) -> object:
     """Every tensor of the trainer state, the last loss that was logged for each step, and which models there are."""
     file = folder / "run" / "trainer.safetensors"
-    tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load(file)[0].items()}
+    tensors = {name: value.numpy().tobytes() for name, value in load(file)[0].items()}
     lines = read_log(folder / "run" / "log.jsonl")
     losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
     models = [name for name in ("best.safetensors", "last.safetensors") if (folder / "run" / name).is_file()]
@@ -170,20 +169,19 @@ def trained(folder: Path) -> object:
 def _built(folder: Path) -> tuple[object, object]:
     """A language model's header and tensors; safetensors writes the entries of a header in any order."""
     with safe_open(str(folder / "text.lm"), framework="np") as file:
-        tensors = {name: hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest() for name in file.keys()}  # noqa: SIM118
-        return file.metadata(), tensors
+        return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 
 def _files(pattern: str, *, order: bool = True) -> Callable[[Path], object]:
     """What a folder holds: names and content of files, paths of the folder left out; of content in any order, sizes."""
 
-    def content(file: Path, own_path: bytes) -> str | int:
-        data = file.read_bytes()
-        return hashlib.sha256(data.replace(own_path, b"")).hexdigest() if order else len(data)
-
     def files(folder: Path) -> object:
-        paths = sorted(path for path in folder.glob(pattern) if path.is_file())
-        return [(str(path.relative_to(folder)), content(path, str(folder).encode())) for path in paths]
+        content = {
+            str(path.relative_to(folder)): path.read_bytes().replace(str(folder).encode(), b"")
+            for path in folder.glob(pattern)
+            if path.is_file()
+        }
+        return content if order else {name: len(data) for name, data in content.items()}
 
     return files
 

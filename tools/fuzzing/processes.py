@@ -4,8 +4,6 @@ A thread is a greenlet that runs until it waits; then the clock jumps to the nex
 Python or ds2 names it, and `stand_ins` says where it is put.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import heapq

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
+import httpx
 import numpy as np
 import soundfile
 import torch
@@ -36,8 +37,8 @@ from ds2.serve.limits import Limits
 from ds2.serve.protocols.wyoming import FIRST_BYTE
 from ds2.system import UserError
 
-BOUNDARY = "0123456789abcdef"
 LIMITS = Limits(sessions=2, upload_bytes=1 << 20, message_bytes=1 << 20, duration_s=30, idle_s=5)
+_MULTIPART = {"content-type": "multipart/form-data; boundary=0123456789abcdef"}
 _FORM = {
     "model": "ds2", "response_format": "verbose_json", "language": "en", "prompt": "ab, c", "hot_words": '{"ab": 5}',
     "timestamp_granularities[]": "word",
@@ -117,21 +118,15 @@ def _request(folder: Path, requests: Callable[[TestClient], Any]) -> Any:
 def _make_upload(folder: Path) -> None:
     make_model(folder)
     soundfile.write(folder / "a.flac", noise(0.5), RATE_HZ)
-    fields = "".join(
-        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
-        for name, value in _FORM.items()
-    )
-    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.flac"\r\n\r\n'
-    body = f"{fields}{head}".encode() + (folder / "a.flac").read_bytes() + f"\r\n--{BOUNDARY}--\r\n".encode()
-    (folder / "upload").write_bytes(body)
+    audio = {"file": ("a.flac", (folder / "a.flac").read_bytes())}
+    request = httpx.Request("POST", "http://ds2", data=_FORM, files=audio, headers=_MULTIPART)
+    (folder / "upload").write_bytes(request.read())
 
 
 def _upload(folder: Path) -> Any:
-    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
-
     def post(client: TestClient) -> Any:
         content = (folder / "upload").read_bytes()
-        answer = client.post("/v1/audio/transcriptions", content=content, headers=headers)
+        answer = client.post("/v1/audio/transcriptions", content=content, headers=_MULTIPART)
         if answer.status_code >= 400:
             raise Refused(answer.json()["error"]["message"])
         return answer.text

@@ -4,8 +4,6 @@ A step changes the one weight by the number of its ranks and the sum of their au
 of two. `weights_of`, `loss_of` and `dev_loss` are what a run must have logged and saved.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time
@@ -14,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -87,7 +85,7 @@ class SimulatedFeatures:
 
     parameters = buffers = named_modules = modules  # what ranks compare before an evaluation
 
-    def train(self, mode: bool = True) -> SimulatedFeatures:
+    def train(self, mode: bool = True) -> Self:
         return self
 
     eval = train
@@ -214,7 +212,7 @@ class Loader:
         self._free_s, self._ahead = [0.0] * max(1, num_workers), (options["prefetch_factor"] or 1) * max(1, num_workers)
         self._sent: deque[tuple[Any, float]] = deque()
 
-    def __iter__(self) -> Loader:
+    def __iter__(self) -> Self:
         self._keys, self._numbers = iter(self._sampler), itertools.count()
         self._drop()
         return self
