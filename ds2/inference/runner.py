@@ -81,11 +81,12 @@ class SlotTable:
         self._allocate(capacity)
 
     def _allocate(self, capacity: int) -> None:
-        self.state = self._new_state(capacity)
+        state = self._new_state(capacity)
         # Samples of the next two blocks of every slot, in rows that a GPU reads where they are, without a copy.
         pinned = torch.zeros(2 * capacity, self._samples, pin_memory=self._device.type == "cuda")
-        self.rows: list[NDArray[np.float32]] = list(pinned.numpy())
         self.device_rows = _on_device(pinned, self._device)
+        self.rows: list[NDArray[np.float32]] = list(pinned.numpy())
+        self.state = state  # once nothing can fail any more: else streams would go on with an empty state
 
     def take(self, step: int) -> Slot:
         """Give a stream a slot, free again when the `Slot` is gone; any thread may ask."""
@@ -97,7 +98,7 @@ class SlotTable:
         return slot
 
     def grow(self, slots: int) -> None:
-        """Make the tables at least so large; all of them are new tensors then."""
+        """Make the tables at least so large; all of them are new tensors then. If that fails, none are."""
         capacity, smaller = self.state.capacity, self.state
         while capacity < slots:
             capacity *= 2

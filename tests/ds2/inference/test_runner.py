@@ -235,6 +235,21 @@ class FailsWithTwo:
         return logits
 
 
+def test_tables_that_cannot_grow_stay_as_they_are(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = load(make_model(), "cpu", capacity=2).runners[BLOCK_FRAMES].slots
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    before = slots.state, slots.rows, slots.device_rows
+    monkeypatch.setattr("ds2.inference.runner._on_device", fail)
+    with pytest.raises(MemoryError):
+        slots.grow(3)
+    assert all(now is then for now, then in zip((slots.state, slots.rows, slots.device_rows), before, strict=True))
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_batch_that_fails_within_the_network_leaves_its_streams_where_they_were(
     cell: tuple[str, ...], make_model: Callable[..., Path], recording: Path
