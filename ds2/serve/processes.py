@@ -120,9 +120,9 @@ class WorkerLink:
                     yield self._chunk(call, session, time_s, samples[start:end], clean)
             case Flush(call, session, time_s):
                 yield self._chunk(call, session, time_s, None, True)
-            case OpenSession(0):
+            case OpenSession(0, int()):
                 self._open(message)
-            case OpenSession():
+            case OpenSession(_, int()):
                 self._opening.add(message.session)
                 self._opener.submit(self._open_slowly, message)
             case CloseSession(session):
@@ -141,7 +141,7 @@ class WorkerLink:
     ) -> Chunk | Failure:
         live = self._sessions.get(session) or BrokenError()
         if isinstance(live, LiveSession):
-            return Chunk(live, samples, self.deliver, call, arrived_s, in_range)
+            return Chunk(live, samples, self.deliver, call, float(arrived_s), in_range)
         return Failure.of(call, live)
 
     def _open(self, message: OpenSession) -> None:

@@ -6,15 +6,21 @@ import asyncio
 import random
 import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from ds2.audio.read import AudioError
+from ds2.config.schema import DecodeConfig
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.decoding.phrases import LexiconError
+from ds2.model.checkpoint import load_model
 from ds2.recognition.open_segments import NEVER, Endpoints, Segment
+from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import LiveSession
 from ds2.serve.client import (
     TO_ENGINE,
@@ -36,7 +42,7 @@ from ds2.serve.client import (
     pack,
 )
 from ds2.serve.engine import Chunk, Engine
-from ds2.serve.limits import BrokenError, FullError
+from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.serve.processes import WorkerLink
 from ds2.system import UserError
@@ -198,3 +204,21 @@ def test_a_remote_recogniser_works_in_any_loop_and_notices_its_end() -> None:
     ours.close()
     assert result == RESULT and lost
     assert type(full) is FullError and type(broken) is BrokenError
+
+
+def test_a_message_with_values_of_other_types_ends_its_worker_alone(make_model: Callable[..., Path]) -> None:
+    recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(), torch.device("cpu"))
+    engine, settings = Engine(recogniser, Limits()), SessionSettings(16000, NEVER)
+    wrong: list[tuple[object, ...]] = [
+        (OpenSession(0, [1], settings),),  # type: ignore[arg-type]
+        (OpenSession(0, 1, settings), Flush(1, 1, "soon")),  # type: ignore[arg-type]
+        (OpenSession(0, 1, settings), AcceptWaveforms([1], [1], [None], [0], bytearray())),  # type: ignore[list-item]
+    ]
+    for messages in wrong:
+        ours, theirs = socket.socketpair()
+        link = WorkerLink(engine, ours)
+        theirs.send(pack(messages))
+        assert link.receive() is None
+        link.close()
+        theirs.close()
+    assert engine.metrics.text().count(b"ds2_sessions 0.0") == 1
