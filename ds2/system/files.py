@@ -49,8 +49,8 @@ def check_writable(*paths: Path, inputs: Iterable[str | Path] = ()) -> None:
     """Check before a computation that its results can be written and replace none of its inputs. Creates no files.
 
     Raises:
-        UnwritableError: a path is a folder, one of the inputs or another result's, or its parent folder cannot be
-            created or written.
+        UnwritableError: a path is a folder, a device, one of the inputs or another result's, or its parent folder
+            cannot be created or written.
     """
     taken = {Path(path).resolve() for path in inputs}
     for path in paths:
@@ -60,6 +60,8 @@ def check_writable(*paths: Path, inputs: Iterable[str | Path] = ()) -> None:
         try:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if path.absolute().parent == Path("/dev") or (path.exists() and not path.is_file()):
+                raise UnwritableError(f"{path} is no file, and would be replaced by one: choose another path")
             parent = next(folder for folder in path.absolute().parents if folder.exists())
             with tempfile.TemporaryFile(dir=parent) as probe:
                 probe.write(b"ds2")

@@ -13,7 +13,15 @@ import pytest
 
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.system import files
-from ds2.system.files import UnwritableError, atomic_file, read_lines, remove_stale, sole_writer, write_text
+from ds2.system.files import (
+    UnwritableError,
+    atomic_file,
+    check_writable,
+    read_lines,
+    remove_stale,
+    sole_writer,
+    write_text,
+)
 from ds2.system.tensor_file import save
 
 
@@ -204,3 +212,10 @@ def test_a_text_is_read_as_it_was_written_whatever_its_name(name: str, tmp_path:
     assert [line for _, line in read_lines(tmp_path / name)] == ["ä", "b"]
     write_manifest(tmp_path / name, [Utterance(tmp_path / "a.wav", 1.0, "ä")])
     assert [u.text for u in read_manifest(tmp_path / name)] == ["ä"]
+
+
+def test_no_result_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/stdout")):
+        with pytest.raises(UnwritableError, match="is no file, and would be replaced by one: choose another path"):
+            check_writable(path)
