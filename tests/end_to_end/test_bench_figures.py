@@ -103,14 +103,13 @@ def test_the_fitted_contention_and_meeting_are_those_of_the_rows() -> None:
 
 def test_every_stream_has_a_block_in_every_round_of_the_streaming_benchmark() -> None:
     import torch
-    from benchmarks.streaming import block_ms, pipeline_of
+    from benchmarks.streaming import block_ms, runner_of
 
-    pipeline = pipeline_of(["model=rnn_small", "model.hidden=8"], torch.device("cpu"), "fp32")
-    block_frames = 2 * pipeline.model.time_stride
+    untrained, block_frames = runner_of(["model=rnn_small", "model.hidden=8"], torch.device("cpu"), "fp32")
 
     class Counted:
         def __init__(self) -> None:
-            self.runner, self.steps = pipeline.block_runner(block_frames), list[tuple[int, int]]()
+            self.runner, self.steps = untrained, list[tuple[int, int]]()
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.runner, name)

@@ -19,25 +19,23 @@ from dispatch import new_parser, parse
 from ds2.audio.features import Features
 from ds2.audio.stream import SampleBlocks
 from ds2.commands.compose import compose_config
-from ds2.config.schema import DecodeConfig
-from ds2.decoding.methods import make_decoder
 from ds2.inference.runner import BlockRunner
 from ds2.model.acoustic import AcousticModel
-from ds2.recognition.session import Pipeline
 from ds2.text.alphabet import Alphabet
 
 BLOCK_S = 0.2
 
 
-def pipeline_of(overrides: Sequence[str], device: torch.device, precision: str) -> Pipeline:
-    """An untrained model with features, alphabet and decoder."""
+def runner_of(overrides: Sequence[str], device: torch.device, precision: str) -> tuple[BlockRunner, int]:
+    """The runner of an untrained model, and the feature frames of its blocks."""
     config = compose_config([*overrides, "run_dir=none", "data.train=[none]", "data.dev=[none]"])
     torch.manual_seed(0)
     features = Features(config.features, config.data.sample_rate_hz).to(device)
-    alphabet = Alphabet.from_config(config.alphabet)
-    model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s).to(device).eval()
-    decoder = make_decoder(DecodeConfig(), alphabet, config.features.step_s * model.time_stride, device)
-    return Pipeline(model, features, alphabet, decoder, device, precision)
+    labels, step_s = len(Alphabet.from_config(config.alphabet)), config.features.step_s
+    model = AcousticModel(config.model, features.bins, labels, step_s).to(device).eval()
+    block_frames = model.time_stride * round(BLOCK_S / (step_s * model.time_stride))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return BlockRunner(model, features, block_frames, dtype), block_frames
 
 
 def block_ms(runner: BlockRunner, streams: int, block_frames: int, rounds: int) -> tuple[float, float, float]:
@@ -71,16 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--precision", default="")
+    parser.add_argument("--precision", choices=("fp32", "bf16"))
     options = parse(parser, arguments)
     device = torch.device(options.device)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    pipeline = pipeline_of(options.overrides, device, precision)
-    block_frames = pipeline.model.time_stride * round(BLOCK_S / pipeline.frame_s)
+    runner, block_frames = runner_of(options.overrides, device, precision)
     facts(options, device, f"{' '.join(options.overrides)}, blocks of {BLOCK_S:g} s, {precision}")
     columns = {"streams": "{streams}", "ms": "{median:.3f}", "p98 ms": "{p98:.3f}", "device ms": "{device:.3f}"}
     table = Table(columns | {"accepting samples ms": "{accept:.3f}"})
-    runner = pipeline.block_runner(block_frames)
     for streams in options.batch:
         median, p98, accept = block_ms(runner, streams, block_frames, options.rounds)
         graph = None

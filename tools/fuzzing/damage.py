@@ -121,9 +121,8 @@ def _header(draw: random.Random, content: bytes) -> bytes:
     """A safetensors file that is whole but for a value in its header, or in the JSON that ds2 keeps there."""
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
-    own = json.loads(header["__metadata__"]["ds2"])
     if draw.random() < 0.7:
-        header["__metadata__"]["ds2"] = json.dumps(changed_tree(draw, own))
+        header["__metadata__"]["ds2"] = json.dumps(changed_tree(draw, json.loads(header["__metadata__"]["ds2"])))
     else:
         header = changed_tree(draw, header)
     written = json.dumps(header).encode()

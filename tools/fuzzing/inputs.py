@@ -32,7 +32,7 @@ from fuzzing.files import Target
 
 from ds2.system import UserError
 
-TARGETS = {**files.TARGETS, **server.TARGETS}
+TARGETS = {target.name: target for target in (*files.TARGETS, *server.TARGETS)}
 FAULTS = ("wrong", "traceback", "died", "hang", "memory")
 HANG_S = 30.0
 MEMORY_KIB = 1 << 20

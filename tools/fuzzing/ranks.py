@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -159,10 +159,12 @@ def disturbed(
         statuses = {process.exitcode for process in running}
         done |= 0 in statuses
         running = [process for process in running if process.exitcode is None]
-        if why := _failure(statuses, time.monotonic() - began):
+        failed = [status for status in statuses if status not in (None, *_EXPECTED)]
+        if failed or time.monotonic() - began > LIMIT_S:
             for process in (*running, *(process for _, process in stopped)):
                 process.kill()
                 process.join()
+            why = f"a rank ended with status {failed[0]}" if failed else f"not done after {LIMIT_S:.0f} s"
             raise Fault(f"{why}: {last_output(folder)}")
         if not (done or running or stopped):  # one has to finish
             running.append(start_one())
@@ -215,14 +217,6 @@ def took_a_step(run_dir: Path, ranks: int) -> bool:
     """Whether the last step was one of so many ranks, since they met."""
     lines = [line for line in read_log(run_dir / "log.jsonl") if line["event"] in ("start", "resume", "ranks", "train")]
     return bool(lines) and lines[-1]["event"] == "train" and lines[-1]["ranks"] == ranks
-
-
-def _failure(statuses: Iterable[int | None], run_s: float) -> str:
-    """Why a run has failed, by the statuses of its processes and its time so far, or ''."""
-    failed = [status for status in statuses if status not in (None, *_EXPECTED)]
-    if failed:
-        return f"a rank ended with status {failed[0]}"
-    return f"not done after {LIMIT_S:.0f} s" if run_s > LIMIT_S else ""
 
 
 def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> None:

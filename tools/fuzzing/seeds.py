@@ -18,17 +18,16 @@ from dispatch import plain_parser
 
 from ds2.system.machine import usable_cores
 
-PlantedFault = Callable[[], Any]  # makes a context manager in which the fault is there
-
 
 class Fault(Exception):
     """A run that breaks a promise, fails or hangs."""
 
 
-def planted(*rows: tuple[Any, ...]) -> dict[str, PlantedFault]:
+def planted(*rows: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
     """Faults by name, from rows of a name, a module or class, an attribute of it, and what is put there.
 
-    That is a value or, for a function, a text of its source and the text that replaces it.
+    Each is called for a context manager in which it is there. What is put there is a value or, for a function, a text
+    of its source and the text that replaces it.
     """
     return {name: partial(_plant, *where) for name, *where in rows}
 
@@ -48,7 +47,7 @@ def simulate(
     command: str,
     description: str | None,
     run: Callable[[int], str],
-    planted_faults: Mapping[str, PlantedFault],
+    planted_faults: Mapping[str, Callable[[], Any]],
     arguments: Sequence[str] | None,
 ) -> int:
     """Run seeds, or look for the planted faults; returns the exit status.

@@ -242,21 +242,19 @@ def _read_shards(folder: Path) -> Any:
     return digest(Shard(path.parent).read(path.name) for path in paths)  # opened anew, for they change
 
 
-TARGETS = {
-    row.name: row for row in (
-        *(
-            Target(f"audio in blocks {sound.lower()}", _sound(*sound.split("/")), _blocks, BYTES)
-            for sound in ("WAV/PCM_16", "FLAC/PCM_16", "OGG/OPUS")
-        ),
-        Target("shards", _make_shards, _read_shards, TEXT, "shards/[0-9]*", checked=True),
-        Target("ds2 align, manifest", _make_aligned, _aligned, JSON_LINES, "m.jsonl"),
-        Target("ds2 align, audio", _make_aligned, _aligned, BYTES, "wav/*/*.wav"),
-        Target("ds2 serve, upload", _make_upload, _upload, (*BYTES, *TEXT), "upload"),
-        *(
-            Target(f"ds2 serve, {name}", partial(_make_messages, protocol), partial(_read_messages, protocol),
-                   _MESSAGES, "messages.jsonl")
-            for name, protocol in _protocols().items()
-        ),
-        Target("ds2 serve, Wyoming", _make_events, _events, (*BYTES, *TEXT), "events"),
-    )
-}  # fmt: skip
+TARGETS = (
+    *(
+        Target(f"audio in blocks {sound.lower()}", _sound(*sound.split("/")), _blocks, BYTES)
+        for sound in ("WAV/PCM_16", "FLAC/PCM_16", "OGG/OPUS")
+    ),
+    Target("shards", _make_shards, _read_shards, TEXT, "shards/[0-9]*", checked=True),
+    Target("ds2 align, manifest", _make_aligned, _aligned, JSON_LINES, "m.jsonl"),
+    Target("ds2 align, audio", _make_aligned, _aligned, BYTES, "wav/*/*.wav"),
+    Target("ds2 serve, upload", _make_upload, _upload, (*BYTES, *TEXT), "upload"),
+    *(
+        Target(f"ds2 serve, {name}", partial(_make_messages, protocol), partial(_read_messages, protocol),
+               _MESSAGES, "messages.jsonl")
+        for name, protocol in _protocols().items()
+    ),
+    Target("ds2 serve, Wyoming", _make_events, _events, (*BYTES, *TEXT), "events"),
+)  # fmt: skip

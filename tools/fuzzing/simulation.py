@@ -241,10 +241,6 @@ class Received:
     code: int | None = None  # with which the server closed
     error: str = ""
 
-    @property
-    def text(self) -> str:
-        return " ".join(filter(None, self.texts))
-
 
 class SimulatedClient:
     """A client; the method `play` of each kind is its script."""
@@ -294,8 +290,8 @@ class SimulatedClient:
         outcome = self.outcome
         if outcome.code in (1011, 1013):  # refused, with the reason
             return
-        allowed = range(outcome.sent, outcome.answered - 1, -1)
-        if all(audio.text(count) != outcome.text for count in allowed):
+        received, allowed = " ".join(filter(None, outcome.texts)), range(outcome.sent, outcome.answered - 1, -1)
+        if all(audio.text(count) != received for count in allowed):
             raise Fault(f"{outcome}: its audio alone has {[audio.text(count) for count in allowed]}")
 
 
