@@ -90,8 +90,7 @@ def measure(
 
 def run_rank(options: argparse.Namespace) -> None:
     """Run all combinations on the ranks of this job; rank 0 writes the rows."""
-    folder = Path(options.as_rank)
-    rows = []
+    folder, rows = options.as_rank, []
     with connect(CommConfig(timeout_s=120), options.device) as comm:
         batches = [("per_rank", n * comm.world) for n in options.per_rank]
         batches += [("global", n) for n in options.global_batch]
@@ -144,7 +143,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--mpirun", default="--oversubscribe --bind-to none", help="options of mpirun")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of scaling.json")
-    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     add_noise_options(parser)
     options = parse(parser, arguments)
     if not options.per_rank and not options.global_batch:

@@ -89,10 +89,8 @@ def _attempt(run: Callable[[int], str], seed: int) -> tuple[int, str, str]:
     """Run a seed; return it, what was wrong, or '', and its digest."""
     try:
         return seed, "", run(seed)
-    except Fault as error:
-        return seed, str(error), ""
     except Exception as error:
-        return seed, f"unexpected {error!r}", ""
+        return seed, str(error) if isinstance(error, Fault) else f"unexpected {error!r}", ""
 
 
 def _attempts(run: Callable[[int], str], seeds: range, workers: int) -> Iterator[tuple[int, str, str]]:

@@ -3,7 +3,8 @@
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -103,16 +104,16 @@ def _recogniser(folder: Path) -> Recogniser:
     return Recogniser.of(load_model(folder / "best.safetensors"), DecodeConfig(method="beam", beam=4), CPU)
 
 
-def _request(folder: Path, requests: Callable[[TestClient], Any]) -> Any:
-    """Return the answer of a server, and raise its own faults."""
+@contextmanager
+def _server(folder: Path) -> Iterator[TestClient]:
+    """A server; raises its own faults."""
     with TestClient(application(LocalRecogniser(_recogniser(folder), LIMITS), LIMITS)) as client:
         try:
-            answer = requests(client)
+            yield client
         except OSError as error:  # a command would print it as one line
             raise AssertionError(f"the server failed: {error}") from error
         if " ds2_sessions 0.0" not in client.get("/metrics").text.replace("\n", " "):
             raise AssertionError("a session was never closed")
-        return answer
 
 
 def _make_upload(folder: Path) -> None:
@@ -124,14 +125,12 @@ def _make_upload(folder: Path) -> None:
 
 
 def _upload(folder: Path) -> Any:
-    def post(client: TestClient) -> Any:
+    with _server(folder) as client:
         content = (folder / "upload").read_bytes()
         answer = client.post("/v1/audio/transcriptions", content=content, headers=_MULTIPART)
         if answer.status_code >= 400:
             raise Refused(answer.json()["error"]["message"])
-        return answer.text
-
-    return _request(folder, post)
+    return answer.text
 
 
 def _make_messages(protocol: Protocol, folder: Path) -> None:
@@ -139,14 +138,10 @@ def _make_messages(protocol: Protocol, folder: Path) -> None:
     write_text(folder / "messages.jsonl", *map(json.dumps, protocol.messages))
 
 
-def _read_messages(protocol: Protocol, folder: Path) -> Any:
-    return _request(folder, lambda client: _talk(client, protocol, (folder / "messages.jsonl").read_bytes()))
-
-
-def _talk(client: TestClient, protocol: Protocol, content: bytes) -> Any:
+def _talk(protocol: Protocol, folder: Path) -> Any:
     """Send each line as a message, the value of `binary` as bytes; return all answers."""
-    answers: list[Any] = []
-    with client.websocket_connect(protocol.path) as socket:
+    content, answers = (folder / "messages.jsonl").read_bytes(), list[Any]()
+    with _server(folder) as client, client.websocket_connect(protocol.path) as socket:
         for line in content.decode("utf-8", "replace").removesuffix("\n").split("\n"):
             binary = _binary(line)
             socket.send_text(line) if binary is None else socket.send_bytes(binary)
@@ -192,7 +187,8 @@ def _events(folder: Path) -> Any:
         await route(socket.websocket)
         await socket.close()
 
-    _request(folder, lambda client: client.portal.call(serve, client.app))
+    with _server(folder) as client:
+        client.portal.call(serve, client.app)
     written = b"".join(call.args[0] for call in writer.write.call_args_list)
     answers = [json.loads(line, parse_constant=_no_json) for line in written.splitlines()]
     errors = [answer["data"]["text"] for answer in answers if answer["type"] == "error"]
@@ -252,8 +248,8 @@ TARGETS = (
     Target("ds2 align, audio", _make_aligned, _aligned, BYTES, "wav/*/*.wav"),
     Target("ds2 serve, upload", _make_upload, _upload, (*BYTES, *TEXT), "upload"),
     *(
-        Target(f"ds2 serve, {name}", partial(_make_messages, protocol), partial(_read_messages, protocol),
-               _MESSAGES, "messages.jsonl")
+        Target(f"ds2 serve, {name}", partial(_make_messages, protocol), partial(_talk, protocol), _MESSAGES,
+               "messages.jsonl")
         for name, protocol in _protocols().items()
     ),
     Target("ds2 serve, Wyoming", _make_events, _events, (*BYTES, *TEXT), "events"),
