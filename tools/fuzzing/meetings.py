@@ -406,4 +406,4 @@ FAULTS = planted(
 )  # each must be detected  # fmt: skip
 
 
-main = partial(simulate, "meetings", __doc__, run_seed, FAULTS)
+main = partial(simulate, __doc__, run_seed, FAULTS)

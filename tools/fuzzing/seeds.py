@@ -44,7 +44,6 @@ def _plant(owner: Any, name: str, *value: Any) -> Any:
 
 
 def simulate(
-    command: str,
     description: str | None,
     run: Callable[[int], str],
     planted_faults: Mapping[str, Callable[[], Any]],
@@ -53,7 +52,7 @@ def simulate(
     """Run seeds, or look for the planted faults; returns the exit status.
 
     Args:
-        command: of tools/fuzz.py; `description` is its help.
+        description: what `--help` shows.
         run: runs a seed and returns a digest of what happened, or raises Fault.
     """
     parser = plain_parser(description)
@@ -73,7 +72,7 @@ def simulate(
     seeds = range(options.first, options.first + options.seeds)
     attempts = partial(_attempts, run, seeds, options.workers)
     if options.faults is None:
-        return _print_runs(command, attempts, options.seconds)
+        return _print_runs(parser.prog, attempts, options.seconds)
     missed, faults = 0, options.faults or planted_faults
     for name in faults:
         began_s = time.monotonic()
@@ -99,13 +98,13 @@ def _attempts(run: Callable[[int], str], seeds: range, workers: int) -> Iterator
         yield from pool.imap(partial(_attempt, run), seeds, chunksize=4)
 
 
-def _print_runs(command: str, attempts: Callable[[], Any], most_s: float) -> int:
+def _print_runs(program: str, attempts: Callable[[], Any], most_s: float) -> int:
     began_s, digest, failed, done = time.monotonic(), hashlib.sha256(), 0, 0
     for seed, wrong, digest_of_run in attempts():
         digest.update(digest_of_run.encode())
         failed, done = failed + bool(wrong), done + 1
         if wrong:
-            print(f"seed {seed}: {wrong}\n  again: python tools/fuzz.py {command} --first {seed} --seeds 1")
+            print(f"seed {seed}: {wrong}\n  again: python tools/{program} --first {seed} --seeds 1")
         if time.monotonic() - began_s > most_s:
             break
     rate = done / (time.monotonic() - began_s)

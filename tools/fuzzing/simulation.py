@@ -604,4 +604,4 @@ FAULTS = planted(
 )  # each must be found  # fmt: skip
 
 
-main = partial(simulate, "simulation", __doc__, run_seed, FAULTS)
+main = partial(simulate, __doc__, run_seed, FAULTS)

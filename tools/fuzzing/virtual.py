@@ -22,7 +22,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.now_s, self.draw = 0.0, draw
         self.spent_s = self.longest_s = 0.0  # by what runs now, and by anything in the loop: meanwhile nobody is served
         self.longest_work_s = 0.0  # of a thread
-        super().__init__(_Clock(self))
+        selector = selectors.SelectSelector()
+        selector.select = self._move_clock  # nobody writes to the only file that it waits for, the loop's own pipe
+        super().__init__(selector)
+
+    def _move_clock(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise Fault("tasks wait for what will never happen")
+        self.longest_s = max(self.longest_s, self.spent_s)
+        self.now_s, self.spent_s = self.now_s + max(timeout, self.spent_s, 0.0), 0.0
+        return []
 
     def time(self) -> float:
         return self.now_s
@@ -53,22 +62,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     async def create_unix_connection(self, protocol_factory: Any, path: Any = None, **options: Any) -> Any:
         """See asyncio: `sock` is a `LoopSocket`."""
         return options["sock"].connect(protocol_factory())
-
-
-class _Clock(selectors.SelectSelector):
-    """To wait for files is to move the clock: nobody writes to the only one, the loop's own pipe."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
-        self.loop = loop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        loop = self.loop
-        if timeout is None:
-            raise Fault("tasks wait for what will never happen")
-        loop.longest_s = max(loop.longest_s, loop.spent_s)
-        loop.now_s, loop.spent_s = loop.now_s + max(timeout, loop.spent_s, 0.0), 0.0
-        return []
 
 
 class PeerSocket:
