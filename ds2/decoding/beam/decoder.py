@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -78,20 +79,11 @@ class BatchedBeamSearch:
 
     def nbest(self, beams: Beams) -> NBest:
         """Rank prefixes, without the labels that were taken away from them."""
-        return self.start_nbest(beams)()
-
-    def start_nbest(self, beams: Beams) -> Callable[[], NBest]:
-        """Launch `nbest`; the function that is returned waits for it."""
         table, slots = _rank(self.fusion, beams.acoustic, beams, self.options.nbest)
         rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).flatten(0, 1)
-        copy = start_copy(rows, beams.counts.gather(1, slots).flatten(), table)
-
-        def wait() -> NBest:
-            all_labels, counts, scores = copy()
-            flat = iter(first_of_rows(all_labels, counts))
-            return NBest([list(map(tuple, islice(flat, slots.shape[1]))) for _ in range(len(slots))], scores)
-
-        return wait
+        all_labels, counts, scores = start_copy(rows, beams.counts.gather(1, slots).flatten(), table)()
+        flat = iter(first_of_rows(all_labels, counts))
+        return NBest([list(map(tuple, islice(flat, slots.shape[1]))) for _ in range(len(slots))], scores)
 
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +202,8 @@ class BeamDecoder(Decoder):
     ) -> list[Hypothesis] | None:
         """`step`; on a GPU `best` of the streams at the indices `wanted` too, with one wait for all.
 
-        None where it would be another wait: in PyTorch's search, and where times of a stream become final.
+        None where it would be another wait: in PyTorch's search, and where times of a stream become final. None too
+        where it needs more memory than there is.
         """
         search, counts = self.search.streams, lengths.tolist()
         due = any(count >= s.aligner.due_at - s.aligner.total_frames for s, count in zip(streams, counts, strict=True))
@@ -221,12 +214,15 @@ class BeamDecoder(Decoder):
         # Of wrong values no frame is searched: then no stream has changed when that is raised.
         searched = torch.where(right, lengths.to(self.device, non_blocking=True), 0)
         shared = search.start_step(states, log_probs, searched)
-        read_nbest = self.search.start_nbest(search.beams([states[index] for index in wanted]))
-        nbest = read_nbest()  # waits for all of it
+        nbest: NBest | None = None
+        with suppress(torch.OutOfMemoryError):  # else callers try smaller batches, which search these frames again
+            nbest = self.search.nbest(search.beams([states[index] for index in wanted]))  # waits for all of it
         self._append(shared(), streams)
         raise_if_wrong()
         for index, (stream, count) in enumerate(zip(streams, counts, strict=True)):
             self._advance(stream, log_probs, index, 0, count)
+        if nbest is None:
+            return None
         hypotheses = self._hypotheses(nbest, [streams[index] for index in wanted])
         return [self._in_words(row)[0] for row in hypotheses]
 

@@ -136,6 +136,24 @@ def test_wrong_values_change_no_stream(where: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("where", WHERE)
+def test_without_memory_for_results_frames_are_searched_once(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = by_kernel("words", tmp_path, where, monkeypatch)
+    log_probs, lengths = speechlike(20, 2, len(found.alphabet)).log_softmax(2).to(where), torch.tensor([20, 13])
+    short, enough = ([found.start() for _ in range(2)] for _ in range(2))
+    found.step_and_best(enough, log_probs, lengths, [0, 1])
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KernelStreams, "beams", fail)
+        assert found.step_and_best(short, log_probs, lengths, [0, 1]) is None
+    assert found.best(short) == found.best(enough)
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_times_that_become_final_cost_a_wait_of_their_own(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
