@@ -193,8 +193,10 @@ class KernelStreams:
         """Launch `step`; the function that is returned waits for it, at latest before the next step."""
         numbers, rows = self._prepare(slots, len(log_probs) + 1)
         tables = self.tables
-        packed, counts, tables.runs[rows] = pack_next(log_probs, lengths, self.options, tables.runs[rows])
-        return self._start_search(packed, counts, numbers, rows)
+        packed, counts, runs = pack_next(log_probs, lengths, self.options, tables.runs[rows])
+        wait = self._start_search(packed, counts, numbers, rows)
+        tables.runs[rows] = runs  # not before: if the search has no memory, another one of these frames follows
+        return wait
 
     @torch.inference_mode()
     def flushed(self, slots: Sequence[StreamSlot]) -> Beams:

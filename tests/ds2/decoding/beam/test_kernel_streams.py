@@ -136,21 +136,27 @@ def test_wrong_values_change_no_stream(where: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_without_memory_for_results_frames_are_searched_once(
+def test_without_memory_frames_are_searched_once_or_not_at_all(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _ = by_kernel("words", tmp_path, where, monkeypatch)
-    log_probs, lengths = speechlike(20, 2, len(found.alphabet)).log_softmax(2).to(where), torch.tensor([20, 13])
+    log_probs, lengths = speechlike(20, 2, len(found.alphabet)), torch.tensor([20, 13])
+    log_probs[9:, :, 1:] -= 12.0  # a run of blanks that is open at the end
+    log_probs = log_probs.log_softmax(2).to(where)
     short, enough = ([found.start() for _ in range(2)] for _ in range(2))
     found.step_and_best(enough, log_probs, lengths, [0, 1])
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patched:
+        patched.setattr(KernelStreams, "_launch", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            found.step(short, log_probs, lengths)
+    with monkeypatch.context() as patched:
         patched.setattr(KernelStreams, "beams", fail)
         assert found.step_and_best(short, log_probs, lengths, [0, 1]) is None
-    assert found.best(short) == found.best(enough)
+    assert found.finish(short) == found.finish(enough)
 
 
 @pytest.mark.parametrize("where", WHERE)
