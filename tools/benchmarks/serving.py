@@ -76,13 +76,11 @@ def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> l
     return asyncio.run(_clients(url, audio, streams, *times))
 
 
-def over_sockets(
-    url: str, audio: Sequence[bytes], streams: int, seconds: float, spread_s: float, processes: int
-) -> list[Replies]:
+def over_sockets(url: str, audio: Sequence[bytes], streams: int, processes: int, *times: float) -> list[Replies]:
     """The replies to clients in several processes."""
     shares = [len(range(first, streams, processes)) for first in range(min(processes, streams))]
     with ProcessPoolExecutor(len(shares)) as pool:
-        running = [pool.submit(_process, url, audio, share, seconds, spread_s) for share in shares]
+        running = [pool.submit(_process, url, audio, share, *times) for share in shares]
         return [replies for one in running for replies in one.result()]
 
 
@@ -127,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table({"streams": "{streams}", **columns, "p98 of the worst minute ms": "{minute:.0f}"})
     differ: list[str] = []
     for streams in options.streams:
-        clients = over_sockets(options.url, audio, streams, options.seconds, options.spread_s, options.processes)
+        clients = over_sockets(options.url, audio, streams, options.processes, options.seconds, options.spread_s)
         differ += other_texts(clients)
         latencies = [seconds for replies in clients for seconds in replies.latencies]
         row: dict[str, Any] = {"streams": streams, "minute": 1000 * worst_minute(clients)}

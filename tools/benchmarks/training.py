@@ -12,12 +12,12 @@ number, from a trace of three further steps: the slower of host and GPU decides 
 as CUDA graphs from about the tenth step on, so the warm-up should not be shorter than the default.
 """
 
-import argparse
 import itertools
 import json
 import statistics
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,7 +122,7 @@ def write_noise(folder: Path, utterances: int, duration_s: float) -> None:
     write_manifest(folder / "noise.jsonl", records)
 
 
-def noise_overrides(folder: Path, batch: int, options: argparse.Namespace) -> list[str]:
+def noise_overrides(folder: Path, batch: int, options: Namespace) -> list[str]:
     """Write a corpus of noise unless it is there; return settings of a run on it whose steps hardly change the weights.
 
     Those of the command line (`add_noise_options`) come last.
@@ -150,9 +150,7 @@ def open_trainer(
     return trainer, lambda: trainer.step(batches, plan)
 
 
-def bench(
-    model: str, layers: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path
-) -> dict[str, Any]:
+def bench(model: str, layers: str, batch: int, graphs: str, options: Namespace, folder: Path) -> dict[str, Any]:
     """Time steps of one model at one batch size."""
     overrides = [
         f"model={model}", f"model.backend={options.backend}", f"device={options.device}",
@@ -191,7 +189,7 @@ def bench(
     }  # fmt: skip
 
 
-def add_noise_options(parser: argparse.ArgumentParser) -> None:
+def add_noise_options(parser: ArgumentParser) -> None:
     """Add the options of the corpus, and the settings that every run takes."""
     parser.add_argument("--duration", type=float, default=7.0, help="seconds of each utterance")
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")

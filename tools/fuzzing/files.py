@@ -141,9 +141,7 @@ def _make_deepspeech(folder: Path) -> None:
 
 
 def _imported(format_name: str, inside: str = "", part: str = "") -> Callable[[Path], Any]:
-    return lambda folder: [
-        (u.name, u.text, u.speaker, u.duration_s) for u in import_corpus(format_name, folder / inside, part)
-    ]
+    return lambda f: [(u.name, u.text, u.speaker, u.duration_s) for u in import_corpus(format_name, f / inside, part)]
 
 
 def _parts_of_model() -> tuple[AcousticModel, Features, Alphabet]:
@@ -192,15 +190,12 @@ def _language_model() -> Any:
     return estimate([[draw.choice(WORDS_OF_LM) for _ in range(draw.randint(1, 6))] for _ in range(60)], 3).model
 
 
-def _read_lm(name: str) -> Callable[[Path], Any]:
-    def read(folder: Path) -> Any:
-        lm = load_ngram(folder / name)
-        scores = [score for words in (WORDS_OF_LM, ["none", "one", "one"], []) for score in lm.sentence(list(words))]
-        if not all(map(math.isfinite, scores)):
-            raise AssertionError(f"scores that are no log-probs: {scores}")
-        return digest(scores)
-
-    return read
+def _read_lm(name: str, folder: Path) -> Any:
+    lm = load_ngram(folder / name)
+    scores = [score for words in (WORDS_OF_LM, ["none", "one", "one"], []) for score in lm.sentence(list(words))]
+    if not all(map(math.isfinite, scores)):
+        raise AssertionError(f"scores that are no log-probs: {scores}")
+    return digest(scores)
 
 
 def _make_tuned(folder: Path) -> None:
@@ -335,8 +330,8 @@ TARGETS = (
     Target("model file", make_model, _read_model, TENSORS, checked=True),
     Target("trainer state", lambda f: prepare_state(f, _train_state(), TINY)(), _read_state, TENSORS, checked=True),
     Target("audio cache", _make_cache, _read_cache, BYTES, "audio_cache/*", checked=True),
-    Target("LM binary", lambda f: save_ngram(_language_model(), f / "lm"), _read_lm("lm"), TENSORS),
-    Target("LM ARPA", lambda f: write_arpa(_language_model(), f / "lm.arpa"), _read_lm("lm.arpa"), TEXT),
+    Target("LM binary", lambda f: save_ngram(_language_model(), f / "lm"), partial(_read_lm, "lm"), TENSORS),
+    Target("LM ARPA", lambda f: write_arpa(_language_model(), f / "lm.arpa"), partial(_read_lm, "lm.arpa"), TEXT),
     Target("pieces", lambda f: write_text(f / "p.txt", "on", "tw", "▁", "e", "n", "o"),
            lambda f: read_pieces(f / "p.txt"), TEXT),
     Target("tuned settings", _make_tuned, _read_tuned, TEXT),

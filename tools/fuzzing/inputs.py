@@ -92,9 +92,8 @@ class _Reader:
         self.folder.mkdir()  # where the files are made is where they are read: some hold paths
         target.make(self.folder)
         shutil.copytree(self.folder, self.undamaged)
-        self.files = [
-            path.relative_to(self.undamaged) for path in sorted(self.undamaged.glob(target.only)) if path.is_file()
-        ]
+        paths = sorted(self.undamaged.glob(target.only))
+        self.files = [path.relative_to(self.undamaged) for path in paths if path.is_file()]
         self._expected: Any = None
 
     def run(self, case: int, *, raises: bool = False) -> Outcome:

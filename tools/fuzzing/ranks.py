@@ -12,19 +12,18 @@ bits, every step must be there once, and no file may remain half written. The ex
 are forked: libraries load once.
 """
 
-import argparse
 import gc
 import json
 import logging
 import math
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ from functools import partial
 from itertools import groupby
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from dispatch import new_parser, parse, variables_of_ranks
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed, runs = options.seed + runs, runs + 1
             folder, sharded = base / str(seed), f"checkpoint.sharded={seed % 2 == 0}".lower()
             try:
-                one_run(folder, (sharded, *settings), options, random.Random(seed), count)
+                one_run(folder, (sharded, *settings), options, Random(seed), count)
             except Fault as fault:
                 count.faults.append(f"seed {seed}: {fault}")
                 print(count.faults[-1], file=sys.stderr)
@@ -116,9 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if count.faults else 0
 
 
-def one_run(
-    folder: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: RunCounts
-) -> None:
+def one_run(folder: Path, settings: Sequence[str], options: Namespace, draw: Random, count: RunCounts) -> None:
     """Train once with ranks that come and go, and compare."""
     run_dir = folder / "broken" / "run"
     run_dir.parent.mkdir(parents=True)
@@ -136,9 +134,7 @@ def one_run(
     count.equal += 1
 
 
-def disturbed(
-    run_dir: Path, settings: Sequence[str], options: argparse.Namespace, draw: random.Random, count: RunCounts
-) -> None:
+def disturbed(run_dir: Path, settings: Sequence[str], options: Namespace, draw: Random, count: RunCounts) -> None:
     """Train to the end while processes are killed, stopped, asked to leave and started."""
     run = (*settings, f"comm.max_ranks={options.ranks}", f"run_dir={run_dir}")
     folder, began = run_dir.parents[1], time.monotonic()
@@ -196,7 +192,7 @@ def disturbed(
     count.over_nccl += output.read_text(errors="replace").count(f"travel {NcclSums.path}\n")
 
 
-def next_event(draw: random.Random, once: list[str], *, alone: bool, full: bool) -> str:
+def next_event(draw: Random, once: list[str], *, alone: bool, full: bool) -> str:
     """Draw what happens next; what has to happen once comes first, among several ranks."""
     due = [event for event in once if event != "join" or not full]
     event = "join" if once and alone else draw.choice(due or DRAWN)
