@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-SHAPES = [(1, 3, 16), (6, 1, 33), (5, 4, 64), (4, 19, 7)]  # T = 1, B = 1, odd sizes
+SHAPES = [(1, 3, 16), (1, 1, 5), (6, 1, 33), (5, 4, 64), (4, 19, 7)]  # T = 1, B = 1, both, odd sizes
 each_cell = pytest.mark.parametrize("cell", GATED)
 
 

@@ -264,7 +264,7 @@ def _gru_backward(inputs: BackwardInputs, saved: Tensor) -> Gradients:
         following = dh, update, grad
     if following is not None:
         grad_h0.addcmul_(*following[:2]).addmm_(following[2], weight_hh)
-    grad_last = of_product.contiguous() if frames else grad_y.new_empty(0, batch, hidden)
+    grad_last = of_product.clone(memory_format=torch.contiguous_format)  # of one row too: it is overwritten next
     torch.mul(dhs, slope, out=of_product)
     return grads.contiguous(), grad_last, grad_h0.contiguous(), None
 
