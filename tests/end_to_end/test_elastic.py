@@ -456,7 +456,9 @@ def test_a_killed_rank_is_named_another_takes_its_place_and_signals_end_with_a_s
         return jobs[-1]
 
     def groups() -> list[dict[str, Any]]:
-        return events(run_dir, "ranks") if (run_dir / "log.jsonl").is_file() else []
+        if not (run_dir / "log.jsonl").is_file():
+            return []
+        return events(run_dir, "start") + events(run_dir, "ranks")  # both may meet before the first step
 
     try:
         first, second = start(), start()
