@@ -327,11 +327,10 @@ class Features(nn.Module):
                 windows = preemphasise(windows, self.style)
             squares = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square()
             power = squares[..., 0] + squares[..., 1]  # torch's sum over two neighbours takes six times as long
-            if self.mel_weights is not None and power.is_cuda:
-                # cuBLAS adds in another order for another batch; float64 rounds to the same float32 in any order.
-                power = (power.double() @ self.mel_weights.double()).float()
-            elif self.mel_weights is not None:
-                power = power @ self.mel_weights
+            if self.mel_weights is not None:
+                # The order in which cuBLAS adds depends on the batch. Sums in float64 round to the same float32.
+                wide = torch.float64 if power.is_cuda else torch.float32
+                power = (power.to(wide) @ self.mel_weights.to(wide)).float()
             if self.style is not None:
                 return power.clamp(min=MIN_ENERGY).log()
             return (power + POWER_FLOOR).log()

@@ -205,18 +205,18 @@ class BeamDecoder(Decoder):
         None where it would be another wait: in PyTorch's search, and where times of a stream become final. None too
         where it needs more memory than there is.
         """
-        search, counts = self.search.streams, lengths.tolist()
+        kernel_streams, counts = self.search.streams, lengths.tolist()
         due = any(count >= s.aligner.due_at - s.aligner.total_frames for s, count in zip(streams, counts, strict=True))
-        if not isinstance(search, KernelStreams) or due or not wanted:
+        if not isinstance(kernel_streams, KernelStreams) or due or not wanted:
             return super().step_and_best(streams, log_probs, lengths, wanted)
         right, raise_if_wrong = start_check(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
         log_probs, states = self._searched(log_probs), [stream.state for stream in streams]
         # Of wrong values no frame is searched: then no stream has changed when that is raised.
         searched = torch.where(right, lengths.to(self.device, non_blocking=True), 0)
-        shared = search.start_step(states, log_probs, searched)
+        shared = kernel_streams.start_step(states, log_probs, searched)
         nbest: NBest | None = None
         with suppress(torch.OutOfMemoryError):  # else callers try smaller batches, which search these frames again
-            nbest = self.search.nbest(search.beams([states[index] for index in wanted]))  # waits for all of it
+            nbest = self.search.nbest(kernel_streams.beams([states[index] for index in wanted]))  # waits for all of it
         self._append(shared(), streams)
         raise_if_wrong()
         for index, (stream, count) in enumerate(zip(streams, counts, strict=True)):

@@ -36,8 +36,8 @@ def test_it_is_the_recurrence_of_the_projection() -> None:
     z = x @ ih.t() + bias
     z[:2, 2], z[:, 1] = 0, 0
     wanted = recurrence(z, hh, h0, lengths, nonlinearity="tanh")
-    found = recurrent_layer(x, ih, bias, hh, h0, None, lengths, begin, cell="tanh")
-    for ours, true in zip(found, wanted, strict=True):
+    result = recurrent_layer(x, ih, bias, hh, h0, None, lengths, begin, cell="tanh")
+    for ours, true in zip(result, wanted, strict=True):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
 
@@ -48,8 +48,8 @@ def test_it_is_the_lstm_of_the_projection() -> None:
     z = x @ ih.t() + bias
     z[:2, 2], z[:, 1] = 0, 0
     wanted = lstm(z, hh, *states, lengths)
-    found = recurrent_layer(x, ih, bias, hh, *states, lengths, begin, cell="lstm")
-    for ours, true in zip(found, wanted, strict=True):
+    result = recurrent_layer(x, ih, bias, hh, *states, lengths, begin, cell="lstm")
+    for ours, true in zip(result, wanted, strict=True):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
 

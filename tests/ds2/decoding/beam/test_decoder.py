@@ -209,7 +209,7 @@ def test_a_bad_chunk_is_refused_and_the_rest_decoded(tmp_path: Path) -> None:
 def test_without_times_no_frame_is_kept(tmp_path: Path) -> None:
     decoder = make(replace(SURE, times=False), CHARACTERS, "word", tmp_path)
     streams = in_chunks(decoder, speechlike(60, 2, 4), torch.tensor([60, 9]), 11, 0)
-    found = decoder.finish(streams)
+    nbest = decoder.finish(streams)
     assert all(stream.aligner.pending_frames == 0 for stream in streams)
-    assert all(h.text and not h.words for h in found[0])
-    assert found == decoder.decode(speechlike(60, 2, 4), torch.tensor([60, 9]))
+    assert all(h.text and not h.words for h in nbest[0])
+    assert nbest == decoder.decode(speechlike(60, 2, 4), torch.tensor([60, 9]))
