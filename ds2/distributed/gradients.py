@@ -104,6 +104,8 @@ class GradientReducer:
     def start_pass(self, *, last: bool) -> PassWeights:
         """Return the context of a forward pass; gradients of the `last` one of a step are final as they arrive."""
         self._last_pass = last
+        for bucket in self._buckets:
+            bucket.collected = False
         return PassWeights(self._buckets, self._collect)
 
     def end_pass(self) -> None:
@@ -253,6 +255,7 @@ class Bucket:
         self._unfinished = 0  # additions that are deferred
         self.current = False  # whether the rounded copies hold the present parameters
         self.passes = 0  # backward passes of this step that have added to it
+        self.collected = False  # whether the present pass is one of them
 
     def copies(self) -> tuple[Tensor, ...]:
         """Return copies of `parameters`, those of `low_precision` rounded."""
@@ -262,8 +265,8 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        """Whether a backward pass of this step has added its gradients, none of which is deferred still."""
-        return self.passes > 0 and self._unfinished == 0
+        """Whether the present backward pass has added its gradients, none of which is deferred still."""
+        return self.collected and self._unfinished == 0
 
     def start_step(self) -> None:
         """Forget the gradients of the last step."""
@@ -295,6 +298,7 @@ class Bucket:
         self.add_later(add)
         self._written.clear()
         self.passes += 1
+        self.collected = True
 
     def is_first_write(self, part: Tensor, first_row: int) -> bool:
         """Note that a sink writes rows of a part; returns whether these hold nothing of this step yet."""

@@ -43,7 +43,7 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
         clean(tiny_overrides, folders["adamw"]),
         clean(tiny_overrides, folders["again"]),
         clean(tiny_overrides, folders["plain"], "comm.overlap=false", "comm.bucket_mib=0.01"),
-        clean(tiny_overrides, folders["halves"], *halved),
+        clean(tiny_overrides, folders["halves"], *halved, "comm.bucket_mib=0.01"),
         clean(tiny_overrides, folders["local"], *SMOOTH, "comm.batch_norm=local"),
         clean(tiny_overrides, folders["drop2"], *dropout),
     )
