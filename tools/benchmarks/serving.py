@@ -55,9 +55,9 @@ async def stream(url: str, audio: Sequence[bytes], number: int, seconds: float, 
         for chunk in range(round(seconds / CHUNK_S)):
             spoken_s = start_s + chunk * CHUNK_S
             await asyncio.sleep(max(0.0, spoken_s - time.perf_counter()))
-            piece = (data + data)[at : at + size]
+            piece = data[at : at + size]
+            await ws.send(piece + data[: size - len(piece)])
             at = (at + size) % len(data)
-            await ws.send(piece)
             replies.texts.append(json.loads(await ws.recv()).get("text", ""))
             replies.latencies.append(time.perf_counter() - spoken_s)
             if replies.latencies[-1] > _LATE_S:
