@@ -37,7 +37,7 @@ def as_samples(audio: "ArrayLike | Tensor") -> NDArray[np.float32]:
             f"samples have the shape {array.shape}: give (N,) of one channel, N above 0; of several channels their mean"
         )
     if array.dtype.kind == "i" and array.itemsize in (2, 4):  # of either byte order
-        return (array / -float(np.iinfo(array.dtype).min)).astype(np.float32)
+        return array.astype(np.float32) * 2.0 ** (1 - 8 * array.itemsize)
     if array.dtype.kind != "f":
         raise AudioError(f"samples are {array.dtype}: give floats in [-1, 1], or integers of 16 or 32 bits")
     peak = float(np.abs(array).max())

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,11 @@ from ds2.serve.limits import BAD_DATA, RESTART, TRY_LATER, BadRequestError, Limi
 from ds2.system import UserError
 from ds2.system.plain import short_repr
 
+Value = TypeVar("Value")
 _REASON_BYTES = 100  # of a close message; the protocol allows 123
 _REFUSAL_S = 2.0
 _PIECE_S = 2  # audio that is decoded at once
+_encode = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder for every message
 _SUBPROTOCOLS = ("realtime", "token", "bearer")  # before a key that a browser offers as another one
 
 
@@ -48,6 +51,8 @@ class Connection:
         self.session: EngineSession | None = None
         self.sent_words = 0  # of the open utterance, by a protocol that sends words once and for all
         self._samples: SampleReader | None = None  # made by `sample_reader` with the first audio of a session
+        self._wait_ends_s, self._expired = math.inf, False  # when the present wait has lasted too long; whether one has
+        self._timer: asyncio.TimerHandle | None = None  # of waits
 
     async def handle_messages(self) -> None:
         """Answer messages until `receive` returns None, or close the socket where the protocol ends the stream."""
@@ -66,8 +71,7 @@ class Connection:
 
         JSON is in ASCII: texts of clients may hold characters that break a WebSocket's text message.
         """
-        async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
-            await self.socket.send_text(message if isinstance(message, str) else json.dumps(message, allow_nan=False))
+        await self._wait(self.socket.send_text(message if isinstance(message, str) else _encode(message)))
 
     async def receive(self) -> Message | None:
         """Return the next message, or None at the end of the connection.
@@ -80,11 +84,35 @@ class Connection:
             raise asyncio.CancelledError
         self.interruptible = True
         try:
-            async with asyncio.timeout(self.limits.idle_s):
-                message = await self.socket.receive()
+            message = await self._wait(self.socket.receive())
         except TimeoutError as error:
             raise SessionOverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error
         return None if message["type"] == "websocket.disconnect" else message
+
+    async def _wait(self, awaited: Awaitable[Value]) -> Value:
+        """Wait for `limits.idle_s` at most, else raise TimeoutError; `asyncio.timeout` sets a timer for each wait."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._wait_ends_s, self._expired = loop.time() + self.limits.idle_s, False
+        if self._timer is None:
+            self._timer = loop.call_at(self._wait_ends_s, self._end_wait, task)
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            if not self._expired or task.uncancel():  # somebody else wants it
+                raise
+            raise TimeoutError from None
+        finally:
+            self._wait_ends_s = math.inf
+
+    def _end_wait(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a wait that has lasted too long, or look again when it will have."""
+        loop = asyncio.get_running_loop()
+        self._expired = loop.time() >= self._wait_ends_s
+        ends_s = min(self._wait_ends_s, loop.time() + self.limits.idle_s)
+        self._timer = None if self._expired else loop.call_at(ends_s, self._end_wait, task)
+        if self._expired:
+            task.cancel()
 
     async def accept_audio(self, data: bytes) -> StreamResult:
         """Decode audio, of the format that `sample_reader` reads; the first samples open a session with `settings`.
@@ -106,7 +134,7 @@ class Connection:
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
             samples = samples[rate_hz * _PIECE_S :]
         result = await self.session.accept_waveform(samples)
-        return replace(result, final=[*final, *result.final])
+        return replace(result, final=[*final, *result.final]) if final else result
 
     async def flush(self, *, continues: bool = False) -> list[Segment]:
         """Make all accepted audio final; return the segments that became so.
@@ -129,6 +157,12 @@ class Connection:
         if self.session is not None:
             self.session.close()
         self.session = self._samples = None
+
+    def close(self) -> None:
+        """Close the session at the end of the connection."""
+        self.close_session()
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class ProtocolRoute:
@@ -175,7 +209,7 @@ class ProtocolRoute:
             await self._refuse(connection, str(error), error.code if isinstance(error, StatusError) else BAD_DATA)
         finally:
             del self._connections[task]
-            connection.close_session()
+            connection.close()
 
     async def _refuse(self, connection: Connection, message: str, code: int) -> None:
         self.engine.count_refusal(str(code))
