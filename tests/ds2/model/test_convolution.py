@@ -19,6 +19,18 @@ def test_convolution_lengths(kernel: int, stride: int) -> None:
         assert after.lengths.tolist() == [-(-frames // stride)]
 
 
+@pytest.mark.parametrize("channels", [(1, 2), (1, 8), (1, 16), (2, 8)])
+@pytest.mark.parametrize("stride", [2, 3])
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 6])
+def test_few_frames(frames: int, stride: int, channels: tuple[int, int]) -> None:
+    x = torch.randn(3, channels[0], 5, frames).to(memory_format=torch.channels_last)
+    conv = MaskedConv(channels[0], ConvConfig([3, 5], [1, stride], channels[1]), config())
+    narrow, wide = (
+        conv.to(dtype)(x.to(dtype), ragged(frames, [frames] * 3))[0] for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("channels", [4, 16])
 @pytest.mark.parametrize(
     ("bins", "kernel", "stride"), [(20, 41, 2), (22, 41, 2), (31, 41, 3), (41, 41, 3), (26, 31, 2)]
