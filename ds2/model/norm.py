@@ -76,13 +76,16 @@ class SequenceBatchNorm(nn.Module):
         """
         flat = x if self.axis == 1 else x.flatten(0, -2)
         weight, bias = context.weight(self.weight), context.weight(self.bias)
+        y: Tensor
         if not self.training:
-            return _apply(flat, weight, bias, self.running_mean, self.running_var, self.eps).view_as(x)
+            y = _apply(flat, weight, bias, self.running_mean, self.running_var, self.eps)
+            if y.requires_grad and not x.is_cuda:
+                y.register_hook(lambda grad: _in_format_of(flat, grad))  # type: ignore[no-untyped-call]
+            return y.view_as(x)
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
         if self.axis == -1 and self.fused(x):
             return self._launched(x.contiguous(), count, context)
-        y: Tensor
         y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
             flat, weight, bias, count, self.eps, self.reduce
         )
@@ -221,8 +224,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
-        channels_last = x.dim() == 4 and x.stride(1) == 1
-        grad_y = grad_y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        grad_y = _in_format_of(x, grad_y)
         if x.is_cuda:
             total, total_x, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
                 grad_y, x, mean, inverse, weight, True, True, True
@@ -248,6 +250,12 @@ class _Normalise(torch.autograd.Function):
             )
             grad_x = torch.addcmul(shift, x, slope).addcmul_(grad_y, scale)
         return grad_x.to(ctx.saved_tensors[0].dtype), grad_weight, grad_bias, None, None, None
+
+
+def _in_format_of(x: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient in the memory format of x: torch's for a CPU is wrong where one alone has channels last."""
+    channels_last = x.dim() == 4 and x.stride(1) == 1
+    return grad.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:

@@ -1,5 +1,6 @@
 """Sequence-wise batch norm against torch's on the valid frames alone, RMS norm against its equation; gradcheck."""
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,6 +79,22 @@ def test_convolution_layout_shares_statistics_over_frequency() -> None:
     (grad,) = torch.autograd.grad(y, x, grad_y)
     (expected_grad,) = torch.autograd.grad(expected, x, grad_y)
     torch.testing.assert_close(grad, expected_grad)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_do_not_depend_on_memory_formats(training: bool) -> None:
+    values, grad = torch.randn(2, 1, 3, 2, 4, dtype=torch.float64)
+    norm, formats = (
+        SequenceBatchNorm(3, axis=1).double().train(training),
+        (torch.contiguous_format, torch.channels_last),
+    )
+    results = []
+    for of_x, of_grad in itertools.product(formats, formats):
+        x = values.clone(memory_format=of_x).requires_grad_()
+        inputs = (x, *norm.parameters())
+        results.append(torch.autograd.grad(norm(x, all_of(8)), inputs, grad.clone(memory_format=of_grad)))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
 
 
 def test_gradcheck_through_padding() -> None:
