@@ -160,7 +160,7 @@ class BlockNetwork:
             x = ConvInput(y, self.dtype, *level.conv.pending, *span)
         if edges:
             for table in state.tables():
-                table.index_copy_(1, slots, table.index_select(1, slots) * (blocks > 0)[:, None])
+                table.index_copy_(1, slots, torch.where((blocks > 0)[:, None], table.index_select(1, slots), 0.0))
         frames = flatten(x.first(self._channels))
         y = self.run_layers(frames, state, slots, blocks, ends, edges=edges)
         if self._rms_eps is not None:
