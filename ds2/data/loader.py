@@ -51,11 +51,17 @@ def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> 
     return np.asarray(durations_s, dtype=np.float64) / min([1.0, *speed])
 
 
-def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: int, seed: int) -> list[list[int]]:
+def plan_epoch(
+    durations_s: NDArray[np.float64],
+    config: BatchingConfig,
+    epoch: int,
+    seed: int,
+    utterances: Sequence[Utterance] | None = None,
+) -> list[list[int]]:
     """Return the batches of an epoch: lists of utterance indices, longest first; each utterance is in exactly one.
 
-    Epoch 1 is SortaGrad (Deep Speech 2, section 3.2): batches in order of duration. In later epochs, or without it,
-    utterances are shuffled inside 10 duration buckets and the batches made of them are shuffled.
+    Epoch 1 is SortaGrad (Deep Speech 2, section 3.2): batches in order of duration, copies in different ones. In later
+    epochs, or without it, utterances are shuffled inside 10 duration buckets and the batches made of them are shuffled.
     A batch holds a fixed count of utterances, or as many as keep its padded audio (longest duration x count) within
     the budget; an utterance over the budget makes its own batch. The last batch may be short; nothing is dropped.
 
@@ -63,6 +69,7 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
         durations_s: (U,) seconds, see `padded_durations_s`.
         config: count or budget, of all ranks together.
         epoch: counted from 1.
+        utterances: U, of which equal ones are copies (`data.repeats`); None: there are no copies.
     """
     if epoch < 1:
         raise ValueError(f"epoch {epoch}: epochs count from 1")
@@ -70,7 +77,8 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
     rng = np.random.default_rng([seed, epoch])
     sorted_epoch = config.sortagrad and epoch == 1
     buckets = [ascending] if sorted_epoch else [rng.permutation(b) for b in np.array_split(ascending, _BUCKETS)]
-    batches = _cut(np.concatenate(buckets).tolist(), durations_s.tolist(), config)
+    keys = utterances if sorted_epoch and utterances is not None else range(len(ascending))
+    batches = _cut(np.concatenate(buckets).tolist(), durations_s.tolist(), config, keys)
     batches = [sorted(batch, key=lambda index: -durations_s[index]) for batch in batches]
     if not sorted_epoch:
         batches = [batches[position] for position in rng.permutation(len(batches))]
@@ -89,18 +97,27 @@ def rank_part(batch: Sequence[int], rank: int, world: int) -> list[int]:
     return list(batch[rank::world]) or list(batch[-1:])
 
 
-def _cut(order: list[int], durations_s: list[float], config: BatchingConfig) -> list[list[int]]:
-    """Cut an order of utterances into batches."""
+def _cut(
+    order: list[int], durations_s: list[float], config: BatchingConfig, keys: Sequence[Utterance | int]
+) -> list[list[int]]:
+    """Cut an order of utterances into batches; one whose key was there before goes behind the batch of that one."""
     batches: list[list[int]] = []
-    longest_s = 0.0
+    longest_s: list[float] = []  # of each batch
+    first, first_of = 0, dict[Utterance | int, int]()  # batches that are not full, and for the next one of a key
     for index in order:
-        longest_s = max(longest_s, durations_s[index])
-        size = len(batches[-1]) if batches else 0
-        full = size == config.utterances if config.utterances else longest_s * (size + 1) > config.audio_s
-        if full or not batches:
+        at = max(first, first_of.get(keys[index], 0))
+        while at < len(batches):
+            size, padded_s = len(batches[at]), max(longest_s[at], durations_s[index])
+            if size < config.utterances if config.utterances else padded_s * (size + 1) <= config.audio_s:
+                break
+            first += at == first
+            at += 1
+        else:
             batches.append([])
-            longest_s = durations_s[index]
-        batches[-1].append(index)
+            longest_s.append(0.0)
+        batches[at].append(index)
+        longest_s[at] = max(longest_s[at], durations_s[index])
+        first_of[keys[index]] = at + 1
     return batches
 
 

@@ -159,7 +159,10 @@ class Trainer:
         self.batching = device_tuning.choose_batching(
             config, self.progress, self.comm, self.durations_s, self.memory_probe
         )
-        self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
+        repeated = self.utterances if config.data.repeats else None
+        self._plan = partial(  # of an epoch
+            plan_epoch, self.durations_s, self.batching, seed=config.train.seed, utterances=repeated
+        )
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
         device_tuning.choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
         self._last_commit = LastCommit(self.model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds2.config.schema import BatchingConfig
 from ds2.data.loader import padded_durations_s, plan_epoch, rank_part
+from ds2.data.manifest import Utterance
 
 DURATIONS = np.random.default_rng(0).gamma(3.0, 2.0, 1000) + 0.3
 
@@ -68,6 +71,22 @@ def test_sortagrad_ascends_in_epoch_one_only() -> None:
     assert longest != sorted(longest)
     longest = [DURATIONS[batch[0]] for batch in plan_epoch(DURATIONS, by_count(sortagrad=False), 1, 1)]
     assert longest != sorted(longest)
+
+
+@pytest.mark.parametrize("config", [by_count(), by_audio(200.0)])
+def test_sortagrad_puts_copies_into_different_batches(config: BatchingConfig) -> None:
+    listed = [Utterance(Path(f"{n}.wav"), s, "") for n, s in enumerate(DURATIONS) for _ in range(1 + 21 * (n < 50))]
+    durations_s = np.array([u.duration_s for u in listed])
+    plan = plan_epoch(durations_s, config, 1, 1, listed)
+    assert sorted(index for batch in plan for index in batch) == list(range(len(listed)))
+    assert all(len({listed[index].audio_filepath for index in batch}) == len(batch) for batch in plan)
+    assert max(durations_s[batch].max() * len(batch) for batch in plan) <= (config.audio_s or np.inf)
+    assert len(plan) <= len(plan_epoch(durations_s, config, 1, 1)) + 21
+    means = np.array([durations_s[batch].mean() for batch in plan])
+    assert np.corrcoef(means, np.arange(len(plan)))[0, 1] > 0.95
+    assert plan_epoch(durations_s, config, 2, 1, listed) == plan_epoch(durations_s, config, 2, 1)
+    once = [Utterance(Path(f"{n}.wav"), s, "") for n, s in enumerate(DURATIONS)]
+    assert plan_epoch(DURATIONS, config, 1, 1, once) == plan_epoch(DURATIONS, config, 1, 1)
 
 
 def test_plans_are_pure_and_differ_by_epoch_and_seed() -> None:
