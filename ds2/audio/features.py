@@ -8,8 +8,7 @@ Shapes: B batch, N samples, T frames, F bins, W samples of a window.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import overload
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ POWER_FLOOR = 1e-9
 # when later audio has content in them. Bins with speech have deviations above 2.
 MIN_STD = 1.0
 _MAX_FILTER_WEIGHTS = 50_000_000  # of all mel filters together, zeros included
+Size = TypeVar("Size", int, Tensor)
 
 
 def mel_filters(mels: int, window_samples: int, sample_rate_hz: int) -> Tensor:
@@ -109,31 +109,18 @@ def _hz_from_mel(mel: Tensor) -> Tensor:
     return torch.where(mel < _LOG_START_MEL, mel * _LINEAR_HZ_PER_MEL, logarithmic)
 
 
-@dataclass(frozen=True)
-class FilterBank:
-    """How a filter bank of Kaldi's kind is computed."""
+_FILTERS: dict[str, Callable[[int, int, int], Tensor] | None] = {
+    "log_spectrogram": None, "log_mel": mel_filters, "kaldi_fbank": kaldi_filters, "nemo_fbank": nemo_filters
+}  # fmt: skip
+"""Filters by `features.kind`: mels, points of the transform, rate in Hz -> (bins, mels) float64.
 
-    window: Callable[[int], Tensor]  # number of samples W -> (W,) float64
-    filters: Callable[[int, int, int], Tensor]  # mels, points of the transform, rate in Hz -> (bins, mels) float64
-    remove_mean: bool  # of each window
-
-
-def _povey(samples: int) -> Tensor:
-    """Return a symmetric Hann window to the power of 0.85."""
-    return torch.hann_window(samples, periodic=False, dtype=torch.float64) ** 0.85
+Those of kaldi_fbank are Kaldi's own, which icefall trains with and most models of sherpa-onnx use.
+"""
 
 
-def _hann(samples: int) -> Tensor:
-    return torch.hann_window(samples, periodic=True, dtype=torch.float64)
-
-
-_STYLES = {"kaldi_fbank": FilterBank(_povey, kaldi_filters, True), "nemo_fbank": FilterBank(_hann, nemo_filters, False)}
-"""Styles by `features.kind`: Kaldi's own, which icefall trains with and most models of sherpa-onnx use, and NeMo's."""
-
-
-def preemphasise(windows: Tensor, style: FilterBank) -> Tensor:
-    """Return windows (..., W) less their mean where the style says so, then x[t] - 0.97 x[t - 1], x[-1] being x[0]."""
-    x = windows - windows.mean(-1, keepdim=True) if style.remove_mean else windows
+def preemphasise(windows: Tensor, remove_mean: bool) -> Tensor:
+    """Return windows (..., W), if asked for less their mean, then x[t] - 0.97 x[t - 1], x[-1] being x[0]."""
+    x = windows - windows.mean(-1, keepdim=True) if remove_mean else windows
     return x - _PREEMPHASIS * torch.cat([x[..., :1], x[..., :-1]], -1)
 
 
@@ -162,40 +149,34 @@ class Features(nn.Module):
         self.window_samples = _whole_samples("features.window_s", config.window_s, sample_rate_hz)
         self.step_samples = _whole_samples("features.step_s", config.step_s, sample_rate_hz)
         self.sample_rate_hz = sample_rate_hz
-        self.step_s, self.kind, self.style = config.step_s, config.kind, _STYLES.get(config.kind)
+        self.step_s, self.kind = config.step_s, config.kind
+        self.preemphasis, self.remove_mean = config.kind in ("kaldi_fbank", "nemo_fbank"), config.kind == "kaldi_fbank"
         self.lead_samples, self.fft_samples = 0, self.window_samples
         window = torch.hann_window(self.window_samples, periodic=True, dtype=torch.float64)
-        window /= window.square().sum().sqrt()
         self.bins = self.window_samples // 2 + 1
-        mel_weights = None
-        if config.kind != "log_spectrogram" and config.mels * self.bins > _MAX_FILTER_WEIGHTS:
+        if config.kind not in _FILTERS:
+            raise ConfigError(f"features.kind={config.kind!r} is none of {', '.join(_FILTERS)}")
+        make_filters, mel_weights = _FILTERS[config.kind], None
+        if make_filters and config.mels * self.bins > _MAX_FILTER_WEIGHTS:
             raise ConfigError(
                 f"features.mels={config.mels} filters of {self.bins} bins are over {_MAX_FILTER_WEIGHTS:,} weights: "
                 "set fewer mels or a shorter features.window_s"
             )
-        if config.kind == "log_mel":
-            mel_weights = mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
-            self.bins = config.mels
-        elif self.style is not None:
+        if not self.preemphasis:
+            window /= window.square().sum().sqrt()
+        else:
             self.lead_samples = self.window_samples // 2 - self.step_samples // 2  # frames are centred on steps
             self.fft_samples = 1 << (self.window_samples - 1).bit_length()  # windows are padded to a power of two
-            window = self.style.window(self.window_samples)
-            mel_weights = self.style.filters(config.mels, self.fft_samples, sample_rate_hz).float()
-            self.bins = config.mels
-        elif config.kind != "log_spectrogram":
-            raise ConfigError(
-                f"features.kind={config.kind!r} is not log_spectrogram, log_mel, kaldi_fbank or nemo_fbank"
-            )
+            if self.remove_mean:  # Povey's window
+                window = torch.hann_window(self.window_samples, periodic=False, dtype=torch.float64) ** 0.85
+        if make_filters:
+            mel_weights, self.bins = make_filters(config.mels, self.fft_samples, sample_rate_hz).float(), config.mels
         self.register_buffer("window", window.float(), persistent=False)
         self.register_buffer("mel_weights", mel_weights, persistent=False)
         self.register_buffer("mean", torch.zeros(self.bins))
         self.register_buffer("std", torch.ones(self.bins))
 
-    @overload
-    def frames(self, samples: int) -> int: ...
-    @overload
-    def frames(self, samples: Tensor) -> Tensor: ...
-    def frames(self, samples: int | Tensor) -> int | Tensor:
+    def frames(self, samples: Size) -> Size:
         """Return the number of whole frames in `samples` samples, an int or an int64 tensor of any shape."""
         frames = (samples + self.lead_samples - self.window_samples) // self.step_samples + 1
         return frames.clamp(min=0) if isinstance(frames, Tensor) else max(0, frames)
@@ -323,15 +304,15 @@ class Features(nn.Module):
         """Return log power (B, T, F) float32, T >= 1, of waveforms (B, N)."""
         with torch.autocast(waveforms.device.type, enabled=False):
             windows = waveforms.float().unfold(1, self.window_samples, self.step_samples)
-            if self.style is not None:
-                windows = preemphasise(windows, self.style)
+            if self.preemphasis:
+                windows = preemphasise(windows, self.remove_mean)
             squares = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square()
             power = squares[..., 0] + squares[..., 1]  # torch's sum over two neighbours takes six times as long
             if self.mel_weights is not None:
                 # The order in which cuBLAS adds depends on the batch. Sums in float64 round to the same float32.
                 wide = torch.float64 if power.is_cuda else torch.float32
                 power = (power.to(wide) @ self.mel_weights.to(wide)).float()
-            if self.style is not None:
+            if self.preemphasis:
                 return power.clamp(min=MIN_ENERGY).log()
             return (power + POWER_FLOOR).log()
 

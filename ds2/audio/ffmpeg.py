@@ -71,11 +71,6 @@ def container_of(descriptor: int) -> str:
     return next((name for at, mark, name in _SIGNATURES if head[at:].startswith(mark)), "")
 
 
-def is_for_ffmpeg(suffix: str, descriptor: int) -> bool:
-    """Return whether a file's suffix or its first bytes belong to a container of this module."""
-    return suffix.lower() in FFMPEG_SUFFIXES or bool(container_of(descriptor))
-
-
 class FFmpegAudio:
     """The first audio stream of an open file, decoded from its start to its end as it is read; never sought in.
 

@@ -16,7 +16,7 @@ import soxr
 from numpy.typing import NDArray
 
 from ds2.audio.container import describe_damage
-from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, container_of, is_for_ffmpeg
+from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, container_of
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system import UserError
 from ds2.system.plain import short_repr
@@ -80,7 +80,6 @@ class AudioInfo:
     channels: int
     frames: int
     duration_s: float
-    format: str
 
 
 def audio_info(path: str | Path, sample_rate_hz: int = 16000) -> AudioInfo:
@@ -98,9 +97,7 @@ def audio_info(path: str | Path, sample_rate_hz: int = 16000) -> AudioInfo:
         frames = _count_frames(path, file) if isinstance(file, FFmpegAudio) else file.frames
         if frames >= UNKNOWN_FRAMES:
             raise AudioError(f"{path}: its header does not state its length; convert it, e.g. to FLAC")
-        return AudioInfo(
-            file.samplerate, file.channels, frames, frames / file.samplerate, f"{file.format}/{file.subtype}"
-        )
+        return AudioInfo(file.samplerate, file.channels, frames, frames / file.samplerate)
 
 
 def read_audio(
@@ -198,9 +195,7 @@ def reads_cheaply(
         return False
     with _opened(path, sample_rate_hz) as file:
         is_cheap = file.samplerate == sample_rate_hz and file.format in _UNCOMPRESSED and file.subtype in _LOSSLESS
-        _check_channel(file, path, channel)
-        if is_cheap:
-            _check_segment(file, path, offset_s, duration_s)
+        _check_request(file, path, offset_s, duration_s, channel)
         return is_cheap
 
 
@@ -255,9 +250,10 @@ def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
-        if not is_for_ffmpeg(path.suffix, descriptor):
+        container = container_of(descriptor)
+        if not container and path.suffix.lower() not in FFMPEG_SUFFIXES:
             raise
-        _check_length(container_of(descriptor), path, descriptor, lenient)
+        _check_length(container, path, descriptor, lenient)
         with FFmpegAudio(descriptor) as source:
             yield source
         return
@@ -311,20 +307,13 @@ def _check_length(container: str, path: Path, descriptor: int, lenient: bool) ->
         raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
 
 
-def _check_channel(file: _AudioFile, path: Path, channel: int) -> None:
-    if not 0 <= channel <= file.channels:
-        raise AudioError(f"{path}: has no channel {channel}, its channels are 1 to {file.channels}; 0 averages them")
-
-
 def _mono_blocks(
     file: _AudioFile, path: Path, offset_s: float, duration_s: float | None, channel: int, *, lenient: bool
 ) -> Iterator[NDArray[np.float32]]:
-    _check_channel(file, path, channel)
+    _check_request(file, path, offset_s, duration_s, channel)
     rate_hz = file.samplerate
     first = round(offset_s * rate_hz)
     total = file.frames - first if duration_s is None else max(1, round(duration_s * rate_hz))
-    if file.frames < UNKNOWN_FRAMES:
-        _check_segment(file, path, offset_s, duration_s)
     _skip(file, first)
     if file.channels > 1 and not channel:
         warn_once(log, f"audio with {file.channels} channels is averaged to one channel (logged once)")
@@ -374,8 +363,10 @@ def _one_channel(block: NDArray[np.float32], channel: int) -> NDArray[np.float32
     return mono
 
 
-def _check_segment(file: _AudioFile, path: Path, offset_s: float, duration_s: float | None) -> None:
-    length_s = file.frames / file.samplerate
+def _check_request(file: _AudioFile, path: Path, offset_s: float, duration_s: float | None, channel: int) -> None:
+    if not 0 <= channel <= file.channels:
+        raise AudioError(f"{path}: has no channel {channel}, its channels are 1 to {file.channels}; 0 averages them")
+    length_s = file.frames / file.samplerate  # UNKNOWN_FRAMES are longer than any segment
     if offset_s >= length_s or (duration_s is not None and offset_s + duration_s > length_s + END_TOLERANCE_S):
         segment = f"from {offset_s:g} s" + (f" to {offset_s + duration_s:g} s" if duration_s is not None else " on")
         raise AudioError(f"{path}: the segment {segment} goes past the end of the file, which is {length_s:.3f} s long")

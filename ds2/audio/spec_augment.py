@@ -4,7 +4,6 @@ What is drawn depends on seed, epoch and utterance alone. Shapes: B utterances, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,14 +17,6 @@ MILLION = 1_000_000  # factors of frequencies are integers, in millionths, so th
 _WARP_BOUND = 0.6  # of half the rate: frequencies below are multiplied; formants lie there
 
 
-@dataclass(frozen=True)
-class SpectrogramMasks:
-    """SpecAugment masks of a batch: first bin or frame and width of each, int64 on the CPU."""
-
-    frequency: Tensor  # (B, masks, 2)
-    time: Tensor  # (B, masks, 2)
-
-
 def spectrogram_masks(
     lengths: Tensor,
     bins: int,
@@ -35,7 +26,7 @@ def spectrogram_masks(
     epoch: int,
     indices: Sequence[int],
     view: int = 0,
-) -> SpectrogramMasks | None:
+) -> Tensor:
     """Draw the SpecAugment masks of a batch (Park et al. 2019, section 2).
 
     Widths are drawn uniformly from 0 to the largest, positions uniformly from those that fit. A time mask covers at
@@ -48,36 +39,34 @@ def spectrogram_masks(
         indices: (B,) position of each utterance in the training set.
         view: index of the view; each view of an utterance has its own masks.
     Returns:
-        the masks; None where `augment` has none.
+        (B, masks, 2) int64 on the CPU: first bin and width of the masks of frequencies, then first frame and width of
+        those of time.
     """
-    if not augment.frequency_masks and not augment.time_masks:
-        return None
     effect, masks = effect_of_view("masks", view), augment.frequency_masks + augment.time_masks
+    if not masks:
+        return torch.empty(len(indices), 0, 2, dtype=torch.int64)
     draws = np.stack([utterance_rng(seed, epoch, index, effect).random((masks, 2)) for index in indices])
     frames = lengths.numpy()[:, None]
     widest_time = np.minimum(round(augment.time_width_s / features.step_s), np.floor(augment.time_fraction * frames))
-    frequency, time = np.split(draws, [augment.frequency_masks], axis=1)
-    return SpectrogramMasks(
-        _positions(frequency, bins, min(augment.frequency_width, bins)),
-        _positions(time, frames, widest_time),
-    )
+    frequency = _positions(draws[:, : augment.frequency_masks], bins, min(augment.frequency_width, bins))
+    return torch.cat([frequency, _positions(draws[:, augment.frequency_masks :], frames, widest_time)], 1)
 
 
-def apply_masks(features: Tensor, masks: SpectrogramMasks | None) -> Tensor:
+def apply_masks(features: Tensor, masks: Tensor, frequency_masks: int) -> Tensor:
     """Return features with the masked bins and frames set to 0, which is the corpus mean of normalised features.
 
     The number of kernels does not depend on the number of masks.
 
     Args:
         features: (B, F, T), any device.
-        masks: of the same B utterances, from `spectrogram_masks`; None leaves the features as they are.
+        masks: (B, masks, 2) on the same device, from `spectrogram_masks`; of none, the features stay as they are.
+        frequency_masks: how many of them mask frequencies.
     """
-    if masks is None:
+    if not masks.shape[1]:
         return features
     _, bins, frames = features.shape
-    covered = _covered(masks.frequency.to(features.device, non_blocking=True), bins)[:, :, None]
-    covered = covered | _covered(masks.time.to(features.device, non_blocking=True), frames)[:, None, :]
-    return features.masked_fill(covered, 0.0)
+    frequency, time = masks[:, :frequency_masks], masks[:, frequency_masks:]
+    return features.masked_fill(_covered(frequency, bins)[:, :, None] | _covered(time, frames)[:, None, :], 0.0)
 
 
 def time_warps(

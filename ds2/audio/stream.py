@@ -108,11 +108,11 @@ class G711:
     """Decodes headerless mono audio of 8 bits a sample, as telephones send it (ITU-T G.711).
 
     Args:
-        law: of North America and Japan (mulaw), or of the rest of the world (alaw).
+        law: of North America and Japan (ULAW), or of the rest of the world (ALAW).
     """
 
-    def __init__(self, law: Literal["mulaw", "alaw"]) -> None:
-        self._values = _values_of_bytes({"mulaw": "ULAW", "alaw": "ALAW"}[law])
+    def __init__(self, law: Literal["ULAW", "ALAW"]) -> None:
+        self._values = _values_of_bytes(law)
 
     def accept(self, data: bytes) -> NDArray[np.float32]:
         """Return the samples (N,) float32 in [-1, 1] of N bytes."""

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +29,7 @@ from tqdm import tqdm
 from ds2.audio.read import AudioError, read_audio, reads_cheaply
 from ds2.audio.shard import check_members, member_of
 from ds2.config.schema import DataConfig
-from ds2.data.manifest import Utterance, hours
+from ds2.data.manifest import Utterance, amount, runs
 from ds2.system import UserError
 from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import thread_pool, usable_cores
@@ -72,6 +72,7 @@ class CacheWriter:
 
     def __init__(self, path: Path) -> None:
         self._file, self._closed = path.open("wb"), False
+        self._file.seek(_SAMPLES_AT)
         self._samples, self._rows = 0, list[tuple[int, ...]]()
         self._lock = threading.Lock()
 
@@ -95,15 +96,17 @@ class CacheWriter:
         row = len(pcm), zlib.crc32(content), *np.frombuffer(key, "<i8").tolist()
         with self._lock:
             if not self._closed:
-                _write_at(self._file.fileno(), content, _SAMPLES_AT + 2 * self._samples)
+                self._file.write(content)
                 self._rows.append((self._samples, *row))
                 self._samples += len(pcm)
 
     def _finish(self) -> None:
         index = np.array(self._rows, "<i8").reshape(-1, _INDEX_COLUMNS).tobytes()
         header = _HEADER.pack(_MAGIC, VERSION, zlib.crc32(index), len(self._rows), self._samples)
-        _write_at(self._file.fileno(), index, _index_at(self._samples))
-        _write_at(self._file.fileno(), header + _CHECKSUM.pack(zlib.crc32(header), 0), 0)
+        self._file.seek(_index_at(self._samples))
+        self._file.write(index)
+        self._file.seek(0)
+        self._file.write(header + _CHECKSUM.pack(zlib.crc32(header), 0))
 
 
 class CacheFile:
@@ -166,13 +169,6 @@ class CacheFile:
         if len(content) < size:
             raise CacheError(f"it ends at byte {offset + len(content)}, {size - len(content)} bytes too early")
         return content
-
-
-def _write_at(descriptor: int, content: bytes, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
 
 
 class AudioStore(Sequence[NDArray[np.float32]]):
@@ -339,21 +335,18 @@ def _extend(
         AudioError: some cannot be read; the others are cached.
         OSError: the folder cannot be written.
     """
-    total = len(missing)
-    cheap, errors = _find_cheap(missing, data) if data.cache == "auto" else (set(), [])
-    if errors:
-        raise AudioError(summarise_errors(errors, total) + _WAY_OUT)
+    is_cheap = _find_cheap(missing, data) if data.cache == "auto" else {}
+    cheap = [key for key in missing if is_cheap.get(key)]
     folder.mkdir(parents=True, exist_ok=True)
     if cheap:  # recorded, so that their headers are not read again
-        keys_of_cheap = [key for key in missing if key in cheap]
-        with atomic_file(_path(folder, keys_of_cheap)) as partial, CacheWriter(partial) as writer:
-            for key in keys_of_cheap:
+        with atomic_file(_path(folder, cheap)) as partial, CacheWriter(partial) as writer:
+            for key in cheap:
                 writer.add(key, np.zeros(0, np.int16))
-    costly = {key: utterance for key, utterance in missing.items() if key not in cheap}
-    used = {file for file, _ in _locate(files, keys).tolist()}
-    fitting = _free_space(folder, {file.path for n, file in enumerate(files) if n in used}, costly, data)
+    costly = {key: utterance for key, utterance in missing.items() if not is_cheap.get(key)}
+    used = {files[file].path for file in set(_locate(files, keys)[:, 0].tolist()) - {_NOT_CACHED}}
+    fitting = _free_space(folder, used, costly, data)
     if fitting and (errors := _write_files(folder, fitting, data)):
-        raise AudioError(summarise_errors(errors, total) + _WAY_OUT)
+        raise AudioError(summarise_errors(errors, len(missing)) + _WAY_OUT)
 
 
 def _free_space(
@@ -400,8 +393,8 @@ def decode(utterance: Utterance, sample_rate_hz: int, channel: int = 0) -> NDArr
     return pcm
 
 
-def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> tuple[set[bytes], list[AudioError]]:
-    """Return the keys of utterances that need no cache, by the headers of their files, and the errors of others."""
+def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> dict[bytes, bool]:
+    """Return which utterances need no cache, by the headers of their files; raises AudioError of all unreadable."""
 
     def check(key: bytes) -> bool:
         u = utterances[key]
@@ -409,7 +402,9 @@ def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> tupl
 
     with tqdm(total=len(utterances), desc="reading headers", unit="utt", disable=None) as progress:
         results, errors = _on_all_cores(check, list(utterances), progress)
-    return {key for key, is_cheap in results.items() if is_cheap}, errors
+    if errors:
+        raise AudioError(summarise_errors(errors, len(utterances)) + _WAY_OUT)
+    return results
 
 
 def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: DataConfig) -> list[AudioError]:
@@ -420,40 +415,22 @@ def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: Data
     Raises:
         OSError: the folder cannot be written or the disk is full.
     """
-    started, errors = time.monotonic(), list[AudioError]()
-    duration_h = hours(utterances.values())
-    log.info("decoding %s, %.2f h, into the audio cache %s", counted(len(utterances), "utterance"), duration_h, folder)
-    with tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None) as progress:
-        for keys in _parts(utterances, data.sample_rate_hz):
-            with suppress(AudioError), atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
-                errors += _fill(writer, keys, utterances, data, progress)
-                if not len(writer):
-                    raise errors[-1]  # an empty file is not published
-    decoded = counted(len(utterances) - len(errors), "utterance")
-    log.info("audio cache: %s, %.1f s", decoded, time.monotonic() - started)
-    return errors
 
-
-def _fill(
-    writer: CacheWriter, keys: list[bytes], utterances: Mapping[bytes, Utterance], data: DataConfig, progress: tqdm
-) -> list[AudioError]:
     def add(key: bytes) -> None:
         writer.add(key, decode(utterances[key], data.sample_rate_hz, data.channel))
 
-    return _on_all_cores(add, keys, progress)[1]
-
-
-def _parts(utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> Iterator[list[bytes]]:
-    """Divide keys, in order, into those of one file each."""
-    keys, samples = list[bytes](), 0.0
-    for key, utterance in utterances.items():
-        keys.append(key)
-        samples += utterance.duration_s * sample_rate_hz
-        if samples >= _FILE_SAMPLES:
-            yield keys
-            keys, samples = [], 0.0
-    if keys:
-        yield keys
+    started, errors, keys, listed = time.monotonic(), list[AudioError](), list(utterances), list(utterances.values())
+    log.info("decoding %s, into the audio cache %s", amount(listed), folder)
+    with tqdm(total=len(keys), desc="decoding audio", unit="utt", disable=None) as progress:
+        for first, part in runs(listed, _FILE_SAMPLES / data.sample_rate_hz):
+            own = keys[first : first + len(part)]
+            with suppress(AudioError), atomic_file(_path(folder, own)) as partial, CacheWriter(partial) as writer:
+                errors += _on_all_cores(add, own, progress)[1]
+                if not len(writer):
+                    raise errors[-1]  # an empty file is not published
+    decoded = counted(len(keys) - len(errors), "utterance")
+    log.info("audio cache: %s, %.1f s", decoded, time.monotonic() - started)
+    return errors
 
 
 def _path(folder: Path, keys: Iterable[bytes]) -> Path:

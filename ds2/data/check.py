@@ -195,12 +195,8 @@ def transcript_problems(
     return problems
 
 
-def probe(utterances: Sequence[Utterance], sample_rate_hz: int, channel: int = 0) -> list[Probe]:
-    """Measure the samples of utterances at `sample_rate_hz`, each in bounded memory."""
-    return [_probe(utterance, sample_rate_hz, channel) for utterance in utterances]
-
-
-def _probe(utterance: Utterance, sample_rate_hz: int, channel: int) -> Probe:
+def probe(utterance: Utterance, sample_rate_hz: int, channel: int = 0) -> Probe:
+    """Measure the samples of an utterance at `sample_rate_hz`, in bounded memory."""
     path = utterance.audio_filepath
     try:
         info = audio_info(path, sample_rate_hz)
@@ -236,21 +232,19 @@ def _clipped_samples(block: NDArray[np.float32]) -> int:
 
 
 def _probe_all(utterances: Sequence[Utterance], data: DataConfig) -> list[Probe]:
-    chunks = [utterances[first : first + _CHUNK] for first in range(0, len(utterances), _CHUNK)]
-    jobs = [partial(probe, chunk, data.sample_rate_hz, data.channel) for chunk in chunks]
+    measure = partial(probe, sample_rate_hz=data.sample_rate_hz, channel=data.channel)
     workers = nullcontext() if len(utterances) <= _MAX_IN_PROCESS else worker_processes(usable_cores())
     probes: list[Probe] = []
     with tqdm(total=len(utterances), desc="reading audio", unit="utt", disable=None) as progress, workers as pool:
-        results: list[Callable[[], list[Probe]]] = [pool.submit(job).result if pool else job for job in jobs]
-        for chunk, result in zip(chunks, results, strict=True):
-            try:
-                probes += result()
-            except BrokenProcessPool as error:
-                names = ", ".join(str(u.audio_filepath) for u in chunk)
-                raise AudioError(
-                    f"a process died (out of memory, or a decoder crashed) while reading these files: {names}"
-                ) from error
-            progress.update(len(chunk))
+        try:
+            for measured in pool.map(measure, utterances, chunksize=_CHUNK) if pool else map(measure, utterances):
+                probes.append(measured)
+                progress.update()
+        except BrokenProcessPool as error:
+            names = ", ".join(str(u.audio_filepath) for u in utterances[len(probes) : len(probes) + _CHUNK])
+            raise AudioError(
+                f"a process died (out of memory, or a decoder crashed) while reading these files: {names}"
+            ) from error
     return probes
 
 

@@ -170,8 +170,7 @@ class SpeechLoader:
     ) -> None:
         self.utterances = utterances
         self.audio = open_audio(utterances, data)
-        augmentation = None if augment is None else _augmentation(augment, data, self.audio, seed)
-        self._dataset = _BatchDataset(self.audio, alphabet, augmentation)
+        self._dataset = _BatchDataset(self.audio, alphabet, _augmentation(augment, data, self.audio, seed))
         self._on_gpu = device.type == "cuda"
         self._workers = worker_count(data.workers, on_gpu=self._on_gpu)
         self._planned = _PlannedBatches()
@@ -305,7 +304,9 @@ def worker_count(workers: int, *, on_gpu: bool) -> int:
 _Augmentation = Callable[[NDArray[np.float32], int, int], NDArray[np.float32]]  # of waveform, epoch and position
 
 
-def _augmentation(config: AugmentConfig, data: DataConfig, voices: AudioStore, seed: int) -> _Augmentation:
+def _augmentation(config: AugmentConfig | None, data: DataConfig, voices: AudioStore, seed: int) -> _Augmentation:
+    if config is None:
+        return lambda waveform, epoch, position: waveform
     recordings: Sequence[NDArray[np.float32]] = []
     if config.noise_probability:
         if config.noise:
@@ -329,12 +330,15 @@ def _augmentation(config: AugmentConfig, data: DataConfig, voices: AudioStore, s
 class _BatchDataset(Dataset["Batch | UserError"]):
     """Maps (epoch, positions) to a batch, or to an error, which torch would change if raised."""
 
-    def __init__(self, audio: AudioStore, alphabet: Alphabet | None, augmentation: _Augmentation | None) -> None:
-        self.audio, self.augmentation = audio, augmentation
+    def __init__(self, audio: AudioStore, alphabet: Alphabet | None, augmented: _Augmentation) -> None:
+        self.audio, self.augmented = audio, augmented
         labels_of: dict[str, list[int]] = {}  # by text: `data.repeats` lists utterances many times
         for u in audio.utterances:
-            if u.text not in labels_of:
-                labels_of[u.text] = _encoded(u, alphabet)
+            try:
+                if u.text not in labels_of:
+                    labels_of[u.text] = [] if alphabet is None else alphabet.encode(u.text)
+            except AlphabetError as error:
+                raise AlphabetError(f"{u.place}: {error}") from error
         labels = [labels_of[u.text] for u in audio.utterances]
         # Flat arrays: reference counts of a list of lists would copy its pages in every forked worker.
         self.label_ends = np.cumsum([0, *map(len, labels)])
@@ -343,7 +347,7 @@ class _BatchDataset(Dataset["Batch | UserError"]):
     def __getitem__(self, key: tuple[int, list[int]]) -> Batch | UserError:
         epoch, positions = key
         try:
-            waveforms = [self._waveform(epoch, position) for position in positions]
+            waveforms = [self.augmented(self.audio[position], epoch, position) for position in positions]
         except AudioError as error:
             return error
         labels = [self.labels[self.label_ends[p] : self.label_ends[p + 1]] for p in positions]
@@ -364,19 +368,6 @@ class _BatchDataset(Dataset["Batch | UserError"]):
                     "(docker run --ipc=host), or take data.workers=0"
                 )
         return batch
-
-    def _waveform(self, epoch: int, position: int) -> np.ndarray:
-        waveform = self.audio[position]
-        return waveform if self.augmentation is None else self.augmentation(waveform, epoch, position)
-
-
-def _encoded(utterance: Utterance, alphabet: Alphabet | None) -> list[int]:
-    if alphabet is None:
-        return []
-    try:
-        return alphabet.encode(utterance.text)
-    except AlphabetError as error:
-        raise AlphabetError(f"{utterance.place}: {error}") from error
 
 
 def _padded(rows: Sequence[np.ndarray]) -> Tensor:

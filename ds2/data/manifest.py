@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,17 @@ def hours(utterances: Iterable[Utterance]) -> float:
 def amount(utterances: Sequence[Utterance]) -> str:
     """Return how many utterances and hours these are, for a message."""
     return f"{counted(len(utterances), 'utterance')}, {hours(utterances):.2f} h"
+
+
+def runs(utterances: Sequence[Utterance], max_s: float) -> Iterator[tuple[int, Sequence[Utterance]]]:
+    """Divide a list into runs of at most so many seconds, or one utterance: (position of the first, utterances)."""
+    first, total_s = 0, 0.0
+    for position, utterance in enumerate(utterances):
+        if total_s and total_s + utterance.duration_s > max_s:
+            yield first, utterances[first:position]
+            first, total_s = position, 0.0
+        total_s += utterance.duration_s
+    yield first, utterances[first:]
 
 
 def read_manifests(paths: Iterable[str | Path]) -> list[Utterance]:
@@ -245,11 +256,9 @@ def split(
         by: speaker, recording (file) or utterance: unit that is not divided.
 
     Raises:
-        ManifestError: unknown `by`, shares that are not positive, utterances without a speaker or a duration, or fewer
-            groups than parts.
+        ManifestError: shares that are not positive, utterances without a speaker or a duration, or fewer groups than
+            parts.
     """
-    if by not in _GROUPS:
-        raise ManifestError(f"--by {by!r} is not one of {', '.join(UNITS)}")
     if len(shares) < 2 or not all(0 < share < float("inf") for share in shares.values()):
         raise ManifestError(f"shares {dict(shares)}: two parts or more, each with a share above 0: train=0.9 dev=0.1")
     groups: dict[str, list[int]] = defaultdict(list)

@@ -7,7 +7,7 @@ import logging
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ds2.audio.read import AudioError
 from ds2.audio.shard import Shard, ShardError, ShardMember, write_index
 from ds2.data.audio_cache import content_keys, decode, summarise_errors
-from ds2.data.manifest import Utterance, write_manifest
+from ds2.data.manifest import Utterance, runs, write_manifest
 from ds2.system.files import atomic_file
 from ds2.system.machine import thread_pool, usable_cores
 from ds2.system.plain import counted
@@ -69,7 +69,7 @@ def write_shards(
         OSError: the folder cannot be written or the disk is full.
     """
     made, errors, reused = list[Utterance](), list[AudioError](), 0
-    parts = list(_parts(utterances, shard_bytes // 2 / sample_rate_hz))
+    parts = list(runs(utterances, shard_bytes // 2 / sample_rate_hz))
     with (
         thread_pool(usable_cores()) as threads,
         tqdm(total=len(utterances), desc="writing shards", unit="utt", disable=None) as progress,
@@ -102,17 +102,6 @@ def write_shards(
             "program reads the folder", folder, counted(len(stale), "shard"), stale[0],
         )  # fmt: skip
     return WrittenShards(made, len(parts), reused, errors)
-
-
-def _parts(utterances: Sequence[Utterance], shard_s: float) -> Iterator[tuple[int, Sequence[Utterance]]]:
-    """Divide the list into shards by the manifest's durations: (position of the first, utterances) each."""
-    first, total_s = 0, 0.0
-    for position, utterance in enumerate(utterances):
-        if total_s and total_s + utterance.duration_s > shard_s:
-            yield first, utterances[first:position]
-            first, total_s = position, 0.0
-        total_s += utterance.duration_s
-    yield first, utterances[first:]
 
 
 def _read_existing(path: Path, made_from: str, first: int) -> dict[int, ShardMember] | None:

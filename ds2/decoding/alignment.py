@@ -318,7 +318,7 @@ def add_stream_word_times(
         hypothesis: Hypothesis, alignment: Alignment | None, aligner: IncrementalAligner, positions: Tensor
     ) -> Hypothesis:
         labels, count = hypothesis.labels, min(len(aligner.final_runs), len(hypothesis.labels))
-        while alignment is None and 0 < count < len(labels) and not aligner.alphabet.starts_word(labels[count]):
+        while alignment is None and 0 < count < len(labels) and not aligner.alphabet.starts_word[labels[count]]:
             count -= 1  # the frames left are too few for the other labels of this word
         runs = aligner.final_runs[:count] + ([] if alignment is None else _in_stream(alignment.runs(), positions))
         return replace(hypothesis, words=spell_words(runs, aligner.alphabet, aligner.frame_s))

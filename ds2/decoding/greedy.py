@@ -46,7 +46,7 @@ class BestPath:
 
     def _close(self) -> None:
         label = self._open[0]
-        if self.alphabet.starts_word(label):
+        if self.alphabet.starts_word[label]:
             words = spell_words(self._runs, self.alphabet, self.frame_s)
             self._words += words
             self._text = " ".join(filter(None, [self._text, *(word.text for word in words)]))
@@ -64,7 +64,7 @@ class BestPath:
         labels = (*self._labels, *(run[0] for run in last))
         text = " ".join(filter(None, [self._text, *(word.text for word in self._unfinished)]))
         complete = len(words) - (not self.alphabet.symbols[label].isspace())
-        fixed = complete if self.alphabet.starts_word(label) else len(self._words)
+        fixed = complete if self.alphabet.starts_word[label] else len(self._words)
         return Hypothesis(text, self.score, labels, words, self.score, fixed_words=fixed)
 
 

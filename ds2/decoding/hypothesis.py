@@ -82,9 +82,9 @@ def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tupl
     """Group labels, in order, into words: white space separates them; a word mark starts one; each phone is one."""
     spelled: list[list[Run]] = [[]]
     for run in runs:
-        if alphabet.starts_word(run[0]):
+        if alphabet.starts_word[run[0]]:
             spelled.append([])
-        if alphabet.writes(run[0]):
+        if alphabet.writes[run[0]]:
             spelled[-1].append(run)
     return tuple(
         [

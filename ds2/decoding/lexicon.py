@@ -50,8 +50,8 @@ class Spelling:
         characters = torch.zeros(len(written), width, dtype=torch.int64)
         for label, text in enumerate(written):
             characters[label, : len(text)] = torch.tensor([codes[c] for c in text], dtype=torch.int64)
-        starts = [alphabet.starts_word(label) for label in range(len(alphabet))]
-        return cls(torch.tensor(starts), characters, (characters > 0).sum(1), spaces[0] if spaces else -1, codes)
+        starts = torch.tensor(alphabet.starts_word)
+        return cls(starts, characters, (characters > 0).sum(1), spaces[0] if spaces else -1, codes)
 
     def to(self, device: torch.device) -> Self:
         tensors: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}

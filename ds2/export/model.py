@@ -57,19 +57,19 @@ class FeatureWeights:
 
 def _feature_weights(features: Features) -> FeatureWeights:
     """The transform as one product: all that Kaldi does to a window before it is linear, removal of the mean too."""
-    length, style = features.window_samples, features.style
+    length = features.window_samples
     samples = torch.arange(length, dtype=torch.float64)
     bins = torch.arange(features.fft_samples // 2 + 1, dtype=torch.float64)
     phase = 2 * math.pi / features.fft_samples * torch.outer(bins, samples)
     transform = torch.cat([phase.cos(), phase.sin()]) * features.window.double()
-    if style is not None:
-        transform = transform @ preemphasise(torch.eye(length, dtype=torch.float64), style).t()
+    if features.preemphasis:
+        transform = transform @ preemphasise(torch.eye(length, dtype=torch.float64), features.remove_mean).t()
     mel, scale = features.mel_weights, 1.0 / features.std.double()
     return FeatureWeights(
         transform[:, None, None, :],
         None if mel is None else mel.t()[:, :, None, None],
-        POWER_FLOOR if style is None else MIN_ENERGY,
-        style is None,
+        MIN_ENERGY if features.preemphasis else POWER_FLOOR,
+        not features.preemphasis,
         TimeWindow(length, features.lead_samples, features.step_samples, 0),
         scale.view(1, 1, -1, 1),
         (-features.mean.double() * scale).view(1, 1, -1, 1),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ds2.audio.features import Size
 from ds2.config.schema import ModelConfig
 from ds2.model import structure
 from ds2.model.convolution import ConvWeights, MaskedConv
@@ -19,7 +20,7 @@ from ds2.model.norm import RmsNorm, SequenceBatchNorm, fold_norm_before, make_no
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Count, Ragged
 from ds2.model.recurrent import ModuleWeights, RecurrentLayer, RecurrentModule, why_torch
-from ds2.model.structure import Size, operator_cell, output_size
+from ds2.model.structure import operator_cell, output_size
 from ds2.model.wavefront import Wavefront, run_modules
 
 

@@ -14,32 +14,26 @@ from torch.nn import functional
 
 
 class PassContext(Protocol):
-    """The tensors that one forward pass uses in place of the model's parameters, and where their gradients go."""
+    """The tensors that one forward pass uses in place of the model's parameters, and where their gradients go.
+
+    By default it computes with the parameters themselves and leaves their gradients to autograd.
+    """
 
     def weight(self, parameter: Tensor) -> Tensor:
         """The tensor to compute with: the parameter, or a copy of it, which may have a lower precision."""
-
-    def bias(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The bias to compute with where it is the sum of several parameters."""
-
-    def sink(self, parameter: Tensor) -> GradientSink | None:
-        """The place where the backward pass adds the parameter's gradient; None: autograd returns it for `weight`."""
-
-
-class OwnParameters:
-    """The context of a pass that computes with the parameters themselves and leaves their gradients to autograd."""
-
-    def weight(self, parameter: Tensor) -> Tensor:
-        """Return the parameter."""
         return parameter
 
     def bias(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return their sum."""
+        """The bias to compute with where it is the sum of several parameters."""
         return functools.reduce(torch.add, parameters)
 
     def sink(self, parameter: Tensor) -> GradientSink | None:
-        """Return None."""
+        """The place where the backward pass adds the parameter's gradient; None: autograd returns it for `weight`."""
         return None
+
+
+class OwnParameters(PassContext):
+    """The context by default."""
 
 
 OWN_PARAMETERS = OwnParameters()

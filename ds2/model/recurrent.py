@@ -231,7 +231,10 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
             return linear(
                 x, weights, None, context, [self.cell.get_parameter(f"bias_{kind}_l0") for kind in ("ih", "hh")]
             )
-        biases = [self._input_bias(cell, context) for cell in self._cells]
+        names = ("bias_ih_l0", "bias_hh_l0")
+        biases = [
+            self._input_bias(*(context.weight(cell.get_parameter(name)) for name in names)) for cell in self._cells
+        ]
         z = linear(x, weights, biases[0] if len(biases) == 1 else torch.cat(biases), context)
         return z if self.cell_reverse is None else z.view(*z.shape[:2], 2, -1)
 
@@ -245,11 +248,8 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
         directions = []
         for cell in self._cells:
             weight, weight_hh, bias, bias_hh = (cell.get_parameter(name).detach() for name in _TORCH_PARAMETERS)
-            bias, bias_hh, bias_hn = bias.double(), bias_hh.double(), None
-            if self.operator == "gru_after":
-                bias_hn = bias_hh[2 * self.hidden :]
-                bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
-            weight, bias = fold_norm_before(weight, bias + bias_hh, self.norm)
+            bias_hn = bias_hh.double()[2 * self.hidden :] if self.operator == "gru_after" else None
+            weight, bias = fold_norm_before(weight, self._input_bias(bias.double(), bias_hh.double()), self.norm)
             directions.append(DirectionWeights(weight, bias, weight_hh, bias_hn))
         return RecurrentWeights(self.operator, self.clip, rms_eps(self.norm), directions)
 
@@ -261,9 +261,8 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else x.dtype
         return x.numel() == 0 or why_torch(self.operator, self.hidden, dtype, device) is not None
 
-    def _input_bias(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> Tensor:
-        """The bias of the input's product (G H,)."""
-        bias_ih, bias_hh = (context.weight(cell.get_parameter(name)) for name in ("bias_ih_l0", "bias_hh_l0"))
+    def _input_bias(self, bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
+        """The bias of the input's product (G H,), of a layer's two."""
         if self.operator == "gru_after":
             bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
         return bias_ih + bias_hh

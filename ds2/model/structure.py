@@ -2,17 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from ds2_ops.recurrent.cells import CELLS
-from torch import Tensor
 
+from ds2.audio.features import Size
 from ds2.config.check import check_allowed
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.system.machine import memory_bytes
-
-Size = TypeVar("Size", int, Tensor)
 
 
 @dataclass(frozen=True)

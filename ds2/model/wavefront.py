@@ -242,31 +242,22 @@ def _bounds(spans: tuple[tuple[Span, ...], ...], device: torch.device) -> tuple[
     return torch.tensor(first, device=device)[..., None], torch.tensor(sizes, device=device)[..., None]
 
 
+@dataclass
 class ModulePieces:
-    """A module on its way through a batch, piece by piece.
+    """A module on its way through a batch, piece by piece."""
 
-    Args:
-        starts: first frames of the pieces of its input.
-        lengths: (P, B) int32 valid frames of the pieces of its layers' inputs, then of each row convolution's.
-        ragged: of the whole batch.
-        alive: receives tensors that several streams use.
-    """
+    module: RecurrentModule
+    starts: Sequence[int]  # first frames of the pieces of its input
+    lengths: Sequence[Tensor]  # (P, B) int32 valid frames of the pieces of its layers' inputs, then of each row conv's
+    ragged: Ragged  # of the whole batch
+    context: PassContext
+    max_sms: int | None
+    alive: list[Tensor]  # receives tensors that several streams use
 
-    def __init__(
-        self,
-        module: RecurrentModule,
-        starts: Sequence[int],
-        lengths: Sequence[Tensor],
-        ragged: Ragged,
-        context: PassContext,
-        max_sms: int | None,
-        alive: list[Tensor],
-    ) -> None:
-        self.module, self.starts, self.lengths = module, starts, lengths
-        self.ragged, self.context, self.max_sms, self.alive = ragged, context, max_sms, alive
-        self._layers = cast(Sequence[BaseRecurrentLayer], module.recurrent)
+    def __post_init__(self) -> None:
+        self._layers = cast(Sequence[BaseRecurrentLayer], self.module.recurrent)
         self._carries: list[Carry] = [() for _ in self._layers]
-        self._tails: list[Tensor | None] = [None for _ in module.row_convs]  # frames whose output is still to come
+        self._tails: list[Tensor | None] = [None for _ in self.module.row_convs]  # frames whose output is still to come
         self._inputs: dict[int, Tensor] = {}
         self._waiting: Tensor | None = None  # frames of the skip that row convolutions have not reached
 

@@ -122,8 +122,10 @@ class Alphabet:
     _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # cache: the pieces of each word
     _replacement: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
     _written: _Table = field(init=False, repr=False, compare=False)  # label as a character -> symbol
-    _starts_word: list[bool] = field(init=False, repr=False, compare=False)
-    _writes: list[bool] = field(init=False, repr=False, compare=False)
+    # Of each label, whether it begins a word or separates two: white space, a piece with the word mark, or any phone.
+    starts_word: list[bool] = field(init=False, repr=False, compare=False)
+    # Whether it is a part of a word: neither the blank nor white space nor a word mark alone.
+    writes: list[bool] = field(init=False, repr=False, compare=False)
     _read: _Table = field(init=False, repr=False, compare=False)  # symbol of one character -> label as a character
 
     def __post_init__(self) -> None:
@@ -164,8 +166,8 @@ class Alphabet:
             _spelled={},
             _replacement=re.compile("|".join(map(re.escape, keys))) if keys else None,
             _written=_Table(enumerate(self.symbols)),
-            _starts_word=[symbol.isspace() or symbol.startswith(WORD_MARK) or phones for symbol in self.symbols],
-            _writes=[bool(symbol.strip().removeprefix(WORD_MARK)) for symbol in self.symbols],
+            starts_word=[symbol.isspace() or symbol.startswith(WORD_MARK) or phones for symbol in self.symbols],
+            writes=[bool(symbol.strip().removeprefix(WORD_MARK)) for symbol in self.symbols],
             _read=_Table((ord(s), chr(n)) for s, n in labels.items() if len(s) == 1),
         )
 
@@ -224,14 +226,6 @@ class Alphabet:
     def unit(self) -> str:
         """What a label writes, by the names of `ds2.lm.ngram.UNITS`: a piece or a character."""
         return "piece" if self.has_pieces else "character"
-
-    def starts_word(self, label: int) -> bool:
-        """Whether a label begins a word or separates two: white space, a piece with the word mark, or any phone."""
-        return self._starts_word[label]
-
-    def writes(self, label: int) -> bool:
-        """Whether a label is a part of a word: neither the blank nor white space nor a word mark alone."""
-        return self._writes[label]
 
     @property
     def as_printed(self) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ds2.audio.augment import effect_of_view, utterance_rng
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import SpectrogramMasks, frequency_factors, spectrogram_masks, time_warps
+from ds2.audio.spec_augment import frequency_factors, spectrogram_masks, time_warps
 from ds2.config.schema import Config
 from ds2.data.loader import Batch, SpeechLoader, rank_part
 from ds2.data.manifest import Utterance
@@ -52,7 +52,6 @@ class Inputs:
     warps_frequencies: bool
     delay_penalty: float  # of the epoch, `train.delay_penalty` or 0
     frequency_masks: int  # of SpecAugment, for each utterance
-    time_masks: int  # likewise
     infeasible: int  # utterances with fewer frames than their labels need
 
     @property
@@ -103,13 +102,10 @@ class Inputs:
         return self._drawn[:, 1] if self.warps_frequencies else None
 
     @property
-    def masks(self) -> SpectrogramMasks | None:
-        """The masks of SpecAugment of the V B views, None where the config has none."""
-        if self.frequency_masks + self.time_masks == 0:
-            return None
+    def masks(self) -> Tensor:
+        """(V B, masks, 2) int64: the masks of SpecAugment, those of frequencies first."""
         drawn = self._drawn[:, 1 + self.warps_frequencies :]
-        masks = drawn.reshape(len(drawn), -1, 2)
-        return SpectrogramMasks(masks[:, : self.frequency_masks], masks[:, self.frequency_masks :])
+        return drawn.reshape(len(drawn), drawn.shape[1] // 2, 2)
 
     @property
     def _drawn(self) -> Tensor:
@@ -208,7 +204,6 @@ class InputMaker:
             warps_frequencies=bool(config.augment.vtlp),
             delay_penalty=config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
             frequency_masks=config.augment.frequency_masks,
-            time_masks=config.augment.time_masks,
             infeasible=int((~feasible).sum()),
         )
 
@@ -221,9 +216,7 @@ class InputMaker:
             columns.append(factors)
         bins = self.features.bins
         masks = spectrogram_masks(frames, bins, config.augment, config.features, seed, epoch, indices, view)
-        if masks is not None:
-            columns += [masks.frequency.flatten(1), masks.time.flatten(1)]
-        return torch.cat(columns, 1)
+        return torch.cat([*columns, masks.flatten(1)], 1)
 
     def _to_device(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors on the device, ready for its current stream."""

@@ -72,7 +72,7 @@ class Passes:
         if inputs.views > 1:
             features = features.repeat(inputs.views, 1, 1)
         features = warp_frequency(features, self._centres_hz, inputs.frequency_factors, self.features.sample_rate_hz)
-        features = apply_masks(features, inputs.masks)
+        features = apply_masks(features, inputs.masks, inputs.frequency_masks)
         frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):
             *intermediate, logits = self.model.all_logits(features, frames, inputs.dropout_keys, context)

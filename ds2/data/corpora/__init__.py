@@ -45,10 +45,8 @@ def import_corpus(
         skip_bad: leave out utterances without usable audio, with a warning.
         encoding: of transcripts in files of their own (folder, deepspeech_pytorch) that are not Unicode.
     Raises:
-        ImporterError: an unknown format, a split or encoding of a layout that has none, or an error of the importer.
+        ImporterError: a split or encoding of a layout that has none, or an error of the importer.
     """
-    if format not in FORMATS:
-        raise ImporterError(f"unknown format {format!r}; one of {', '.join(FORMATS)}")
     importer, argument = FORMATS[format]
     if encoding and argument != "encoding":
         encoded = " and ".join(name for name, (_, own) in FORMATS.items() if own == "encoding")

@@ -345,12 +345,12 @@ class BeamDecoder(Decoder):
     def _without_unfinished(self, labels: Labels, hot: frozenset[str]) -> Labels:
         """Return labels without their last word if neither the lexicon nor hot words have it: it is unfinished."""
         end = len(labels)
-        while end and not self.alphabet.writes(labels[end - 1]):
+        while end and not self.alphabet.writes[labels[end - 1]]:
             end -= 1
         start = end - 1
-        while start > 0 and not self.alphabet.starts_word(labels[start]):
+        while start > 0 and not self.alphabet.starts_word[labels[start]]:
             start -= 1
-        word = [at for at in range(max(0, start), end) if self.alphabet.writes(labels[at])]
+        word = [at for at in range(max(0, start), end) if self.alphabet.writes[labels[at]]]
         text = self.alphabet.decode(labels[at] for at in word).replace(WORD_MARK, "")
         assert self.lexicon is not None
         return labels if not word or text in self.lexicon or text in hot else labels[: word[0]]

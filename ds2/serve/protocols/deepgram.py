@@ -31,8 +31,8 @@ from ds2.system.plain import short_repr
 _MS = Range(0, 3_600_000, above=True)
 _ENCODINGS: dict[str, Callable[[], SampleReader]] = {
     "linear16": Pcm,
-    "mulaw": partial(G711, "mulaw"),
-    "alaw": partial(G711, "alaw"),
+    "mulaw": partial(G711, "ULAW"),
+    "alaw": partial(G711, "ALAW"),
 }
 _ONLY = {  # settings with the one value that they may have
     "channels": "1",

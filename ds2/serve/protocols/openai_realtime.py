@@ -29,8 +29,8 @@ from ds2.system.plain import short_repr
 RATE_HZ = 24000
 _FORMATS: dict[str, tuple[int, Callable[[], SampleReader]]] = {
     "audio/pcm": (RATE_HZ, Pcm),
-    "audio/pcmu": (8000, partial(G711, "mulaw")),
-    "audio/pcma": (8000, partial(G711, "alaw")),
+    "audio/pcmu": (8000, partial(G711, "ULAW")),
+    "audio/pcma": (8000, partial(G711, "ALAW")),
 }
 _DEFAULT_SILENCE_MS = 500  # of the protocol
 _SILENCE_MS = Range(0, 3_600_000, above=True)

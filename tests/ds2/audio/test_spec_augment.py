@@ -12,7 +12,7 @@ MASKING = AugmentConfig(frequency_masks=2, frequency_width=27, time_masks=3, tim
 
 def masked(lengths: list[int], indices: list[int], epoch: int = 1, config: AugmentConfig = MASKING) -> torch.Tensor:
     masks = spectrogram_masks(torch.tensor(lengths), 161, config, FeaturesConfig(), 1, epoch, indices)
-    return apply_masks(torch.ones(len(lengths), 161, max(lengths)), masks)
+    return apply_masks(torch.ones(len(lengths), 161, max(lengths)), masks, config.frequency_masks)
 
 
 def test_masks_are_bars_within_their_limits() -> None:
@@ -48,6 +48,8 @@ def test_masks_do_not_depend_on_batch_mates() -> None:
 
 
 def test_no_masks_leave_the_features_alone() -> None:
-    assert spectrogram_masks(torch.tensor([9]), 161, AugmentConfig(), FeaturesConfig(), 1, 1, [0]) is None
-    features = torch.ones(1, 161, 9)
-    assert apply_masks(features, None) is features
+    features, none = (
+        torch.ones(1, 161, 9),
+        spectrogram_masks(torch.tensor([9]), 161, AugmentConfig(), FeaturesConfig(), 1, 1, [0]),
+    )
+    assert none.shape == (1, 0, 2) and apply_masks(features, none, 0) is features

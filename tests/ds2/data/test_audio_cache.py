@@ -151,7 +151,7 @@ def test_files_of_the_first_version_are_removed(tmp_path: Path, utterances: list
 def test_large_lists_make_several_files_and_a_stopped_build_keeps_those_that_are_whole(
     tmp_path: Path, utterances: list[Utterance], monkeypatch: pytest.MonkeyPatch, decoded: list[str]
 ) -> None:
-    monkeypatch.setattr(audio_cache, "_FILE_SAMPLES", 5000)
+    monkeypatch.setattr(audio_cache, "_FILE_SAMPLES", 9000)
     read = audio_cache.read_audio
 
     def stopped(path: Path, *arguments: float) -> object:
@@ -237,7 +237,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     elif trouble == "folder":
         (tmp_path / "work").write_text("a file where the folder should be")
     else:
-        monkeypatch.setattr(os, "pwrite", full)
+        monkeypatch.setattr(audio_cache.CacheWriter, "add", full)
     with caplog.at_level(logging.WARNING):
         store = open_audio(utterances, data_config(tmp_path))
     assert_same(store, utterances)

@@ -52,7 +52,6 @@ def test_segments_of_a_recording_stay_together() -> None:
         (1, {"train": 0.9, "dev": 0.1}, "speaker", "1 speaker cannot make 2 parts: split with --by utterance"),
         (3, {"train": 0.9, "dev": 0.0}, "speaker", "share above 0"),
         (3, {"train": 1.0}, "speaker", "two parts or more"),
-        (3, {"train": 0.9, "dev": 0.1}, "file", "speaker, recording, utterance"),
     ],
 )
 def test_parts_that_cannot_be_made_name_the_way_out(

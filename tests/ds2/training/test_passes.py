@@ -42,9 +42,8 @@ def prepared(config: Config) -> tuple[Trainer, Inputs]:
 def test_two_views_of_an_utterance_differ_in_masks_and_dropout(tiny_config: MakeConfig) -> None:
     _, one = prepared(tiny_config(*MASKS))
     _, two = prepared(tiny_config(*MASKS, "train.consistency=0.2"))
-    assert one.masks is not None and two.masks is not None
-    first, second = two.masks.time.chunk(2)
-    assert torch.equal(first, one.masks.time) and not torch.equal(second, one.masks.time)
+    first, second = two.masks.chunk(2)
+    assert torch.equal(first, one.masks) and not torch.equal(second, one.masks)
     keys, others = two.dropout_keys.chunk(2)
     assert torch.equal(keys, one.dropout_keys) and not set(others.tolist()) & set(keys.tolist())
 
@@ -54,8 +53,8 @@ def test_both_views_have_one_warp_of_time_and_all_else_stays_as_it_was(tiny_conf
     _, plain = prepared(tiny_config(*extra))
     trainer, inputs = prepared(tiny_config(*extra, "augment.time_warp_s=0.1"))
     assert plain.time_warps is None and inputs.time_warps is not None and inputs.time_warps.shape == (3, 2)
-    assert plain.masks is not None and inputs.masks is not None and inputs.frequency_factors is not None
-    assert torch.equal(plain.masks.time, inputs.masks.time) and torch.equal(plain.labels, inputs.labels)
+    assert inputs.frequency_factors is not None
+    assert torch.equal(plain.masks, inputs.masks) and torch.equal(plain.labels, inputs.labels)
     assert torch.equal(plain.dropout_keys, inputs.dropout_keys) and torch.equal(
         plain.frequency_factors, inputs.frequency_factors
     )  # type: ignore[arg-type]
@@ -65,7 +64,7 @@ def test_both_views_have_one_warp_of_time_and_all_else_stays_as_it_was(tiny_conf
     views = warp_frequency(
         moved.repeat(2, 1, 1), trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz
     )
-    logits, frames = trainer.model(apply_masks(views, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
+    logits, frames = trainer.model(apply_masks(views, inputs.masks, 0), inputs.frames.repeat(2), inputs.dropout_keys)
     given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
     wanted = ctc_losses(logits, frames, *given).view(2, 3).mean(0)
     torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
@@ -79,16 +78,13 @@ def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -
         and inputs.frequency_factors is not None
         and len(set(inputs.frequency_factors.tolist())) == 6
     )
-    assert plain.masks is not None and inputs.masks is not None
-    assert torch.equal(plain.masks.time, inputs.masks.time[:3]) and torch.equal(
-        plain.dropout_keys, inputs.dropout_keys[:3]
-    )
+    assert torch.equal(plain.masks, inputs.masks[:3]) and torch.equal(plain.dropout_keys, inputs.dropout_keys[:3])
     features = trainer.features.padded(inputs.waveforms, inputs.frames).repeat(2, 1, 1)
     warped = warp_frequency(
         features, trainer.features.centres_hz, inputs.frequency_factors, trainer.features.sample_rate_hz
     )
     assert not torch.equal(warped, features)
-    logits, frames = trainer.model(apply_masks(warped, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
+    logits, frames = trainer.model(apply_masks(warped, inputs.masks, 0), inputs.frames.repeat(2), inputs.dropout_keys)
     given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
     wanted = ctc_losses(logits, frames, *given).view(2, 3).mean(0)
     torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
@@ -149,7 +145,7 @@ def test_the_loss_of_two_views_is_their_mean_and_the_divergence_comes_on_top(tin
     trainer, inputs = prepared(tiny_config(*MASKS, "train.consistency=0.7"))
     losses, objective = trainer.passes.losses(inputs)
     features = trainer.features.padded(inputs.waveforms, inputs.frames).repeat(2, 1, 1)
-    logits, frames = trainer.model(apply_masks(features, inputs.masks), inputs.frames.repeat(2), inputs.dropout_keys)
+    logits, frames = trainer.model(apply_masks(features, inputs.masks, 0), inputs.frames.repeat(2), inputs.dropout_keys)
     for view in (0, 1):
         rows = slice(3 * view, 3 * view + 3)
         losses = losses - 0.5 * ctc_losses(
