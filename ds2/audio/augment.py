@@ -7,7 +7,7 @@ one without interruption.
 
 import io
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -127,6 +127,8 @@ NoiseSource = Callable[[np.random.Generator, int], Waveform]
 """(generator, number of samples) -> noise of any level."""
 EffectRng = Callable[[str], np.random.Generator]
 """Name of an effect -> its generator for one utterance in one epoch: `utterance_rng` without its first arguments."""
+BatchRngs = Callable[[str], Iterator[np.random.Generator]]
+"""Name of an effect -> its generators for the B utterances of a batch: `utterance_rngs` without its first arguments."""
 
 
 def utterance_rng(seed: int, epoch: int, index: int, effect: str) -> np.random.Generator:
@@ -139,9 +141,11 @@ def utterance_rng(seed: int, epoch: int, index: int, effect: str) -> np.random.G
     return np.random.default_rng([seed, epoch, index, zlib.crc32(effect.encode())])
 
 
-def effect_of_view(effect: str, view: int) -> str:
-    """Return the name of an effect in one of several views of an utterance; that of view 0 is `effect` itself."""
-    return f"{effect}, view {view}" if view else effect
+def utterance_rngs(
+    seed: int, epoch: int, indices: Iterable[int], view: int, effect: str
+) -> Iterator[np.random.Generator]:
+    """Yield the generator of each utterance in one of several views of it; of view 0 it is that of `utterance_rng`."""
+    return (utterance_rng(seed, epoch, index, f"{effect}, view {view}" if view else effect) for index in indices)
 
 
 def augment_waveform(

@@ -3,30 +3,19 @@
 What is drawn depends on seed, epoch and utterance alone. Shapes: B utterances, F bins, T frames.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.audio.augment import effect_of_view, utterance_rng
-from ds2.config.schema import AugmentConfig, FeaturesConfig
+from ds2.audio.augment import BatchRngs
+from ds2.config.schema import AugmentConfig
 
 MILLION = 1_000_000  # factors of frequencies are integers, in millionths, so that one int64 tensor holds all draws
 _WARP_BOUND = 0.6  # of half the rate: frequencies below are multiplied; formants lie there
 
 
-def spectrogram_masks(
-    lengths: Tensor,
-    bins: int,
-    augment: AugmentConfig,
-    features: FeaturesConfig,
-    seed: int,
-    epoch: int,
-    indices: Sequence[int],
-    view: int = 0,
-) -> Tensor:
+def spectrogram_masks(lengths: Tensor, bins: int, augment: AugmentConfig, step_s: float, rngs_of: BatchRngs) -> Tensor:
     """Draw the SpecAugment masks of a batch (Park et al. 2019, section 2).
 
     Widths are drawn uniformly from 0 to the largest, positions uniformly from those that fit. A time mask covers at
@@ -35,19 +24,17 @@ def spectrogram_masks(
     Args:
         lengths: (B,) int64 on the CPU, frames.
         bins: F, of the features.
-        features: the step, in seconds.
-        indices: (B,) position of each utterance in the training set.
-        view: index of the view; each view of an utterance has its own masks.
+        step_s: from frame to frame.
     Returns:
         (B, masks, 2) int64 on the CPU: first bin and width of the masks of frequencies, then first frame and width of
         those of time.
     """
-    effect, masks = effect_of_view("masks", view), augment.frequency_masks + augment.time_masks
+    masks = augment.frequency_masks + augment.time_masks
     if not masks:
-        return torch.empty(len(indices), 0, 2, dtype=torch.int64)
-    draws = np.stack([utterance_rng(seed, epoch, index, effect).random((masks, 2)) for index in indices])
+        return torch.empty(len(lengths), 0, 2, dtype=torch.int64)
+    draws = np.stack([rng.random((masks, 2)) for rng in rngs_of("masks")])
     frames = lengths.numpy()[:, None]
-    widest_time = np.minimum(round(augment.time_width_s / features.step_s), np.floor(augment.time_fraction * frames))
+    widest_time = np.minimum(round(augment.time_width_s / step_s), np.floor(augment.time_fraction * frames))
     frequency = _positions(draws[:, : augment.frequency_masks], bins, min(augment.frequency_width, bins))
     return torch.cat([frequency, _positions(draws[:, augment.frequency_masks :], frames, widest_time)], 1)
 
@@ -69,27 +56,24 @@ def apply_masks(features: Tensor, masks: Tensor, frequency_masks: int) -> Tensor
     return features.masked_fill(_covered(frequency, bins)[:, :, None] | _covered(time, frames)[:, None, :], 0.0)
 
 
-def time_warps(
-    lengths: Tensor, augment: AugmentConfig, features: FeaturesConfig, seed: int, epoch: int, indices: Sequence[int]
-) -> Tensor | None:
+def time_warps(lengths: Tensor, augment: AugmentConfig, step_s: float, rngs_of: BatchRngs) -> Tensor | None:
     """Draw the time warp of each utterance of a batch (Park et al. 2019, section 2); None without `time_warp_s`.
 
     A frame at least W from both ends moves by up to W, forwards or backwards; both are drawn uniformly. W is
-    `augment.time_warp_s`, or less where an utterance is too short for that. Both ends stay. There is no argument for
-    the view: views of an utterance are compared frame by frame, so they share their warp.
+    `augment.time_warp_s`, or less where an utterance is too short for that. Both ends stay. Views of an utterance are
+    compared frame by frame, so they share the warp that is drawn for view 0.
 
     Args:
         lengths: (B,) int64 on the CPU, frames.
-        features: the step, in seconds.
-        indices: (B,) position of each utterance in the training set.
+        step_s: from frame to frame.
     Returns:
         (B, 2) int64: the frame, and where it moves to; both 0 for utterances of fewer than 5 frames, which do not move.
     """
     if not augment.time_warp_s:
         return None
-    draws = np.stack([utterance_rng(seed, epoch, index, "time warp").random(2) for index in indices])
+    draws = np.stack([rng.random(2) for rng in rngs_of("time warp")])
     frames = lengths.numpy()
-    reach = np.minimum(round(augment.time_warp_s / features.step_s), (frames - 3) // 2).clip(0)
+    reach = np.minimum(round(augment.time_warp_s / step_s), (frames - 3) // 2).clip(0)
     frame = reach + 1 + np.floor(draws[:, 0] * (frames - 2 * reach - 2))  # from reach + 1 to frames - 2 - reach
     moved = frame - reach + np.floor(draws[:, 1] * (2 * reach + 1))
     warps = np.where(reach[:, None] > 0, np.stack([frame, moved], axis=1), 0)
@@ -125,25 +109,17 @@ def warp_time(features: Tensor, lengths: Tensor, warps: Tensor | None) -> Tensor
     return torch.where((at < lengths[:, None])[:, None, :], torch.lerp(low, high, share), 0.0)
 
 
-def frequency_factors(
-    augment: AugmentConfig, seed: int, epoch: int, indices: Sequence[int], view: int = 0
-) -> Tensor | None:
+def frequency_factors(augment: AugmentConfig, rngs_of: BatchRngs) -> Tensor | None:
     """Draw the factor of each utterance's frequencies, (B, 1) int64 in millionths; None without `augment.vtlp`.
 
     Vocal tract length perturbation (Jaitly and Hinton 2013) makes an utterance sound like a speaker whose vocal tract
-    has another length.
-
-    Args:
-        augment: `vtlp`: least and largest factor; factors are drawn uniformly between them.
-        indices: (B,) position of each utterance in the training set.
-        view: index of the view; each view of an utterance has its own factor.
+    has another length. Factors are drawn uniformly from the least to the largest.
     """
     if not augment.vtlp:
         return None
     low, high = augment.vtlp
-    effect = effect_of_view("vtlp", view)
-    drawn = [utterance_rng(seed, epoch, index, effect).uniform(low, high) for index in indices]
-    return torch.tensor([[round(factor * MILLION)] for factor in drawn], dtype=torch.int64)
+    drawn = [[round(rng.uniform(low, high) * MILLION)] for rng in rngs_of("vtlp")]
+    return torch.tensor(drawn, dtype=torch.int64)
 
 
 def warped_hz(hz: Tensor, factors: Tensor, rate_hz: int) -> Tensor:

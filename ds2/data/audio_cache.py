@@ -19,6 +19,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -369,12 +370,7 @@ def _free_space(
             path.unlink()
             available += sizes[path]
             log.info("audio cache: removed %s, %.1f MB, to make space", path, sizes[path] / 1e6)
-    fitting, remaining = {}, available
-    for key, utterance in costly.items():
-        if needed[key] > remaining:
-            break
-        fitting[key] = utterance
-        remaining -= needed[key]
+    fitting = dict(islice(costly.items(), sum(total <= available for total in accumulate(needed.values()))))
     if len(fitting) < len(costly):
         log.warning(
             f"audio cache {folder}: no space for {len(costly) - len(fitting)} of {len(costly)} utterances: they need "

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-import numpy as np
 import soundfile
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ds2.audio.read import AudioError
@@ -77,7 +75,10 @@ def write_shards(
         for number, (first, part) in enumerate(parts):
             path = folder / f"{number:06d}.tar"
             made_from = hashlib.sha256(b"".join(content_keys(part, sample_rate_hz, channel))).hexdigest()
-            members = _read_existing(path, made_from, first)
+            members = None
+            with suppress(ShardError):
+                if (shard := Shard(path)).made_from == made_from:
+                    members = dict(enumerate(shard.members(), first))  # their names begin with their numbers
             if members is None:
                 members, failed = _write(path, first, part, sample_rate_hz, channel, threads, progress)
                 errors += failed
@@ -104,15 +105,6 @@ def write_shards(
     return WrittenShards(made, len(parts), reused, errors)
 
 
-def _read_existing(path: Path, made_from: str, first: int) -> dict[int, ShardMember] | None:
-    """Return the members of an existing shard of the same utterances, by position in the list; None without one."""
-    with suppress(ShardError):
-        shard = Shard(path)
-        if shard.made_from == made_from:
-            return dict(enumerate(shard.members(), first))  # their names begin with their numbers
-    return None
-
-
 def _write(
     path: Path,
     first: int,
@@ -124,9 +116,12 @@ def _write(
 ) -> tuple[dict[int, ShardMember], list[AudioError]]:
     def encode(utterance: Utterance) -> tuple[bytes, int] | AudioError:
         try:
-            return _flac(pcm := decode(utterance, sample_rate_hz, channel), sample_rate_hz), len(pcm)
+            pcm = decode(utterance, sample_rate_hz, channel)
         except AudioError as error:
             return error.bare()
+        flac = io.BytesIO()
+        soundfile.write(flac, pcm, sample_rate_hz, format="FLAC", subtype="PCM_16")
+        return flac.getvalue(), len(pcm)
 
     members, failed, step = dict[int, ShardMember](), list[AudioError](), _CHUNK_PER_CORE * usable_cores()
     with (
@@ -154,12 +149,6 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(content)
     tar.addfile(info, io.BytesIO(content))
-
-
-def _flac(pcm: NDArray[np.int16], sample_rate_hz: int) -> bytes:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, pcm, sample_rate_hz, format="FLAC", subtype="PCM_16")
-    return buffer.getvalue()
 
 
 def _facts(u: Utterance, duration_s: float) -> bytes:

@@ -90,16 +90,16 @@ def training_utterances(
     manifests = [read_manifest(path, seen) for path in data.train]
     utterances = [u for listed in manifests for u in listed]
     warn_of_other_corpus(data, utterances)
-    checked = [
-        (u, transcript_problems(u, data, alphabet, output_frames, speeds=speed_range(augment))) for u in utterances
-    ]
-    reasons = [(u, "; ".join(text for severity, _, text in problems if severity == "error")) for u, problems in checked]
-    refused = [(u, reason) for u, reason in reasons if reason]
-    usable = [u for u, reason in reasons if not reason]
+    speeds = speed_range(augment)
+    checked = [transcript_problems(u, data, alphabet, output_frames, speeds=speeds) for u in utterances]
+    reasons = ["; ".join(text for severity, _, text in problems if severity == "error") for problems in checked]
+    refused = [(u, reason) for u, reason in zip(utterances, reasons, strict=True) if reason]
+    repeats = [n for n, listed in zip(data.repeats or [1] * len(manifests), manifests, strict=True) for _ in listed]
+    usable = [(u, n) for u, n, reason in zip(utterances, repeats, reasons, strict=True) if not reason]
     unfit = count_unknown((u.text for u in utterances), alphabet)
     if alphabet.unknown == "drop" and unfit:
         log.warning("characters outside the alphabet dropped from training texts: %s", describe(unfit))
-    if words := alphabet.unpronounced(u.text for u in usable):
+    if words := alphabet.unpronounced(u.text for u, _ in usable):
         log.warning(
             "words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): %s", words
         )
@@ -118,8 +118,7 @@ def training_utterances(
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), shown)
     if not usable:
         raise ManifestError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
-    repeats = [n for n, listed in zip(data.repeats or [1] * len(manifests), manifests, strict=True) for _ in listed]
-    return [u for (u, reason), n in zip(reasons, repeats, strict=True) if not reason for _ in range(n)]
+    return [u for u, n in usable for _ in range(n)]
 
 
 def scored_utterances(manifests: Sequence[str | Path], alphabet: Alphabet) -> list[Utterance]:

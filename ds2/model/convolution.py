@@ -87,7 +87,8 @@ class MaskedConv(nn.Module):
         elif x.shape[2] <= self.kernel[0]:  # oneDNN computes wrong gradients of such a kernel, and writes beyond them
             x, high = functional.pad(x, (0, 0, high, high)), 0
         elif bias is None and few_channels(x, weight):
-            return convolve_few_channels(x, weight, self.stride)
+            z: Tensor = FewChannels.apply(x, weight, self.stride)  # type: ignore[no-untyped-call]
+            return z
         return functional.conv2d(x, weight, bias, self.stride, (high, wide))
 
 
@@ -100,13 +101,7 @@ def few_channels(x: Tensor, weight: Tensor) -> bool:
     return narrow and x.device.type == "cpu" and x.dtype == weight.dtype and not torch.is_autocast_enabled("cpu")
 
 
-def convolve_few_channels(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
-    """Return `functional.conv2d` of x and weight but for rounding, channels last; where `few_channels` says so."""
-    z: Tensor = _FewChannels.apply(x, weight, stride)  # type: ignore[no-untyped-call]
-    return z
-
-
-class _FewChannels(torch.autograd.Function):
+class FewChannels(torch.autograd.Function):
     """Convolution on a CPU whose kernels would leave half of each vector register empty: they compute 16 channels.
 
     With channels last in memory, C channels of two neighbouring frames are 2 C channels of one: the same numbers, seen

@@ -6,6 +6,7 @@ The loader's workers prepare batches of the epochs to come, and their inputs are
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ds2.audio.augment import effect_of_view, utterance_rng
+from ds2.audio.augment import utterance_rngs
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import frequency_factors, spectrogram_masks, time_warps
 from ds2.config.schema import Config
@@ -179,7 +180,8 @@ class InputMaker:
         table[:, _FRAMES], table[:, _LABEL_LENGTHS], table[:, _FEASIBLE] = frames, batch.label_lengths, feasible
         if self._label_log_probs is not None:
             table[:, _LOG_PROBS] = self._label_log_probs[batch.indices].double().view(torch.int64)
-        warps = time_warps(frames, config.augment, config.features, config.train.seed, epoch, indices)
+        rngs_of = partial(utterance_rngs, config.train.seed, epoch, indices, 0)
+        warps = time_warps(frames, config.augment, config.features.step_s, rngs_of)
         if warps is not None:
             table[:, _TIME_WARPS] = warps
         for start, targets in ((_FIXED_COLUMNS, labels), (phones_from, phones)):
@@ -209,13 +211,14 @@ class InputMaker:
 
     def _view_columns(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int) -> Tensor:
         """Draw for one view of each utterance key, frequency warp and masks: (B, K) int64."""
-        config, seed = self.config, self.config.train.seed
-        columns = [torch.tensor(_dropout_keys(config, epoch, indices, view), dtype=torch.int64)[:, None]]
-        factors = frequency_factors(config.augment, seed, epoch, indices, view)
+        augment, rngs_of = self.config.augment, partial(utterance_rngs, self.config.train.seed, epoch, indices, view)
+        keys = [0] * len(indices)
+        if self.config.model.dropout:
+            keys = [int(rng.integers(2**62)) for rng in rngs_of("dropout")]
+        columns, factors = [torch.tensor(keys, dtype=torch.int64)[:, None]], frequency_factors(augment, rngs_of)
         if factors is not None:
             columns.append(factors)
-        bins = self.features.bins
-        masks = spectrogram_masks(frames, bins, config.augment, config.features, seed, epoch, indices, view)
+        masks = spectrogram_masks(frames, self.features.bins, augment, self.config.features.step_s, rngs_of)
         return torch.cat([*columns, masks.flatten(1)], 1)
 
     def _to_device(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -256,14 +259,6 @@ def phones_of(config: Config, alphabet: Alphabet, utterances: Sequence[Utterance
             )
         log.warning("%s. Intermediate classifiers do without them (`ds2 data lexicon` adds them)", what)
     return [torch.tensor(phones.encode(text), dtype=torch.int32) for text in texts]
-
-
-def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int) -> list[int]:
-    """Return a key for each utterance, epoch and view; masks do not depend on the number of ranks."""
-    if not config.model.dropout:
-        return [0] * len(indices)
-    effect = effect_of_view("dropout", view)
-    return [int(utterance_rng(config.train.seed, epoch, index, effect).integers(2**62)) for index in indices]
 
 
 Plan = list[list[int]]

@@ -194,7 +194,7 @@ def test_an_import_lists_foreign_files_with_their_length(tmp_path: Path) -> None
     (tmp_path / "list.tsv").write_text("path\tsentence\na.m4a\tone\n")
     [utterance] = import_csv(tmp_path / "list.tsv")
     assert utterance.duration_s == pytest.approx(SECONDS, abs=0.25)
-    [measured] = probe([utterance], 16000)
+    measured = probe(utterance, 16000)
     assert not measured.error and measured.rate_hz == 44100
 
 
@@ -385,7 +385,7 @@ def test_the_real_ffmpeg_reads_what_pyav_does_and_no_other_file(
 
 
 def test_utterances_of_foreign_files_are_found_missing_like_others(tmp_path: Path) -> None:
-    [measured] = probe([Utterance(tmp_path / "gone.m4a", 1.0, "x")], 16000)
+    measured = probe(Utterance(tmp_path / "gone.m4a", 1.0, "x"), 16000)
     assert measured.kind == "unreadable" and "No such file" in measured.error
 
 

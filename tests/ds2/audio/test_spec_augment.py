@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from ds2.audio.augment import utterance_rngs
 from ds2.audio.spec_augment import apply_masks, spectrogram_masks
-from ds2.config.schema import AugmentConfig, FeaturesConfig
+from ds2.config.schema import AugmentConfig
 
 MASKING = AugmentConfig(frequency_masks=2, frequency_width=27, time_masks=3, time_width_s=0.4, time_fraction=0.2)
 
 
 def masked(lengths: list[int], indices: list[int], epoch: int = 1, config: AugmentConfig = MASKING) -> torch.Tensor:
-    masks = spectrogram_masks(torch.tensor(lengths), 161, config, FeaturesConfig(), 1, epoch, indices)
+    masks = spectrogram_masks(torch.tensor(lengths), 161, config, 0.01, partial(utterance_rngs, 1, epoch, indices, 0))
     return apply_masks(torch.ones(len(lengths), 161, max(lengths)), masks, config.frequency_masks)
 
 
@@ -48,8 +51,6 @@ def test_masks_do_not_depend_on_batch_mates() -> None:
 
 
 def test_no_masks_leave_the_features_alone() -> None:
-    features, none = (
-        torch.ones(1, 161, 9),
-        spectrogram_masks(torch.tensor([9]), 161, AugmentConfig(), FeaturesConfig(), 1, 1, [0]),
-    )
+    features = torch.ones(1, 161, 9)
+    none = spectrogram_masks(torch.tensor([9]), 161, AugmentConfig(), 0.01, partial(utterance_rngs, 1, 1, [0], 0))
     assert none.shape == (1, 0, 2) and apply_masks(features, none, 0) is features

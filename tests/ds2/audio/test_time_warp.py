@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
+from ds2.audio.augment import utterance_rngs
 from ds2.audio.spec_augment import time_warps, warp_time
 from ds2.commands.compose import compose_config
-from ds2.config.schema import AugmentConfig, ConfigError, FeaturesConfig
+from ds2.config.schema import AugmentConfig, ConfigError
 
 WARPING = AugmentConfig(time_warp_s=0.2)  # 20 frames
 
 
 def drawn(lengths: list[int], indices: list[int], seed: int = 1, epoch: int = 1) -> torch.Tensor:
-    warps = time_warps(torch.tensor(lengths), WARPING, FeaturesConfig(), seed, epoch, indices)
+    warps = time_warps(torch.tensor(lengths), WARPING, 0.01, partial(utterance_rngs, seed, epoch, indices, 0))
     assert warps is not None
     return warps
 
@@ -39,7 +42,7 @@ def test_warps_depend_on_seed_epoch_and_utterance_alone() -> None:
     together = drawn([90, 40], [5, 3])
     assert torch.equal(together, torch.cat([drawn([90], [5]), drawn([40], [3])]))
     assert len({tuple(drawn([400], [i], s, e)[0].tolist()) for i in (0, 1) for s in (1, 2) for e in (1, 2)}) == 8
-    assert time_warps(torch.tensor([90]), AugmentConfig(), FeaturesConfig(), 1, 1, [5]) is None
+    assert time_warps(torch.tensor([90]), AugmentConfig(), 0.01, partial(utterance_rngs, 1, 1, [5], 0)) is None
 
 
 def test_features_are_those_of_an_interpolation_in_float64() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
 
+from ds2.audio.augment import utterance_rngs
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import MILLION, frequency_factors, warp_frequency, warped_hz
 from ds2.config.schema import AugmentConfig, FeaturesConfig
@@ -54,16 +57,16 @@ def test_rising_features_are_read_at_the_frequency_itself() -> None:
 
 def test_factors_are_drawn_for_each_utterance_epoch_and_view() -> None:
     config = AugmentConfig(vtlp=[0.9, 1.1])
-    assert frequency_factors(AugmentConfig(), 1, 1, [0]) is None
-    drawn = frequency_factors(config, 1, 2, range(1000))
+
+    def factors(seed: int, epoch: int, indices: Iterable[int], view: int = 0) -> torch.Tensor | None:
+        return frequency_factors(config, partial(utterance_rngs, seed, epoch, indices, view))
+
+    assert frequency_factors(AugmentConfig(), partial(utterance_rngs, 1, 1, [0], 0)) is None
+    drawn = factors(1, 2, range(1000))
     assert drawn is not None and drawn.shape == (1000, 1)
     assert 900_000 <= int(drawn.min()) < 901_000 and 1_099_000 < int(drawn.max()) <= 1_100_000
     assert abs(float(drawn.double().mean()) - MILLION) < 5 * 0.2 * MILLION / math.sqrt(12 * 1000)
-    one = frequency_factors(config, 1, 2, [7])
+    one = factors(1, 2, [7])
     assert one is not None and torch.equal(one, drawn[7:8])
-    others = [
-        frequency_factors(config, 2, 2, [7]),
-        frequency_factors(config, 1, 3, [7]),
-        frequency_factors(config, 1, 2, [7], view=1),
-    ]
+    others = [factors(2, 2, [7]), factors(1, 3, [7]), factors(1, 2, [7], view=1)]
     assert all(other is not None and not torch.equal(other, one) for other in others)

@@ -6,7 +6,7 @@ from support.layer_cases import config, padded, ragged
 from torch.nn import functional
 
 from ds2.config.schema import ConvConfig
-from ds2.model.convolution import MaskedConv, RowConvolution, convolve_few_channels, few_channels
+from ds2.model.convolution import FewChannels, MaskedConv, RowConvolution, few_channels
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(11, 2), (11, 1), (1, 1), (5, 4)])
@@ -75,7 +75,7 @@ def test_few_channels(channels: tuple[int, int], kernel: tuple[int, int], stride
     x = torch.randn(2, channels[0], 9, frames, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(channels[1], channels[0], *kernel, dtype=torch.float64, requires_grad=True)
     assert few_channels(x, weight)
-    paired = convolve_few_channels(x, weight, stride)
+    paired = FewChannels.apply(x, weight, stride)  # type: ignore[no-untyped-call]
     plain = functional.conv2d(x, weight, None, stride, (kernel[0] // 2, kernel[1] // 2))
     torch.testing.assert_close(paired, plain)
     grad = torch.randn_like(plain)
