@@ -24,9 +24,10 @@ from ds2.recognition.open_segments import Endpoints, Segment
 from ds2.serve.limits import BrokenError, FullError
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
-from ds2.system.messages import decode, encode
+from ds2.system.messages import MessageError, decode, encode
 
 _LENGTH = struct.Struct("<Q")
+_MAX_BYTES = 1 << 31  # of messages sent together: 2 s of 300 clients at 768 kHz, the highest rate
 
 
 @dataclass(frozen=True)
@@ -278,11 +279,17 @@ class Unpacker:
         self._buffer = bytearray()
 
     def accept(self, data: bytes) -> Iterator[Any]:
-        """Take the next bytes; yield the messages that are complete."""
+        """Take the next bytes; yield the messages that are complete.
+
+        Raises:
+            MessageError: they cannot be read, or more of them are announced than any sender has.
+        """
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > _MAX_BYTES:
+                raise MessageError(f"{length} bytes of messages are announced; {_MAX_BYTES} may come together")
             first = start + _LENGTH.size
             if len(self._buffer) < first + length:
                 break

@@ -81,6 +81,11 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
             assert received == [message for messages in sent for message in messages]
 
 
+def test_more_bytes_than_any_sender_has_are_not_waited_for() -> None:
+    with pytest.raises(MessageError, match="9223372036854775808 bytes"):
+        list(Unpacker(TO_ENGINE).accept((1 << 63).to_bytes(8, "little")))
+
+
 def test_a_message_for_the_other_side_is_refused() -> None:
     with pytest.raises(MessageError):
         list(Unpacker(TO_ENGINE).accept(pack([Answer(1, None)])))
