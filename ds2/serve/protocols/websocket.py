@@ -91,21 +91,21 @@ class Connection:
 
     async def _wait(self, awaited: Awaitable[Value]) -> Value:
         """Wait for `limits.idle_s` at most, else raise TimeoutError; `asyncio.timeout` sets a timer for each wait."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
+        loop = asyncio.get_running_loop()
         self._wait_ends_s, self._expired = loop.time() + self.limits.idle_s, False
         if self._timer is None:
-            self._timer = loop.call_at(self._wait_ends_s, self._end_wait, task)
+            self._timer = loop.call_at(self._wait_ends_s, self._end_wait, asyncio.current_task())
         try:
             return await awaited
         except asyncio.CancelledError:
-            if not self._expired or task.uncancel():  # somebody else wants it
+            task = asyncio.current_task()
+            if not self._expired or task is None or task.uncancel():  # somebody else wants it
                 raise
             raise TimeoutError from None
         finally:
             self._wait_ends_s = math.inf
 
-    def _end_wait(self, task: asyncio.Task[Any]) -> None:
+    def _end_wait(self, task: Any) -> None:
         """Cancel a wait that has lasted too long, or look again when it will have."""
         loop = asyncio.get_running_loop()
         self._expired = loop.time() >= self._wait_ends_s
