@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,8 @@ def decode(data: bytes | bytearray | memoryview, classes: Iterable[type] = ()) -
         whole = memoryview(data)[_LENGTH.size :]
         if length > len(whole):
             raise ValueError(f"a header of {length} bytes in a message of {len(data)}")
-        allowed = {kind.__name__: kind for kind in classes}
-        return _from_json(parse_json(bytes(whole[:length])), whole[length:], allowed)
+        read = partial(_read_entry, whole[length:], _by_name(tuple(classes)))
+        return parse_json(bytes(whole[:length]), read)
     except Exception as error:  # numpy raises SyntaxError for some types, a dataclass its own errors
         raise MessageError(
             f"a message from another process cannot be read: {error}; run the same version of ds2 everywhere, "
@@ -71,8 +71,7 @@ def _to_json(value: Any, buffers: bytearray) -> Any:  # noqa: PLR0911  one a kin
         return {"tuple": _to_json(list(value), buffers)}
     if dataclasses.is_dataclass(value):
         names = _field_names(value.__class__)
-        fields = _to_json([getattr(value, name) for name in names], buffers)
-        return {"class": [type(value).__name__, dict(zip(names, fields, strict=True))]}
+        return {"class": [type(value).__name__, names, _to_json([getattr(value, name) for name in names], buffers)]}
     if isinstance(value, dict):
         return {"dict": [[_to_json(key, buffers), _to_json(entry, buffers)] for key, entry in value.items()]}
     if isinstance(value, bool | int | float | str):
@@ -97,24 +96,23 @@ def _append(data: bytes | bytearray, buffers: bytearray) -> list[int]:
     return [offset, len(data)]
 
 
-def _from_json(entry: Any, buffers: memoryview, classes: dict[str, type]) -> Any:  # noqa: PLR0911
-    def read(inner: Any) -> Any:
-        return _from_json(inner, buffers, classes)
+@cache
+def _by_name(classes: tuple[type, ...]) -> dict[str, type]:
+    return {kind.__name__: kind for kind in classes}
 
-    if isinstance(entry, list):
-        return entry if _PLAIN.issuperset(map(type, entry)) else [read(inner) for inner in entry]
-    if not isinstance(entry, dict):
-        return entry
+
+def _read_entry(buffers: memoryview, classes: dict[str, type], entry: dict[str, Any]) -> Any:
+    """Return what an object of the header stands for; those inside it are read already."""
     [(tag, content)] = entry.items()
     if tag == "tuple":
-        return tuple(read(content))
+        return tuple(content)
     if tag == "dict":
-        return {read(key): read(inner) for key, inner in content}
+        return dict(content)
     if tag in ("bytes", "bytearray"):
         return (bytes if tag == "bytes" else bytearray)(_buffer(buffers, *content))
     if tag == "class":
-        name, fields = content
-        return classes[name](**dict(zip(fields, read([*fields.values()]), strict=True)))
+        name, fields, values = content
+        return classes[name](**dict(zip(fields, values, strict=True)))
     if tag == "array":
         return _array(buffers, *content)
     raise ValueError(f"an entry of the kind {tag!r}")

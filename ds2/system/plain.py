@@ -6,7 +6,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from ds2.system import UserError
@@ -28,10 +28,14 @@ class UnknownField(FieldError):
     """A field that does not exist."""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; raises ValueError for text that is not JSON or is nested too deep to be parsed."""
+def parse_json(text: str | bytes, read: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Parse JSON; raises ValueError for text that is not JSON or is nested too deep to be parsed.
+
+    Args:
+        read: returns what takes the place of an object.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=read)
     except RecursionError as error:
         raise ValueError(f"nested too deep ({error})") from error
 

@@ -78,7 +78,7 @@ class TouchesAFile:
 
 def test_a_pickle_is_no_message_and_does_not_run(tmp_path: Path) -> None:
     data = pickle.dumps(TouchesAFile(tmp_path / "ran"))
-    for whole in (data, struct.pack("<Q", len(data)) + data, message({"class": ["Path", {}]})):
+    for whole in (data, struct.pack("<Q", len(data)) + data, message({"class": ["Path", [], []]})):
         with pytest.raises(MessageError, match="same version of ds2"):
             decode(whole, [Point])
     assert not (tmp_path / "ran").exists()
@@ -89,14 +89,14 @@ def test_a_pickle_is_no_message_and_does_not_run(tmp_path: Path) -> None:
     [
         b"", b"\1", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}",
         message({"unknown": 1}), message({"a": 1, "b": 2}), message({"tuple": 3}), message({"dict": [[1]]}),
-        message({"dict": [[[], 1]]}), message({"class": ["Point", {"y": 1}]}), message({"class": ["Other", {}]}),
+        message({"dict": [[[], 1]]}), message({"class": ["Point", ["y"], [1]]}), message({"class": ["Other", [], []]}),
         message({"bytes": [0, 1]}), message({"bytes": [-1, 1]}, b"ab"), message({"bytes": [1, -1]}, b"ab"),
         message({"array": ["<f4", [2**40, 2**40], 0, 4]}, b"abcd"), message({"array": ["<f4", [-1], 0, 4]}, b"abcd"),
         message({"array": ["other", [1], 0, 8]}, b"12345678"), message({"array": ["<f4", [1], 2, 4]}, b"abcd"),
         message({"array": ["|O", [1], 0, 8]}, b"12345678"), message({"tensor": ["<f4", [1], 0, 4]}, b"abcd"),
         message({"array": ["<f4", [1.0], 0, 4]}, b"abcd"), message({"array": ["<f4", "a", 0, 4]}, b"abcd"),
-        message({"class": ["Point", [1]]}), message({"class": ["Point", None]}),
-        message({"class": ["Positive", {"x": 0}]}), message({"array": ["(,)f4", [0], 0, 0]}),
+        message({"class": ["Point", ["x"], []]}), message({"class": ["Point", None, None]}),
+        message({"class": ["Positive", ["x"], [0]]}), message({"array": ["(,)f4", [0], 0, 0]}),
         struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000,
     ],
 )  # fmt: skip
