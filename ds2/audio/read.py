@@ -245,21 +245,24 @@ def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[
         os.close(descriptor)
 
 
-@contextmanager
-def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient: bool) -> Iterator[_AudioFile]:
+def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient: bool) -> _AudioFile:
+    file = None
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
-        container = container_of(descriptor)
-        if not container and path.suffix.lower() not in FFMPEG_SUFFIXES:
+        if not container_of(descriptor) and path.suffix.lower() not in FFMPEG_SUFFIXES:
             raise
-        _check_length(container, path, descriptor, lenient)
-        with FFmpegAudio(descriptor) as source:
-            yield source
-        return
-    with file:
-        _check_length(file.format, path, descriptor, lenient)
-        yield file
+    container = container_of(descriptor) if file is None else file.format
+    damage = describe_damage(descriptor, container)
+    if damage is None:
+        warn_once(
+            log, f"{container} files are not checked for truncation: convert such audio, e.g. to FLAC (logged once)"
+        )
+    elif damage and lenient:
+        _log_damage(path, damage)
+    elif damage:
+        raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
+    return FFmpegAudio(descriptor) if file is None else file
 
 
 def _count_frames(path: Path, file: FFmpegAudio) -> int:
@@ -293,18 +296,6 @@ def _check_header(file: _AudioFile, path: Path) -> None:
         )
     if file.frames <= 0:
         raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed")
-
-
-def _check_length(container: str, path: Path, descriptor: int, lenient: bool) -> None:
-    damage = describe_damage(descriptor, container)
-    if damage is None:
-        warn_once(
-            log, f"{container} files are not checked for truncation: convert such audio, e.g. to FLAC (logged once)"
-        )
-    elif damage and lenient:
-        _log_damage(path, damage)
-    elif damage:
-        raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
 
 
 def _mono_blocks(

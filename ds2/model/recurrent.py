@@ -75,9 +75,9 @@ class BaseRecurrentLayer(nn.Module):
         """The recurrent matrix (G H, H) of each direction, a parameter."""
         raise NotImplementedError
 
-    def biases_hn(self, context: PassContext) -> list[Tensor] | None:
-        """The bias (H,) of each direction inside the product with the reset gate; None: the cell has none there."""
-        return None
+    def biases_hn(self, context: PassContext) -> list[Tensor]:
+        """The bias (H,) of each direction inside the product with the reset gate, if the cell has one there."""
+        return []
 
     def folded(self) -> RecurrentWeights:
         """Describe the layer in evaluation."""
@@ -95,8 +95,7 @@ class BaseRecurrentLayer(nn.Module):
         weights = self.weights_hh()
         if len(weights) == 1:
             return self.recur(z, (), lengths, context)[0]
-        biases_hn = self.biases_hn(context)
-        bias_hn = None if biases_hn is None else torch.stack(biases_hn)
+        bias_hn = torch.stack(biases_hn) if (biases_hn := self.biases_hn(context)) else None
         stacked, sink = torch.stack([context.weight(weight) for weight in weights]), sinks_of(weights, context)
         outputs = bidirectional(
             self.operator, z, stacked, bias_hn, lengths, clip=self.clip, backend=self.backend, weight_sink=sink
@@ -114,7 +113,7 @@ class BaseRecurrentLayer(nn.Module):
             lengths: (B,) int32 on the device, valid frames.
             max_sms: multiprocessors to use at most; None: all.
         """
-        [weight] = self.weights_hh()
+        [weight], bias_hn = self.weights_hh(), next(iter(self.biases_hn(context)), None)
         h, c = (*carry, None, None)[:2]
         y, *last = recurrence(
             z,
@@ -122,7 +121,7 @@ class BaseRecurrentLayer(nn.Module):
             h,
             lengths,
             cell=self.operator,
-            bias_hn=None if (biases_hn := self.biases_hn(context)) is None else biases_hn[0],
+            bias_hn=bias_hn,
             c0=c,
             clip=self.clip,
             backend=self.backend,
@@ -212,9 +211,9 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
     def weights_hh(self) -> list[Tensor]:
         return [cell.get_parameter("weight_hh_l0") for cell in self._cells]
 
-    def biases_hn(self, context: PassContext) -> list[Tensor] | None:
+    def biases_hn(self, context: PassContext) -> list[Tensor]:
         if self.operator != "gru_after":
-            return None
+            return []
         return [context.weight(cell.get_parameter("bias_hh_l0"))[2 * self.hidden :] for cell in self._cells]
 
     def _inputs(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:

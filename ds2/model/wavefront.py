@@ -335,12 +335,8 @@ class PieceSink:
         self._factors: list[tuple[Tensor, Tensor]] = []
         self._taken = 0  # pieces
         self._rows: dict[tuple[int, int], PieceSink] = {}
-        self._transpose = _OneTranspose()
-
-    @property
-    def deferred(self) -> Deferred:
-        """For the recurrences of all pieces: they share one transpose, and other layers run beside them anyway."""
-        return self._transpose
+        # For the recurrences of all pieces: they share one transpose, and other layers run beside them anyway.
+        self.deferred: Deferred = _OneTranspose()
 
     def add_products(self, factors: Factors, biases: Sequence[GradientSink] = ()) -> None:
         """Take left (R, N) and right (N, C) of a piece; with those of the last piece, their product is added."""

@@ -188,14 +188,13 @@ def _rules(language: str) -> list[tuple[re.Pattern[str], _Reader]]:
         """Return the words of a number without a sign, "" for one that is not sure."""
         digits, _, fraction = written.partition(decimal)
         plain = re.sub(marks, "", digits)
+        sure = (plain == "0" or plain[0] != "0") and len(plain) <= _MAX_GROUPED
         if fraction:
-            sure = (plain == "0" or plain[0] != "0") and len(plain) <= _MAX_GROUPED
             return _decimal(plain, fraction, language) if sure else ""
         if plain == digits and (len(plain) > _MAX_DIGITS or (len(plain) > 1 and plain[0] == "0")):
             return " ".join(_spell(digit, language) for digit in plain)
         if base in _YEARS and plain == digits and len(plain) == 4 and _FIRST_YEAR <= int(plain) <= _LAST_YEAR:
             return _spell(plain, language, "spellout-numbering-year")
-        sure = (plain[0] != "0" or plain == "0") and len(plain) <= _MAX_GROUPED
         return _spell(plain, language) if sure else ""
 
     def signed(written: str) -> str:

@@ -334,3 +334,11 @@ def test_a_run_goes_on_with_larger_batches_and_ends(
     with safe_open(run_dir / "trainer.safetensors", "pt") as opened:
         progress = json.loads(opened.metadata()["ds2"])["progress"]
     assert (progress["epoch"], progress["step"]) == (3, 4)
+
+
+def test_copies_of_an_utterance_are_in_different_batches_of_the_first_epoch(tiny_config: MakeConfig) -> None:
+    config = tiny_config("data.repeats=[3]", "batching.sortagrad=true")
+    trainer = Trainer(config, Path(config.run_dir))
+    names = [[trainer.utterances[place].name for place in batch] for batch in trainer.plan()]
+    assert len(trainer.utterances) == sum(map(len, names)) == 3 * len({name for batch in names for name in batch})
+    assert all(len(set(batch)) == len(batch) for batch in names) and max(map(len, names)) > 1
