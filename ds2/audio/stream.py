@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import soundfile
@@ -91,33 +91,26 @@ class Resampler:
 
 
 class Pcm:
-    """Decodes headerless mono audio, 16-bit or `kind` as NumPy names it, in pieces of any number of bytes."""
+    """Decodes headerless mono audio in pieces of any number of bytes.
+
+    Args:
+        kind: of a sample, as NumPy names it; or the law of ITU-T G.711, whose samples of 8 bits telephones send: ULAW
+            in North America and Japan, ALAW in the rest of the world.
+    """
 
     def __init__(self, kind: str = "<i2") -> None:
-        self._kind, self._incomplete = np.dtype(kind), b""  # bytes of a sample
+        self._values = _values_of_bytes(kind) if kind in ("ULAW", "ALAW") else None
+        self._kind, self._incomplete = np.dtype(kind if self._values is None else np.uint8), b""  # bytes of a sample
 
     def accept(self, data: bytes) -> NDArray[np.float32]:
         """Take the next bytes; return the complete samples (N,) float32; raises AudioError as `as_samples`."""
         data = self._incomplete + data
         count = len(data) // self._kind.itemsize
         self._incomplete = data[count * self._kind.itemsize :]
+        if self._values is not None:
+            samples: NDArray[np.float32] = self._values[np.frombuffer(data, np.uint8)]
+            return samples
         return as_samples(np.frombuffer(data, self._kind, count)) if count else np.empty(0, np.float32)
-
-
-class G711:
-    """Decodes headerless mono audio of 8 bits a sample, as telephones send it (ITU-T G.711).
-
-    Args:
-        law: of North America and Japan (ULAW), or of the rest of the world (ALAW).
-    """
-
-    def __init__(self, law: Literal["ULAW", "ALAW"]) -> None:
-        self._values = _values_of_bytes(law)
-
-    def accept(self, data: bytes) -> NDArray[np.float32]:
-        """Return the samples (N,) float32 in [-1, 1] of N bytes."""
-        samples: NDArray[np.float32] = self._values[np.frombuffer(data, np.uint8)]
-        return samples
 
 
 @cache

@@ -20,7 +20,7 @@ from ds2.model.norm import RmsNorm, SequenceBatchNorm, fold_norm_before, make_no
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Count, Ragged
 from ds2.model.recurrent import ModuleWeights, RecurrentLayer, RecurrentModule, why_torch
-from ds2.model.structure import operator_cell, output_size
+from ds2.model.structure import output_size
 from ds2.model.wavefront import Wavefront, run_modules
 
 
@@ -149,11 +149,8 @@ class AcousticModel(nn.Module):
 
     def why_torch(self, precision: str) -> str | None:
         """Why recurrent layers run through torch's kernels, which a CUDA graph cannot hold; None if they do not."""
-        config = self.config
-        if config.cell == "rnn" or config.backend != "auto":
-            return None
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return why_torch(operator_cell(config), config.hidden, dtype, self.classifier.weight.device)
+        return why_torch(self.config, dtype, self.classifier.weight.device)
 
     def output_frames(self, frames: Size) -> Size:
         """Output frames for a number, or a tensor of numbers, of feature frames."""

@@ -63,7 +63,7 @@ class BaseRecurrentLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.operator, self.clip, self.backend = operator_cell(config), config.clip, config.backend
+        self.config, self.operator, self.clip, self.backend = config, operator_cell(config), config.clip, config.backend
         self.hidden = config.hidden
         self.dropout = UtteranceDropout(config.dropout)
 
@@ -258,7 +258,7 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
             return False
         device = x.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else x.dtype
-        return x.numel() == 0 or why_torch(self.operator, self.hidden, dtype, device) is not None
+        return x.numel() == 0 or why_torch(self.config, dtype, device) is not None
 
     def _input_bias(self, bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
         """The bias of the input's product (G H,), of a layer's two."""
@@ -277,12 +277,12 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
         return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
 
 
-def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why layers of a cell of ds2_ops run on torch's kernels, which a CUDA graph cannot record; None if they do not."""
-    if cell == "gru_before":
+def why_torch(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why recurrent layers run on torch's kernels, which a CUDA graph cannot record; None if they do not."""
+    if config.cell in ("rnn", "gru_before") or config.backend != "auto":
         return None
     return why_not_unasked(dtype, torch.get_float32_matmul_precision()) or why_not(
-        1, 1, hidden, dtype, device, cell, None
+        1, 1, config.hidden, dtype, device, operator_cell(config), None
     )
 
 

@@ -176,7 +176,7 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
         return f"the device is {device}, layers run side by side on a CUDA GPU"
     if config.backend not in ("auto", "persistent"):
         return f"model.backend={config.backend}: only persistent kernels leave room for other layers"
-    if config.cell != "rnn" and config.backend == "auto" and why_torch(cell, config.hidden, dtype, device) is not None:
+    if why_torch(config, dtype, device) is not None:
         return f"model.cell={config.cell} runs on torch's kernels"
     if reason := persistent.why_not(1, 1, config.hidden, dtype, device, cell, LAYER_SMS):
         return reason

@@ -18,21 +18,21 @@ from typing import Any
 
 from starlette.datastructures import QueryParams
 
-from ds2.audio.stream import G711, Pcm
+from ds2.audio.stream import Pcm
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import Word, measured
 from ds2.decoding.phrases import HotWords
 from ds2.recognition.open_segments import NEVER, Endpoints, Segment
 from ds2.serve.client import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number, check_rate, refuse_misspelt
-from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
+from ds2.serve.protocols.websocket import Connection, json_object
 from ds2.system.plain import short_repr
 
 _MS = Range(0, 3_600_000, above=True)
-_ENCODINGS: dict[str, Callable[[], SampleReader]] = {
+_ENCODINGS: dict[str, Callable[[], Pcm]] = {
     "linear16": Pcm,
-    "mulaw": partial(G711, "ULAW"),
-    "alaw": partial(G711, "ALAW"),
+    "mulaw": partial(Pcm, "ULAW"),
+    "alaw": partial(Pcm, "ALAW"),
 }
 _ONLY = {  # settings with the one value that they may have
     "channels": "1",

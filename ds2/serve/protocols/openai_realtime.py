@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ds2.audio.stream import G711, Pcm
+from ds2.audio.stream import Pcm
 from ds2.config.allowed import Range
 from ds2.decoding.hypothesis import measured
 from ds2.decoding.phrases import OTHERS, HotWords, LexiconError, PhraseError
@@ -23,14 +23,14 @@ from ds2.recognition.open_segments import NEVER, Endpoints, Segment
 from ds2.serve.client import SessionSettings
 from ds2.serve.limits import BadRequestError, check_number, refuse_misspelt
 from ds2.serve.phrases import KEYWORDS
-from ds2.serve.protocols.websocket import Connection, SampleReader, json_object
+from ds2.serve.protocols.websocket import Connection, json_object
 from ds2.system.plain import short_repr
 
 RATE_HZ = 24000
-_FORMATS: dict[str, tuple[int, Callable[[], SampleReader]]] = {
+_FORMATS: dict[str, tuple[int, Callable[[], Pcm]]] = {
     "audio/pcm": (RATE_HZ, Pcm),
-    "audio/pcmu": (8000, partial(G711, "ULAW")),
-    "audio/pcma": (8000, partial(G711, "ALAW")),
+    "audio/pcmu": (8000, partial(Pcm, "ULAW")),
+    "audio/pcma": (8000, partial(Pcm, "ALAW")),
 }
 _DEFAULT_SILENCE_MS = 500  # of the protocol
 _SILENCE_MS = Range(0, 3_600_000, above=True)

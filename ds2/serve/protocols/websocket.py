@@ -5,10 +5,8 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -27,13 +25,6 @@ _encode = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an
 _SUBPROTOCOLS = ("realtime", "token", "bearer")  # before a key that a browser offers as another one
 
 
-class SampleReader(Protocol):
-    """Decodes audio that arrives in pieces of any number of bytes."""
-
-    def accept(self, data: bytes) -> NDArray[np.float32]:
-        """Take the next bytes; return the complete samples (N,) float32 in [-1, 1]."""
-
-
 class Connection:
     """One client's connection; each protocol is a subclass with `handle_messages`, `send_last_result` and `refusal`.
 
@@ -43,14 +34,14 @@ class Connection:
 
     summary: ClassVar[str]  # of the protocol, for `ds2 serve --help`
     settings: SessionSettings  # of the next session; the subclass sets them before the first audio
-    sample_reader: Callable[[], SampleReader] = Pcm
+    sample_reader: Callable[[], Pcm] = Pcm
     interruptible = False  # whether the end of the server may cancel its task: no words would be lost
 
     def __init__(self, socket: WebSocket, engine: EngineClient, limits: Limits) -> None:
         self.socket, self.engine, self.limits = socket, engine, limits
         self.session: EngineSession | None = None
         self.sent_words = 0  # of the open utterance, by a protocol that sends words once and for all
-        self._samples: SampleReader | None = None  # made by `sample_reader` with the first audio of a session
+        self._samples: Pcm | None = None  # made by `sample_reader` with the first audio of a session
         self._wait_ends_s, self._expired = math.inf, False  # when the present wait has lasted too long; whether one has
         self._timer: asyncio.TimerHandle | None = None  # of waits
 
