@@ -6,7 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -247,9 +247,9 @@ def _stats(args: argparse.Namespace) -> None:
     check_writable(*filter(None, (args.json, args.picture)), inputs=args.manifests)
     utterances = read_manifests(args.manifests)
     facts = manifest.statistics(utterances)
-    print(facts.format())
+    print(manifest.format_statistics(facts))
     if args.json:
-        write_json(args.json, asdict(facts))
+        write_json(args.json, facts)
     if args.picture:
         manifest.draw(utterances, args.picture)
         print(f"wrote {args.picture}")

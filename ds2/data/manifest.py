@@ -291,54 +291,45 @@ def split(
     return {name: [u for index, u in enumerate(utterances) if part_of[index] == name] for name in shares}
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of a corpus; quantiles are minimum, 5 %, median, 95 %, maximum."""
+def statistics(utterances: Sequence[Utterance]) -> dict[str, Any]:
+    """Return the statistics of at least one utterance, for JSON; audio is not read.
 
-    utterances: int
-    hours: float
-    words: int
-    characters: int
-    distinct_texts: int
-    speakers: dict[str, float]  # hours by speaker, most first; '' is unknown
-    duration_s: list[float]  # quantiles
-    characters_per_s: list[float]  # quantiles
-
-    def format(self) -> str:
-        known = {name: hours for name, hours in self.speakers.items() if name}
-        unknown = f", unknown for {self.speakers['']:.2f} h" if "" in self.speakers else ""
-        rows = [
-            ("utterances", f"{self.utterances:,}"),
-            ("audio", f"{self.hours:.2f} h"),
-            ("words", f"{self.words:,}, {self.characters:,} characters"),
-            ("texts", f"{self.distinct_texts:,} different ones"),
-            ("speakers", f"{len(known):,}{unknown}"),
-            ("seconds", _quantile_line(self.duration_s)),
-            ("characters/s", _quantile_line(self.characters_per_s)),
-        ]
-        lines = [f"{name:<14}{value}" for name, value in rows]
-        shown = list(known.items())[:_SPEAKERS_SHOWN]
-        lines += [f"{'':<14}{name}: {60 * hours:.1f} min" for name, hours in shown]
-        if len(known) > len(shown):
-            lines.append(f"{'':<14}... and {counted(len(known) - len(shown), 'more speaker')}")
-        return "\n".join(lines)
-
-
-def statistics(utterances: Sequence[Utterance]) -> Statistics:
-    """Return the statistics of at least one utterance; audio is not read."""
+    Speakers have their hours, most first; '' is unknown. Of seconds and paces, minimum, 5 %, median, 95 %, maximum.
+    """
     by_speaker: defaultdict[str, float] = defaultdict(float)
     for utterance in utterances:
         by_speaker[utterance.speaker] += utterance.duration_s / 3600
-    return Statistics(
-        len(utterances),
-        hours(utterances),
-        sum(len(u.text.split()) for u in utterances),
-        sum(len(u.text) for u in utterances),
-        len({u.text for u in utterances}),
-        dict(sorted(by_speaker.items(), key=lambda item: (-item[1], item[0]))),
-        _quantiles([u.duration_s for u in utterances]),
-        _quantiles([pace(u) for u in utterances]),
-    )
+    return {
+        "utterances": len(utterances),
+        "hours": hours(utterances),
+        "words": sum(len(u.text.split()) for u in utterances),
+        "characters": sum(len(u.text) for u in utterances),
+        "distinct_texts": len({u.text for u in utterances}),
+        "speakers": dict(sorted(by_speaker.items(), key=lambda item: (-item[1], item[0]))),
+        "duration_s": _quantiles([u.duration_s for u in utterances]),
+        "characters_per_s": _quantiles([pace(u) for u in utterances]),
+    }
+
+
+def format_statistics(facts: dict[str, Any]) -> str:
+    """Return `statistics` as text."""
+    known = {name: hours for name, hours in facts["speakers"].items() if name}
+    unknown = f", unknown for {facts['speakers']['']:.2f} h" if "" in facts["speakers"] else ""
+    rows = {
+        "utterances": f"{facts['utterances']:,}",
+        "audio": f"{facts['hours']:.2f} h",
+        "words": f"{facts['words']:,}, {facts['characters']:,} characters",
+        "texts": f"{facts['distinct_texts']:,} different ones",
+        "speakers": f"{len(known):,}{unknown}",
+        "seconds": _quantile_line(facts["duration_s"]),
+        "characters/s": _quantile_line(facts["characters_per_s"]),
+    }
+    lines = [f"{name:<14}{value}" for name, value in rows.items()]
+    shown = list(known.items())[:_SPEAKERS_SHOWN]
+    lines += [f"{'':<14}{name}: {60 * hours:.1f} min" for name, hours in shown]
+    if len(known) > len(shown):
+        lines.append(f"{'':<14}... and {counted(len(known) - len(shown), 'more speaker')}")
+    return "\n".join(lines)
 
 
 def pace(utterance: Utterance) -> float:

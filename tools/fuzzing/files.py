@@ -28,7 +28,7 @@ from ds2.config.schema import Config, DataConfig, ModelConfig
 from ds2.data.audio_cache import open_audio
 from ds2.data.check import check
 from ds2.data.corpora import import_corpus
-from ds2.data.manifest import Utterance, read_manifest, statistics, write_manifest
+from ds2.data.manifest import Utterance, format_statistics, read_manifest, statistics, write_manifest
 from ds2.decoding.methods import make_decoder
 from ds2.lm.files import load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import estimate
@@ -266,7 +266,7 @@ def _check(folder: Path) -> Any:
     config, alphabet = TINY, Alphabet.from_config(TINY.alphabet)
     splits = {"train": [*read_manifest(folder / "m.jsonl")] * 17}  # enough for a check of the pace
     report = check(splits, config.data, config.augment, alphabet, lambda samples: samples // 640)
-    return report.format(), statistics(splits["train"]).format()
+    return report.format(), format_statistics(statistics(splits["train"]))
 
 
 def _make_webdataset(folder: Path) -> None:
