@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -253,7 +254,7 @@ class GroupCommunicator(Communicator):
         self.group.close()
 
 
-_POLL_S = 20e-6  # between tests of running transfers: MPI's non-blocking ones progress only during such tests
+_POLL_S = 20e-6  # between tests of running transfers
 
 
 class OrderedCommunicator(GroupCommunicator):
@@ -276,8 +277,9 @@ class OrderedCommunicator(GroupCommunicator):
         self.scattered = self.gathered = 0  # the sums whose transfer was started: all ranks start them in one order
         self._sums = 0  # the sums that were started
         self._buffers: dict[int, _Buffers] = {}
-        self._progress_thread = _ProgressThread(self.device)
-        self._progress_thread.start()
+        self._started: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._advance_sums, name="ds2-progress", daemon=True)
+        self._thread.start()
 
     def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
         flat = tensor.detach().view(-1)
@@ -286,11 +288,30 @@ class OrderedCommunicator(GroupCommunicator):
             buffers = self._buffers[flat.data_ptr()] = _Buffers(self, flat)
         pending = _Sum(self, buffers, flat, self._sums)
         self._sums += 1
-        self._progress_thread.submit(pending)
+        self._started.put(pending)
         return pending
 
+    def _advance_sums(self) -> None:
+        """Advance all sums in turn: MPI's transfers progress only while somebody tests them. Wait while none runs."""
+        if self.device.type == "cuda":  # else this thread would also open the first GPU, and take memory there
+            torch.cuda.set_device(self.device)
+        started, running = self._started, list[_Sum]()
+        while True:
+            while not running or not started.empty():
+                pending = started.get()
+                if pending is None:
+                    return
+                running.append(pending)
+            running = [each for each in running if each.advance()]
+            time.sleep(_POLL_S)
+
+    def end_sums(self) -> None:
+        """End the thread of the sums; those that run are given up."""
+        self._started.put(None)
+        self._thread.join()
+
     def close(self) -> None:
-        self._progress_thread.stop()
+        self.end_sums()
         super().close()
 
 
@@ -311,37 +332,31 @@ class _Sum:
 
     def __init__(self, comm: OrderedCommunicator, buffers: _Buffers, flat: Tensor, number: int) -> None:
         self.comm, self.buffers, self.flat, self.number = comm, buffers, flat, number
-        self.error: Exception | None = None
-        self.done = threading.Event()
-        self._started = self._ended = 0.0
+        self._moments: Future[tuple[float, float]] = Future()  # when it began and ended
         self._ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         self._steps = self._run()
 
     def wait(self) -> tuple[Moment, Moment]:
         with self.comm.status.waiting("gradient all-reduce"):
-            self.done.wait()
-        if self.error is not None:
-            raise self.error
+            moments = self._moments.result()
         if self.buffers.stream is not None:
             torch.cuda.current_stream(self.flat.device).wait_stream(self.buffers.stream)
-        return self._started, self._ended
+        return moments
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting; return whether something remains."""
         try:
             next(self._steps)
             return True
-        except StopIteration:
-            pass
+        except StopIteration as end:
+            self._moments.set_result(end.value)
         except Exception as error:
-            self.error = error
-        self.done.set()
+            self._moments.set_exception(error)
         return False
 
-    def _run(self) -> Generator[None, None, None]:
+    def _run(self) -> Generator[None, None, tuple[float, float]]:
         """Transfer and add, and yield where this would wait."""
-        comm, buffers = self.comm, self.buffers
-        self._started = time.perf_counter()
+        comm, buffers, began = self.comm, self.buffers, time.perf_counter()
         yield from self._on_stream(lambda: buffers.host.copy_(self.flat, non_blocking=True) if comm.staged else None)
         while comm.scattered != self.number:
             yield
@@ -357,7 +372,7 @@ class _Sum:
         while not is_done():
             yield
         yield from self._on_stream(lambda: self.flat.copy_(buffers.host, non_blocking=True) if comm.staged else None)
-        self._ended = time.perf_counter()
+        return began, time.perf_counter()
 
     def _on_stream(self, work: Callable[[], object]) -> Generator[None, None, None]:
         """Run `work`; on a GPU on the stream of the buffers, after the gradients, and yield until it is complete."""
@@ -370,37 +385,6 @@ class _Sum:
             finished = self.buffers.stream.record_event()
         while not finished.query():
             yield
-
-
-class _ProgressThread(threading.Thread):
-    """Advances the sums: MPI's non-blocking collectives make no progress while nobody tests them."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(name="ds2-progress", daemon=True)
-        self._device = device
-        self._incoming: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
-
-    def submit(self, pending: _Sum) -> None:
-        self._incoming.put(pending)
-
-    def stop(self) -> None:
-        """End the thread after all submitted sums."""
-        self._incoming.put(None)
-        self.join()
-
-    def run(self) -> None:
-        """Advance all sums in turn; block while there is none."""
-        if self._device.type == "cuda":  # else this thread would also open the first GPU, and take memory there
-            torch.cuda.set_device(self._device)
-        running: list[_Sum] = []
-        while True:
-            while not running or not self._incoming.empty():
-                pending = self._incoming.get()
-                if pending is None:
-                    return
-                running.append(pending)
-            running = [each for each in running if each.advance()]
-            time.sleep(_POLL_S)
 
 
 _HOST_SETTINGS = {

@@ -684,7 +684,7 @@ class ElasticCommunicator(OrderedCommunicator):
             raise LostRankError(self._tcp.reason or str(error)) from error
 
     def _leave_group(self) -> None:
-        self._progress_thread.stop()
+        self.end_sums()
         self._end_nccl()
         self.watchdog.drop()
         self.group.close()
@@ -695,7 +695,7 @@ class ElasticCommunicator(OrderedCommunicator):
         self.members.close()
 
     def close(self) -> None:
-        self._progress_thread.stop()
+        self.end_sums()
         try:
             self.barrier()
             self._end_nccl()

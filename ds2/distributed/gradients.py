@@ -112,11 +112,6 @@ class GradientReducer:
         """Launch the deferred work of a backward pass."""
         self._deferred.flush()
 
-    @property
-    def steady(self) -> bool:
-        """Always true: `variant` says what passes differ in."""
-        return True
-
     def advance(self) -> None:
         """Count a pass that is replayed from a recording; a last pass with overlap was recorded with `finish_step`."""
         for bucket in self._buckets:

@@ -27,26 +27,20 @@ from ds2.text.alphabet import BLANK, Alphabet
 log = logging.getLogger(__name__)
 
 
-def min_frames(labels: Tensor, label_lengths: Tensor) -> Tensor:
-    """Return the fewest frames of each transcript: one a label, and one blank between equal neighbours.
+def feasible_rows(frames: Tensor, labels: Tensor, label_lengths: Tensor) -> Tensor:
+    """Return which transcripts have enough frames: one a label, and one for a blank between equal neighbours.
 
     Args:
+        frames: (B,) valid frames.
         labels: (B, L) integer labels, padded.
         label_lengths: (B,) valid labels of each row.
 
     Returns:
-        (B,) int64 frames (Graves et al. 2006, section 4.1).
+        (B,) bool (Graves et al. 2006, section 4.1).
     """
-    if labels.shape[1] == 0:
-        return torch.zeros_like(label_lengths)
-    pair_is_valid = torch.arange(1, labels.shape[1], device=labels.device) < label_lengths[:, None]
+    pair_is_valid = torch.arange(labels.shape[1], device=labels.device)[1:] < label_lengths[:, None]
     repeats = ((labels[:, 1:] == labels[:, :-1]) & pair_is_valid).sum(dim=1)
-    return label_lengths + repeats
-
-
-def feasible_rows(frames: Tensor, labels: Tensor, label_lengths: Tensor) -> Tensor:
-    """Return (B,) bool: which transcripts have enough frames (B,); other arguments as `min_frames`."""
-    return frames >= min_frames(labels, label_lengths)
+    return frames >= label_lengths + repeats
 
 
 def ctc_losses(

@@ -1,8 +1,9 @@
 """Evaluation on the dev set: error rates, the loss, and a few utterances that TensorBoard shows each time."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,64 +30,13 @@ _STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (doc
 _STUCK_CER = 0.75  # a model that writes blanks, or the same few letters, has more
 
 
-class DevMonitor:
-    """Collects the loss and some alignments from the logits of an evaluation; one evaluation after the other.
+@dataclass
+class Observed:
+    """What one rank has seen of an evaluation."""
 
-    Args:
-        loader: of the dev utterances.
-        alphabet: characters outside it count in error rates, not in the loss.
-    """
-
-    def __init__(self, loader: SpeechLoader, alphabet: Alphabet, features: Features) -> None:
-        self.loader, self.alphabet, self.features = loader, alphabet, features
-        lenient = replace(alphabet, unknown="drop")
-        self._labels = [lenient.encode(u.text) for u in loader.utterances]
-        count = len(self._labels)
-        self._shown = sorted({place * count // _SHOWN for place in range(_SHOWN)} if count else set())
-        self._check: Callable[[], None] = lambda: None
-        self._loss, self._feasible = 0.0, 0
-        self._alignments: dict[int, NDArray[np.float32]] = {}
-        self._shown_audio = False  # whether audio and spectrograms, which never change, were logged
-
-    def start(self, comm: Communicator) -> None:
-        """Drop an unfinished evaluation; `observe` raises where `comm` has lost a rank."""
-        self._check = comm.check
-        self._loss, self._feasible, self._alignments = 0.0, 0, {}
-
-    def observe(self, indices: Sequence[int], logits: Tensor, lengths: Tensor) -> None:
-        """Take the logits (T', B, V) of the utterances at `indices`, with lengths (B,) on the CPU."""
-        self._check()
-        rows = [torch.tensor(self._labels[index], dtype=torch.int64) for index in indices]
-        counts = torch.tensor([len(row) for row in rows])
-        labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        feasible = feasible_rows(lengths, labels, counts)
-        targets = (values.to(logits.device) for values in (lengths, labels, counts, feasible))
-        self._loss += float(ctc_losses(logits, *targets).sum())
-        self._feasible += int(feasible.sum())
-        for row, index in enumerate(indices):
-            if index in self._shown:
-                probabilities = logits[: int(lengths[row]), row].float().softmax(1)
-                self._alignments[index] = probabilities[:, self._labels[index]].t().cpu().numpy()
-
-    def log(self, run_log: RunLog, step: int, texts: Sequence[str], comm: Communicator) -> float:
-        """Log the shown utterances, end the evaluation, and return the mean loss of an utterance in nats.
-
-        Args:
-            texts: what was recognised, in the order of the utterances.
-            comm: the ranks that shared the evaluation.
-        """
-        gathered = comm.allgather((self._loss, self._feasible, self._alignments))
-        alignments = {index: torch.from_numpy(image) for _, _, images in gathered for index, image in images.items()}
-        for number, index in enumerate(self._shown if comm.rank == 0 else ()):
-            reference, _ = self.alphabet.normalise(self.loader.utterances[index].text)
-            shown = LoggedUtterance(reference, texts[index], alignments.get(index))
-            if not self._shown_audio:
-                shown.waveform = torch.from_numpy(self.loader.audio[index])
-                length = torch.tensor([len(shown.waveform)])
-                shown.features = self.features(shown.waveform[None].to(self.features.mean.device), length)[0][0]
-            run_log.utterance(step, f"utterance_{number + 1}", shown, self.features.sample_rate_hz)
-        self._shown_audio = True
-        return sum(loss for loss, _, _ in gathered) / max(1, sum(feasible for _, feasible, _ in gathered))
+    loss: float = 0.0  # of all its utterances that have an alignment, in nats
+    feasible: int = 0  # how many these are
+    alignments: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # of the utterances that are shown
 
 
 class DevEvaluator:
@@ -95,6 +45,7 @@ class DevEvaluator:
     Args:
         data: names the manifests.
         features: of the model, by the time of `evaluate` on `device`.
+        alphabet: characters outside it count in error rates, not in the loss.
 
     Raises:
         ManifestError: as `scored_utterances`.
@@ -108,7 +59,11 @@ class DevEvaluator:
         if self.utterances and alphabet.pronunciations is not None:
             log.info(PHONES_ONLY)
         self.loader = SpeechLoader(self.utterances, data, device)
-        self.monitor = DevMonitor(self.loader, alphabet, features)
+        lenient = replace(alphabet, unknown="drop")
+        self._labels = [lenient.encode(u.text) for u in self.loader.utterances]
+        count = len(self._labels)
+        self._shown = sorted({place * count // _SHOWN for place in range(_SHOWN)} if count else set())
+        self._shown_audio = False  # whether audio and spectrograms, which never change, were logged
 
     def evaluate(self, model: AcousticModel, run_log: RunLog, step: int, comm: Communicator) -> dict[str, float]:
         """Error rates of a model, greedy; they and the loss are logged.
@@ -122,8 +77,9 @@ class DevEvaluator:
         """
         decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
         parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
-        self.monitor.start(comm)
-        hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=self.monitor.observe)
+        observed = Observed()
+        watch = partial(self.observe, observed, comm)
+        hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=watch)
         report = score(self.utterances, hypotheses, self.alphabet, phones=self.alphabet.pronunciations is not None)
         scores = {"wer": report.wer, "cer": report.cer}
         if step >= _STUCK_STEPS and report.cer > _STUCK_CER:
@@ -136,6 +92,47 @@ class DevEvaluator:
             )  # fmt: skip
         if (words_only := score_words(report, self.alphabet)) is not None:
             scores["wer_without_case_and_punctuation"] = words_only.wer
-        loss = self.monitor.log(run_log, step, [h.text for h in hypotheses], comm)
+        loss = self.log(run_log, step, [h.text for h in hypotheses], observed, comm)
         run_log.scalars("dev", step, {"loss": loss, **scores})
         return scores
+
+    def observe(
+        self, observed: Observed, comm: Communicator, indices: Sequence[int], logits: Tensor, lengths: Tensor
+    ) -> None:
+        """Take the logits (T', B, V) of the utterances at `indices`, with lengths (B,) on the CPU.
+
+        Raises:
+            LostRankError: a rank was lost.
+        """
+        comm.check()
+        rows = [torch.tensor(self._labels[index], dtype=torch.int64) for index in indices]
+        counts = torch.tensor([len(row) for row in rows])
+        labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        feasible = feasible_rows(lengths, labels, counts)
+        targets = (values.to(logits.device) for values in (lengths, labels, counts, feasible))
+        observed.loss += float(ctc_losses(logits, *targets).sum())
+        observed.feasible += int(feasible.sum())
+        for row, index in enumerate(indices):
+            if index in self._shown:
+                probabilities = logits[: int(lengths[row]), row].float().softmax(1)
+                observed.alignments[index] = probabilities[:, self._labels[index]].t().cpu().numpy()
+
+    def log(self, run_log: RunLog, step: int, texts: Sequence[str], observed: Observed, comm: Communicator) -> float:
+        """Log the shown utterances; return the mean loss of an utterance in nats.
+
+        Args:
+            texts: what was recognised, in the order of the utterances.
+            comm: the ranks that shared the evaluation.
+        """
+        gathered = comm.allgather((observed.loss, observed.feasible, observed.alignments))
+        alignments = {index: torch.from_numpy(image) for _, _, images in gathered for index, image in images.items()}
+        for number, index in enumerate(self._shown if comm.rank == 0 else ()):
+            reference, _ = self.alphabet.normalise(self.loader.utterances[index].text)
+            shown = LoggedUtterance(reference, texts[index], alignments.get(index))
+            if not self._shown_audio:
+                shown.waveform = torch.from_numpy(self.loader.audio[index])
+                length = torch.tensor([len(shown.waveform)])
+                shown.features = self.features(shown.waveform[None].to(self.device), length)[0][0]
+            run_log.utterance(step, f"utterance_{number + 1}", shown, self.features.sample_rate_hz)
+        self._shown_audio = True
+        return sum(loss for loss, _, _ in gathered) / max(1, sum(feasible for _, feasible, _ in gathered))

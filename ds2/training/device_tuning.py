@@ -51,17 +51,12 @@ Measure = Callable[[list[int]], float | None]
 
 def check_batching(batching: BatchingConfig, comm: Communicator) -> None:
     """Raise ConfigError where `batching.auto` has no GPU memory to measure, or no number of ranks to share batches."""
-    device = comm.device
-    if batching.auto and comm.elastic:
-        raise ConfigError(
-            "batching=auto fits batches to the memory of a fixed number of GPUs, and comm.max_ranks lets it change: "
-            "give batching.utterances, or batching.utterances=0 batching.audio_s=SECONDS"
-        )
-    if batching.auto and device.type != "cuda":
-        raise ConfigError(
-            f"batching=auto fills a GPU's memory, and the device is {device}: give batching.utterances, or "
-            "batching.utterances=0 batching.audio_s=SECONDS"
-        )
+    reason = "fits batches to the memory of a fixed number of GPUs, and comm.max_ranks lets it change"
+    if not comm.elastic:
+        reason = f"fills a GPU's memory, and the device is {comm.device}"
+    if batching.auto and (comm.elastic or comm.device.type != "cuda"):
+        way_out = "give batching.utterances, or batching.utterances=0 batching.audio_s=SECONDS"
+        raise ConfigError(f"batching=auto {reason}: {way_out}")
 
 
 def largest_budget(

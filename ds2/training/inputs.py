@@ -4,10 +4,10 @@ The loader's workers prepare batches of the epochs to come, and their inputs are
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 import torch.nn.functional as F
@@ -30,27 +30,16 @@ FRAMES_MULTIPLE = 32  # step of padded shapes; on average half of it is padding
 # Short of a multiple: at 16 n frames after the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
 # convolution's weight gradient (B 4, 352 frames, H200).
 _FRAMES_SHORT = 4
-# Columns of `Inputs.numbers`: these, then the labels, the phones, and those of each view.
-_FRAMES, _LABEL_LENGTHS, _FEASIBLE, _PHONE_LENGTHS, _PHONES_FEASIBLE, _LOG_PROBS, _TIME_WARPS = *range(6), slice(6, 8)
-_FIXED_COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of the passes of a batch, on the device: B utterances of up to N samples and L labels.
-
-    Columns of `numbers` are frames, labels, feasible or not, the latter two of phones, bits of the labels' log-prob,
-    warp of time (2 columns), L labels, maybe as many phones, and for each view key of dropout, warp of frequencies
-    where there is one, masks.
-    """
+    """The inputs of the passes of a batch, on the device: B utterances of up to N samples and L labels."""
 
     waveforms: Tensor  # (B, N) float32; samples after an utterance's frames are ignored
-    numbers: Tensor  # (B, K) int64
+    numbers: Tensor  # (B, K) int64, all others: they are copied at once
+    columns: Mapping[str, slice]  # of `numbers`
     views: int  # V, copies of each utterance in the batch, each with its own masks and dropout
-    label_columns: int  # L
-    has_phones: bool  # whether intermediate classifiers learn phones (`train.intermediate_lexicon`)
-    warps_time: bool
-    warps_frequencies: bool
     delay_penalty: float  # of the epoch, `train.delay_penalty` or 0
     frequency_masks: int  # of SpecAugment, for each utterance
     infeasible: int  # utterances with fewer frames than their labels need
@@ -58,61 +47,66 @@ class Inputs:
     @property
     def frames(self) -> Tensor:
         """(B,) int64, frames of the features."""
-        return self.numbers[:, _FRAMES]
+        return self._of("frames")[:, 0]
 
     @property
     def label_lengths(self) -> Tensor:
         """(B,) int64."""
-        return self.numbers[:, _LABEL_LENGTHS]
+        return self._of("label_lengths")[:, 0]
 
     @property
     def feasible(self) -> Tensor:
         """(B,) bool: whether there are enough frames for the labels."""
-        return self.numbers[:, _FEASIBLE] > 0
-
-    @property
-    def label_log_probs(self) -> Tensor:
-        """(B,) float64, the log-prob of the labels under the model of CTC-CRF; 0 without one."""
-        return self.numbers.view(torch.float64)[:, _LOG_PROBS]
-
-    @property
-    def time_warps(self) -> Tensor | None:
-        """(B, 2) int64: the frame that moves and where to, None where the config has no time warping."""
-        return self.numbers[:, _TIME_WARPS] if self.warps_time else None
-
-    @property
-    def dropout_keys(self) -> Tensor:
-        """(V B,) int64, from which the dropout of each view of an utterance follows."""
-        return self._drawn[:, 0]
+        return self._of("feasible")[:, 0] > 0
 
     @property
     def labels(self) -> Tensor:
         """(B, L) int64."""
-        return self.numbers[:, _FIXED_COLUMNS : _FIXED_COLUMNS + self.label_columns]
+        return self._of("labels")
 
     @property
-    def phone_targets(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Phones (B, L) int64, their numbers (B,) int64, and whether there are enough frames for them, (B,) bool."""
-        start = _FIXED_COLUMNS + self.label_columns
-        phones = self.numbers[:, start : start + self.label_columns]
-        return phones, self.numbers[:, _PHONE_LENGTHS], self.numbers[:, _PHONES_FEASIBLE] > 0
+    def label_log_probs(self) -> Tensor:
+        """(B,) float64, the log-prob of the labels under the model of CTC-CRF; 0 without one."""
+        return self.numbers.view(torch.float64)[:, self.columns["label_log_probs"].start]
+
+    @property
+    def phone_targets(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Phones (B, L) int64, their numbers (B,) int64, and whether there are enough frames for them, (B,) bool.
+
+        None where intermediate classifiers learn labels (without `train.intermediate_lexicon`).
+        """
+        if "phones" not in self.columns:
+            return None
+        return self._of("phones"), self._of("phone_lengths")[:, 0], self._of("phones_feasible")[:, 0] > 0
+
+    @property
+    def time_warps(self) -> Tensor | None:
+        """(B, 2) int64: the frame that moves and where to, None where the config has no time warping."""
+        return self._of("time_warps") if "time_warps" in self.columns else None
+
+    @property
+    def dropout_keys(self) -> Tensor:
+        """(V B,) int64, from which the dropout of each view of an utterance follows."""
+        return self._of_views("dropout_keys")[:, 0]
 
     @property
     def frequency_factors(self) -> Tensor | None:
         """(V B,) int64: factors of the frequencies in millionths, None where the config has none."""
-        return self._drawn[:, 1] if self.warps_frequencies else None
+        return self._of_views("frequency_factors")[:, 0] if "frequency_factors" in self.columns else None
 
     @property
     def masks(self) -> Tensor:
         """(V B, masks, 2) int64: the masks of SpecAugment, those of frequencies first."""
-        drawn = self._drawn[:, 1 + self.warps_frequencies :]
-        return drawn.reshape(len(drawn), drawn.shape[1] // 2, 2)
+        table = self._of_views("masks")
+        return table.reshape(len(table), table.shape[1] // 2, 2)
 
-    @property
-    def _drawn(self) -> Tensor:
-        """(V B, key, maybe factor, masks) int64: all utterances in one view, then all in the next."""
-        drawn = self.numbers[:, _FIXED_COLUMNS + (1 + self.has_phones) * self.label_columns :]
-        return drawn.reshape(len(drawn), self.views, -1).transpose(0, 1).flatten(0, 1)
+    def _of(self, name: str) -> Tensor:
+        return self.numbers[:, self.columns[name]]
+
+    def _of_views(self, name: str) -> Tensor:
+        """(V B, K) int64: all utterances in one view, then all in the next."""
+        table = self._of(name)
+        return table.reshape(len(table), self.views, table.shape[1] // self.views).transpose(0, 1).flatten(0, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,34 +158,31 @@ class InputMaker:
         frames, labels = self.features.frames(batch.sample_lengths), batch.labels
         output_frames = self.model.output_frames(frames)
         feasible = feasible_rows(output_frames, labels, batch.label_lengths)
-        rows = [self._phones[index] for index in indices] if self._phones else []
-        phones = pad_sequence(rows, batch_first=True) if rows else labels[:, :0]
-        longest, label_columns = max(int(frames.max()), 1), max(labels.shape[1], phones.shape[1])
+        columns = {"frames": frames, "label_lengths": batch.label_lengths, "feasible": feasible, "labels": labels}
+        if self._phones:
+            rows = [self._phones[index] for index in indices]
+            phones, lengths = pad_sequence(rows, batch_first=True), torch.tensor(list(map(len, rows)))
+            enough = feasible_rows(output_frames, phones, lengths)
+            columns |= {"phones": phones, "phone_lengths": lengths, "phones_feasible": enough}
+        longest = max(int(frames.max()), 1)
+        label_columns = max(columns[name].shape[1] for name in ("labels", "phones") if name in columns)
         if self.padded:
             longest += -(longest + _FRAMES_SHORT) % FRAMES_MULTIPLE
             label_columns = self.model.output_frames(longest)  # more labels than that are not feasible
-        views = 2 if config.train.consistency else 1
-        view_columns = torch.cat([self._view_columns(frames, indices, epoch, view) for view in range(views)], 1)
-        phones_from = _FIXED_COLUMNS + label_columns
-        views_from = phones_from + label_columns * bool(rows)
-        width = views_from + view_columns.shape[1]
-        numbers = torch.zeros(len(frames), width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        table = numbers.numpy()
-        table[:, _FRAMES], table[:, _LABEL_LENGTHS], table[:, _FEASIBLE] = frames, batch.label_lengths, feasible
-        if self._label_log_probs is not None:
-            table[:, _LOG_PROBS] = self._label_log_probs[batch.indices].double().view(torch.int64)
+        for name in columns.keys() & {"labels", "phones"}:
+            columns[name] = F.pad(columns[name], (0, label_columns - columns[name].shape[1]))
+        scores = torch.zeros_like(frames) if self._label_log_probs is None else self._label_log_probs[batch.indices]
+        columns["label_log_probs"] = scores.double().view(torch.int64)
         rngs_of = partial(utterance_rngs, config.train.seed, epoch, indices, 0)
         warps = time_warps(frames, config.augment, config.features.step_s, rngs_of)
         if warps is not None:
-            table[:, _TIME_WARPS] = warps
-        for start, targets in ((_FIXED_COLUMNS, labels), (phones_from, phones)):
-            copied = min(label_columns, targets.shape[1])
-            table[:, start : start + copied] = targets[:, :copied]
-        if rows:
-            lengths = torch.tensor(list(map(len, rows)))
-            table[:, _PHONE_LENGTHS] = lengths
-            table[:, _PHONES_FEASIBLE] = feasible_rows(output_frames, phones, lengths)
-        table[:, views_from:] = view_columns
+            columns["time_warps"] = warps
+        views = [self._of_view(frames, indices, epoch, view) for view in range(2 if config.train.consistency else 1)]
+        columns |= {name: torch.cat([view[name] for view in views], 1) for name in views[0]}
+        tables = [column if column.ndim == 2 else column[:, None] for column in columns.values()]
+        ends = list(accumulate(table.shape[1] for table in tables))
+        numbers = torch.empty(len(frames), ends[-1], dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        torch.cat(tables, 1, out=numbers)
         samples = self.features.samples(longest)
         waveforms, numbers = self._to_device(batch.waveforms, numbers)
         if samples != waveforms.shape[1]:
@@ -199,27 +190,24 @@ class InputMaker:
         return Inputs(
             waveforms,
             numbers,
-            views=views,
-            label_columns=label_columns,
-            has_phones=bool(rows),
-            warps_time=warps is not None,
-            warps_frequencies=bool(config.augment.vtlp),
+            dict(zip(columns, map(slice, [0, *ends], ends), strict=True)),
+            views=len(views),
             delay_penalty=config.train.delay_penalty if epoch > config.train.delay_penalty_after_epochs else 0.0,
             frequency_masks=config.augment.frequency_masks,
             infeasible=int((~feasible).sum()),
         )
 
-    def _view_columns(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int) -> Tensor:
-        """Draw for one view of each utterance key, frequency warp and masks: (B, K) int64."""
+    def _of_view(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int) -> dict[str, Tensor]:
+        """Draw for one view of each utterance key, frequency warp and masks: (B, K) int64 each."""
         augment, rngs_of = self.config.augment, partial(utterance_rngs, self.config.train.seed, epoch, indices, view)
         keys = [0] * len(indices)
         if self.config.model.dropout:
             keys = [int(rng.integers(2**62)) for rng in rngs_of("dropout")]
-        columns, factors = [torch.tensor(keys, dtype=torch.int64)[:, None]], frequency_factors(augment, rngs_of)
+        drawn, factors = {"dropout_keys": torch.tensor(keys)[:, None]}, frequency_factors(augment, rngs_of)
         if factors is not None:
-            columns.append(factors)
+            drawn["frequency_factors"] = factors
         masks = spectrogram_masks(frames, self.features.bins, augment, self.config.features.step_s, rngs_of)
-        return torch.cat([*columns, masks.flatten(1)], 1)
+        return {**drawn, "masks": masks.flatten(1)}
 
     def _to_device(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors on the device, ready for its current stream."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ds2.distributed.communicator import Moment
 from ds2.system.files import atomic_file, name_errors
 from ds2.training.state import Progress
 
@@ -33,44 +35,38 @@ class StepTimer:
 
     def __init__(self, device: torch.device, on_phase: Callable[[str], None]) -> None:
         """Start with no step recorded; `on_phase` is called with the name of each phase as it begins."""
-        self._on_gpu = device.type == "cuda"
-        self._on_phase = on_phase
-        self._host: dict[str, list[float]] = {}
-        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+        self._on_gpu, self._on_phase = device.type == "cuda", on_phase
+        self._spans: dict[str, list[tuple[Moment, Moment]]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as one occurrence of the phase `name`."""
         self._on_phase(name)
-        if self._on_gpu and name != "data":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            yield
-            end.record()
-            self._events.setdefault(name, []).append((start, end))
-        else:
-            began = time.perf_counter()
-            yield
-            self._host.setdefault(name, []).append(time.perf_counter() - began)
+        began = self._now(name)
+        yield
+        self.add(name, began, self._now(name))
 
-    def add(self, name: str, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> None:
-        """Add the time between two moments, both in seconds of `time.perf_counter` or both CUDA events."""
-        if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
-            self._events.setdefault(name, []).append((began, ended))
-        elif isinstance(began, float) and isinstance(ended, float):
-            self._host.setdefault(name, []).append(ended - began)
-        else:
-            raise TypeError(f"{name} began at a {type(began).__name__} and ended at a {type(ended).__name__}")
+    def _now(self, phase: str) -> Moment:
+        if not self._on_gpu or phase == "data":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def add(self, name: str, began: Moment, ended: Moment) -> None:
+        """Add the time between two moments of one kind."""
+        self._spans.setdefault(name, []).append((began, ended))
 
     def means(self, steps: int) -> dict[str, float]:
         """Mean seconds a step by phase over the last `steps` steps; forgets them."""
-        totals = {name: sum(values) for name, values in self._host.items()}
-        if self._events:
+        if self._on_gpu:
             torch.cuda.synchronize()
-            for name, pairs in self._events.items():
-                totals[name] = sum(start.elapsed_time(end) for start, end in pairs) / 1000
-        self._host, self._events = {}, {}
-        return {name: total / max(steps, 1) for name, total in totals.items()}
+        spans, self._spans = self._spans, {}
+        return {name: sum(starmap(_seconds, pairs)) / max(steps, 1) for name, pairs in spans.items()}
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    return float(ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000)
 
 
 @dataclass

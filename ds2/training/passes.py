@@ -6,7 +6,7 @@ With few utterances a GPU, the host's hundreds of launches a step would take lon
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ds2.config.schema import Config, ConfigError, TrainConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
+from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.system.cuda_graph import GraphRecorder
 from ds2.training.ctc import Crf, ctc_losses, divergence
@@ -92,8 +93,8 @@ class Passes:
             crf = self.crf.losses(ctc, logits, arguments[0], log_probs, arguments[3])
             losses, objective = mean_over_views(crf), mean_over_views(crf + self.ctc_weight * ctc)
         if intermediate:
-            if inputs.has_phones:
-                arguments = in_all_views(*inputs.phone_targets)
+            if (phone_targets := inputs.phone_targets) is not None:
+                arguments = in_all_views(*phone_targets)
             of_heads = [ctc_losses(head, *arguments, delay_penalty=inputs.delay_penalty) for head in intermediate]
             ctc_of_heads = torch.stack([mean_over_views(losses_of_head) for losses_of_head in of_heads]).mean(0)
             objective = torch.lerp(objective, ctc_of_heads, self.intermediate_weight)
@@ -179,21 +180,6 @@ def use_graphs(
     return config.train.graphs != "off" and reason is None
 
 
-@runtime_checkable
-class HostState(Protocol):
-    """An object whose passes change numbers on the host, which the replay of a recorded pass does not change.
-
-    A module that counts its passes on the host implements both methods, so that replays count too.
-    """
-
-    @property
-    def steady(self) -> bool:
-        """Whether the next pass launches the same kernels as all later ones of its shape."""
-
-    def advance(self) -> None:
-        """Change the numbers as a pass does; passes that are not replayed call it too."""
-
-
 @dataclass
 class RecordedPasses:
     """Both passes of a shape as graphs, and the tensors that they read and write."""
@@ -230,7 +216,7 @@ class GraphedPasses(Passes):
         # By shape and variant, in the order of their last use.
         self.recordings: OrderedDict[tuple[int, ...], RecordedPasses] = OrderedDict()
         self.replays = 0  # passes that ran as graphs
-        self._host_states = [part for part in (*self.model.modules(), self.gradients) if isinstance(part, HostState)]
+        self._norms = [part for part in self.model.modules() if isinstance(part, SequenceBatchNorm)]
         self._recorder = GraphRecorder()
         self._shapes: OrderedDict[tuple[int, ...], None] = OrderedDict()  # that have come, in the order of last use
         self._waveforms, self._numbers = torch.empty(0), torch.empty(0)
@@ -246,7 +232,7 @@ class GraphedPasses(Passes):
         shape = (*inputs.shape, *self.gradients.variant)
         key = (*shape, int(sums), int(self.gradients.copied))
         recorded = self.recordings.get(key)
-        may_replay = self._has_come_before(shape) and not idle and all(part.steady for part in self._host_states)
+        may_replay = self._has_come_before(shape) and not idle and all(norm.steady for norm in self._norms)
         launched = sums and not self._records_sums
         if launched or not may_replay or (recorded is None and not _fits_twice()):
             self._running, self.typical = None, launched and may_replay
@@ -257,8 +243,9 @@ class GraphedPasses(Passes):
         else:
             inputs.copy_to(self._waveforms, self._numbers)
             self.gradients.start_pass(last=sums)
-            for part in self._host_states:
-                part.advance()
+            for norm in self._norms:  # no replay changes counts on the host
+                norm.advance()
+            self.gradients.advance()
         self.recordings.move_to_end(key)
         self._running = recorded
         self.replays += 1

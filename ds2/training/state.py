@@ -92,12 +92,12 @@ class _Header:
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """The tensors of a state by name; to list them takes 1.5 ms with 50 layers, in which a GPU would wait."""
+class Listed:
+    """The tensors of a state, PART.NAME; to list them takes 1.5 ms with 50 layers, in which a GPU would wait."""
 
     owners: list[Any]  # the average and the optimizer's tensors, as they were when all was listed
-    steady: dict[str, Tensor]
-    counting: dict[str, nn.Module]
+    steady: dict[str, Tensor]  # that steps change in place
+    counting: dict[str, nn.Module]  # whose extra states, counts on the host, are made anew
 
 
 @dataclass
@@ -109,7 +109,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     progress: Progress = field(default_factory=Progress)
     average: WeightAverage[AcousticModel] | None = None
-    _listed: _Listed | None = field(default=None, init=False, repr=False)
+    _listed: Listed | None = field(default=None, init=False, repr=False)
 
     @property
     def evaluated(self) -> AcousticModel:
@@ -125,16 +125,8 @@ class TrainState:
             "average": self.average.model.state_dict() if self.average is not None else {},
         }
 
-    def steady_tensors(self) -> dict[str, Tensor]:
-        """Those tensors, named PART.NAME, that steps change in place: all but `counts`."""
-        return self._lists().steady
-
-    def counts(self) -> dict[str, Tensor]:
-        """Those tensors, named PART.NAME, that are made anew from counts on the host."""
-        return {name: module.get_extra_state() for name, module in self._lists().counting.items()}
-
-    def _lists(self) -> _Listed:
-        """List everything anew where the optimizer or the average is not as it was."""
+    def listed(self) -> Listed:
+        """Return all tensors by name; they are listed anew where the optimizer or the average is not as it was."""
         owners = [self.average, *(value for entry in self.optimizer.state.values() for value in entry.values())]
         last = self._listed
         if last is None or not tensor_file.same_objects(owners, last.owners):
@@ -145,7 +137,7 @@ class TrainState:
                 for name, module in counting_modules(model).items()
             }
             steady = {name: value for name, value in _named(self.tensors()).items() if name not in counting}
-            last = self._listed = _Listed(owners, steady, counting)
+            last = self._listed = Listed(owners, steady, counting)
         return last
 
     def load(self, parts: Parts, progress: Progress, average_decay: float) -> None:
@@ -252,8 +244,9 @@ def prepare_state(
     def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors if shard is None else shard.of(tensors)
 
-    fetch_steady = (copies or TensorCopies()).start(own(state.steady_tensors()))  # first: a GPU copies during the rest
-    counts, path = own(state.counts()), state_file(run_dir)
+    listed, path = state.listed(), state_file(run_dir)
+    fetch_steady = (copies or TensorCopies()).start(own(listed.steady))  # first: a GPU copies during the rest
+    counts = own({name: module.get_extra_state() for name, module in listed.counting.items()})
     metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
     file, content = (path, metadata) if shard is None else (shard.file(run_dir, shard.rank), {"kind": "shard"})
 

@@ -392,7 +392,10 @@ class Trainer:
                 self.noise.add(self.grad_norm, utterances)
             if not launched:
                 self.update(report.norm)
-            self._end_step()
+            if self.state.average is not None:
+                self.state.average.update(self.model)
+            self.progress.step += 1
+            self.comm.status.step = self.progress.step
         return loss
 
     def _add_to_progress(self, numbers: StepNumbers, batches: int, utterances: int) -> float:
@@ -448,13 +451,6 @@ class Trainer:
                 infeasible += inputs.infeasible
                 audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
         return losses_of_batches, [infeasible, audio_s, atypical]
-
-    def _end_step(self) -> None:
-        """Count a step that changed the weights, and update their average."""
-        if self.state.average is not None:
-            self.state.average.update(self.model)
-        self.progress.step += 1
-        self.comm.status.step = self.progress.step
 
     def _skip_step(self, losses_of_batches: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
         own = [

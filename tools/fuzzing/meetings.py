@@ -53,7 +53,7 @@ from ds2.training import inputs, metrics, run_folder
 from ds2.training import loop as training
 from ds2.training import state as states
 from ds2.training import trainer as trainers
-from ds2.training.dev_set import DevMonitor
+from ds2.training.dev_set import DevEvaluator
 from ds2.training.inputs import PreparedBatches
 from ds2.training.metrics import RunLog
 from ds2.training.run_folder import RunFiles
@@ -401,8 +401,8 @@ FAULTS = planted(
     ("batches that workers made for the ranks of before are used", toy.Loader, "_drop", nothing),
     ("the rest of a batch that ranks cannot share evenly is lost", inputs, "rank_part", "batch[rank::world]",
      "batch[rank * (len(batch) // world) : (rank + 1) * (len(batch) // world)]"),
-    ("an evaluation counts what one before it, cut off, has counted", DevMonitor, "start",
-     "self._loss, self._feasible, self._alignments =", "_ ="),
+    ("an evaluation counts what one before it, cut off, has counted", DevEvaluator, "evaluate",
+     "observed = Observed()", 'observed = vars(self).setdefault("observed", Observed())'),
 )  # each must be detected  # fmt: skip
 
 

@@ -357,7 +357,10 @@ class SimulatedCommunicator(ElasticCommunicator):
 
     def _use(self, group: Any) -> None:
         self.rank, self.world, self.group = group.rank, group.size, group
-        self.watchdog = self._progress_thread = SimpleNamespace(stop=lambda: None, drop=lambda: None)
+        self.watchdog = SimpleNamespace(stop=lambda: None, drop=lambda: None)
+
+    def end_sums(self) -> None:
+        """See `OrderedCommunicator`; none runs."""
 
     def check(self) -> None:
         """See `Communicator`; what the watchdog has noticed by now."""

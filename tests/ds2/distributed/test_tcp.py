@@ -76,7 +76,7 @@ def test_tensors_are_sent_to_ranks_that_lack_them_alone() -> None:
     assert holder is own[2] and torch.equal(holder["weight"], torch.full((3, 5), 2.0))  # its own, not what came
     for comm in reversed(comms):  # as files of signals were opened
         comm.watchdog.drop()
-        comm._progress_thread.stop()
+        comm.end_sums()
         comm.group.close()
 
 
@@ -151,4 +151,4 @@ def test_sums_of_gpus_go_through_page_locked_memory_and_leave_the_gradients_wher
     comms[0].watchdog.drop()
     groups[0].close()
     for comm in comms:
-        comm._progress_thread.stop()
+        comm.end_sums()

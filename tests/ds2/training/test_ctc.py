@@ -9,7 +9,7 @@ from ds2_ops.ctc.loss import ctc_loss
 from support import kernel_on_cpu
 
 from ds2.text.alphabet import fewest_frames
-from ds2.training.ctc import ctc_losses, feasible_rows, min_frames, reproducible_ctc
+from ds2.training.ctc import ctc_losses, feasible_rows, reproducible_ctc
 
 
 def scored(logits: torch.Tensor, frames: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -51,9 +51,11 @@ def collapse(path: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize(
     ("labels", "needed"), [([1, 2, 3], 3), ([1, 1, 2], 4), ([1, 1, 1], 5), ([2], 1), ([], 0), ([1, 2, 1], 3)]
 )
-def test_min_frames_counts_a_blank_between_equal_neighbours(labels: list[int], needed: int) -> None:
-    padded = torch.tensor([labels + [1] * (4 - len(labels))])
-    assert min_frames(padded, torch.tensor([len(labels)])).tolist() == [needed]
+def test_a_blank_between_equal_neighbours_needs_a_frame(labels: list[int], needed: int) -> None:
+    padded, frames = torch.tensor([labels + [1] * (4 - len(labels))] * 7), torch.arange(7)
+    assert feasible_rows(frames, padded, torch.tensor([len(labels)] * 7)).tolist() == (frames >= needed).tolist()
+    unpadded, length = torch.tensor([labels], dtype=torch.int64), torch.tensor([len(labels)])
+    assert feasible_rows(frames[needed : needed + 1], unpadded, length).all()
     assert fewest_frames(labels) == needed
     shortest = min(
         len(path) for n in range(6) for path in itertools.product(range(4), repeat=n) if collapse(path) == labels
