@@ -48,7 +48,7 @@ class MaskedConv(nn.Module):
         self.past = conv.kernel[1] - 1 - frames_ahead(conv)  # input frames
         self.weight = nn.Parameter(torch.empty(conv.channels, channels_in, *self.kernel))
         nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
-        self.norm = SequenceBatchNorm(conv.channels, config.batch_norm_momentum, axis=1) if config.batch_norm else None
+        self.norm = SequenceBatchNorm(conv.channels, config.batch_norm_momentum) if config.batch_norm else None
         self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(conv.channels))
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Ragged]:

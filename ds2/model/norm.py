@@ -28,7 +28,6 @@ class SequenceBatchNorm(nn.Module):
 
     Args:
         momentum: weight of a batch in the running averages.
-        axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
     Attributes:
         reduce: sums over all ranks, or None; with it the statistics are those of all ranks. It is called equally often
@@ -42,9 +41,9 @@ class SequenceBatchNorm(nn.Module):
 
     eps = 1e-5  # added to the variance
 
-    def __init__(self, channels: int, momentum: float = 0.1, *, axis: int = -1) -> None:
+    def __init__(self, channels: int, momentum: float = 0.1) -> None:
         super().__init__()
-        self.momentum, self.axis = momentum, axis
+        self.momentum = momentum
         self.reduce: Reduce | None = None
         self.kernels = True
         self.weight = nn.Parameter(torch.ones(channels))
@@ -71,10 +70,10 @@ class SequenceBatchNorm(nn.Module):
         """Normalise; return the shape and dtype of ``x``.
 
         Args:
-            x: any float dtype, channels on ``axis``, 0 at padding.
+            x: (T, B, H) or (B, C, F, T), any float dtype, 0 at padding.
             count: valid positions of the N; not needed in evaluation.
         """
-        flat = x if self.axis == 1 else x.flatten(0, -2)
+        flat = x if x.dim() == 4 else x.flatten(0, -2)
         weight, bias = context.weight(self.weight), context.weight(self.bias)
         y: Tensor
         if not self.training:
@@ -84,7 +83,7 @@ class SequenceBatchNorm(nn.Module):
             return y.view_as(x)
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
-        if self.axis == -1 and self.fused(x):
+        if x.dim() < 4 and self.fused(x):
             return self._launched(x.contiguous(), count, context)
         y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
             flat, weight, bias, count, self.eps, self.reduce

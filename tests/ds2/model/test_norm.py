@@ -72,7 +72,7 @@ def test_rms_norm_of_bf16_sums_in_float32() -> None:
 
 def test_convolution_layout_shares_statistics_over_frequency() -> None:
     x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
-    norm, twin = SequenceBatchNorm(3, axis=1).double(), torch.nn.BatchNorm2d(3).double()
+    norm, twin = SequenceBatchNorm(3).double(), torch.nn.BatchNorm2d(3).double()
     y, expected = norm(x, all_of(48)), twin(x)
     torch.testing.assert_close(y, expected)
     grad_y = torch.randn_like(x)
@@ -85,7 +85,7 @@ def test_convolution_layout_shares_statistics_over_frequency() -> None:
 def test_gradients_do_not_depend_on_memory_formats(training: bool) -> None:
     values, grad = torch.randn(2, 1, 3, 2, 4, dtype=torch.float64)
     norm, formats = (
-        SequenceBatchNorm(3, axis=1).double().train(training),
+        SequenceBatchNorm(3).double().train(training),
         (torch.contiguous_format, torch.channels_last),
     )
     results = []
