@@ -375,7 +375,10 @@ class Members:
                 would meet in vain again and again, so it has to go.
         """
         try:
-            return _call(member, self.me.host, hello)
+            address = "127.0.0.1" if member.host == self.me.host else member.address
+            link = socket.create_connection((address, member.port), _CONNECT_S)
+            link.sendall(hello)
+            return link
         except OSError as error:
             if error.errno in _NO_MORE_FILES:
                 raise
@@ -722,13 +725,6 @@ def why_not_elastic(config: CommConfig, start: Launched) -> str:
     if config.backend != "auto":
         return f"comm={config.backend} has a fixed number of ranks: leave comm=auto"
     return ""
-
-
-def _call(member: Member, own_host: str, hello: bytes) -> socket.socket:
-    address = "127.0.0.1" if member.host == own_host else member.address
-    link = socket.create_connection((address, member.port), _CONNECT_S)
-    link.sendall(hello)
-    return link
 
 
 def _read_exactly(link: socket.socket, count: int) -> bytes:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -223,17 +223,12 @@ def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bo
     )  # fmt: skip
 
 
-@dataclass
 class LogWindow:
     """Means over the steps of this process since it was made: those of a log line, or of an epoch."""
 
-    progress: Progress
-    losses: list[float] = field(default_factory=list)
-    steps: int = 0
-
-    def __post_init__(self) -> None:
-        self._began = time.monotonic()
-        self._audio_s = self.progress.audio_s
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.losses, self.steps = progress, list[float](), 0
+        self._began, self._audio_s = time.monotonic(), progress.audio_s
 
     def add(self, loss: float | None) -> None:
         """Count one step; None is a skipped one."""

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -129,11 +130,6 @@ def freeze(model: nn.Module, keys: Sequence[str]) -> None:
         log.info("train.freeze: %s of %s parameters stay as they are", f"{frozen:,}", f"{total:,}")
 
 
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm over all gradients, of any shapes: () float32 on their device (no host synchronisation)."""
-    return nn.utils.get_total_norm(gradients, foreach=True)
-
-
 def clip_gradients(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Rescale all gradients to `max_norm` where `norm` exceeds it (Pascanu et al. 2012); 0 leaves them alone."""
     if max_norm > 0:
@@ -213,7 +209,9 @@ class OptimizerStep:
         self._fused: FusedUpdate | None = None
         reason = why_no_kernels or why_not(optimizer)
         self._fuses = not reason
-        self.norm: Callable[[], Tensor] = lambda: gradient_norm(gradients.buckets)  # of all, a scalar on their device
+        parts = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        # Of all gradients, () float32 on their device, without a wait of the host; its bits know of no buckets.
+        self.norm: Callable[[], Tensor] = partial(nn.utils.get_total_norm, parts, foreach=True)
         if self._fuses:
             self.norm = FusedNorm(gradients.buckets)
         elif gradients.comm.device.type == "cuda":

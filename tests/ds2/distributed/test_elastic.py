@@ -320,8 +320,8 @@ def test_a_process_that_may_open_no_more_files_ends(
         raise OSError(errno.EMFILE, "Too many open files")
 
     rank = replace(members.me, id="0" * len(members.me.id))
-    monkeypatch.setattr(elastic, "_call", refuse)
     with socket.create_connection(("127.0.0.1", members.me.port)):
+        monkeypatch.setattr(socket, "create_connection", refuse)
         listens = SimpleNamespace(fileno=members._listener.fileno, accept=refuse, close=members._listener.close)
         monkeypatch.setattr(members, "_listener", listens)
         with pytest.raises(OSError, match="Too many open files"):

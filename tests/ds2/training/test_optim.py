@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ds2.config.schema import Config, ConfigError, OptimConfig
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.gradients import GradientReducer
 from ds2.model.norm import SequenceBatchNorm
 from ds2.training import optim
 from ds2.training.loop import completed_part, minutes_left
@@ -17,7 +19,6 @@ from ds2.training.optim import (
     OptimizerStep,
     WeightAverage,
     clip_gradients,
-    gradient_norm,
     learning_rate,
     make_optimizer,
     set_learning_rate,
@@ -63,10 +64,10 @@ def model_with_gradients() -> nn.Module:
 def test_gradients_are_rescaled_only_above_the_limit(limit: float, left: float) -> None:
     model = model_with_gradients()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = gradient_norm(gradients)
+    norm = nn.utils.get_total_norm(gradients)
     assert norm.item() == pytest.approx(5.0)
     clip_gradients(gradients, norm, limit)
-    assert gradient_norm(gradients).item() == pytest.approx(left, rel=1e-4)
+    assert nn.utils.get_total_norm(gradients).item() == pytest.approx(left, rel=1e-4)
 
 
 @pytest.mark.parametrize("library", ["", "rank 2: the driver is too old"])
@@ -83,6 +84,22 @@ def test_a_rank_without_kernels_lets_all_take_their_steps_by_torch(
     assert update.ignores_nonfinite is (not library)  # which torch's do not
     assert float(update.norm()) == pytest.approx(3**0.5 if library else 5.0)
     assert (f"on torch's kernels: {library}" in caplog.text) is bool(library)
+
+
+def test_the_norm_has_the_same_bits_with_buckets_of_any_size() -> None:
+    norms = []
+    for bucket_bytes in (1, 10**9):
+        torch.manual_seed(1)
+        model, drawn = nn.Sequential(*(nn.Linear(37, 37) for _ in range(9))), []
+        reducer = GradientReducer(model.parameters(), Communicator(torch.device("cpu")), bucket_bytes, overlap=True)
+        step = OptimizerStep(make_optimizer(model, OptimConfig()), reducer, 1.0, graphed=False)
+        for _ in range(8):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.normal_()
+            drawn.append(step.norm())
+        norms.append(torch.stack(drawn))
+    assert torch.equal(*norms)
 
 
 def test_nesterov_sgd_follows_the_hand_worked_steps() -> None:
