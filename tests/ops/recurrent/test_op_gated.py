@@ -155,8 +155,9 @@ def test_registered_ops_pass_opcheck(cell: str) -> None:
 
 
 @each_cell
-def test_compiled_is_eager(cell: str) -> None:
-    inputs, cotangents = problem(cell, (3, 2, 4), CPU, torch.float32)
+@pytest.mark.parametrize("frames", [0, 3])
+def test_compiled_is_eager(cell: str, frames: int) -> None:
+    inputs, cotangents = problem(cell, (frames, 2, 4), CPU, torch.float32)
     eager = run(cell, inputs, cotangents, None, backend="cpu")
     compiled = torch.compile(
         lambda *given: gated(cell, *given, None, backend="cpu"), fullgraph=True, backend="aot_eager"

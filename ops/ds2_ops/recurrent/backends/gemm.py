@@ -128,7 +128,7 @@ def _backward_from_saved(inputs: BackwardInputs, saved: Tensor, options: Options
         if grad_last is not None:
             grad_last[t] = last
         dh, dc = new_dh, new_dc
-    return grad_x, grad_last, dh.to(grad_y.dtype), dc.clone() if cell.carries_c else None
+    return grad_x, grad_last, dh.to(grad_y.dtype, copy=True), dc.clone() if cell.carries_c else None
 
 
 def _last_frame(lengths: Tensor) -> tuple[Tensor, Tensor]:
