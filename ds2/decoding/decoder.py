@@ -130,15 +130,15 @@ def start_check(
             f"log-probs have shape {tuple(log_probs.shape)} and lengths {tuple(lengths.shape)}; expected (T', B, V), "
             f"where V is the alphabet's {labels} labels with the blank, and B lengths"
         )
-    counts = lengths.tolist()
-    if any(not 0 <= count <= len(log_probs) for count in counts):
-        raise ValueError(f"lengths {counts} must lie between 0 and the {len(log_probs)} frames of the log-probs")
+    counts, frames = lengths.tolist(), len(log_probs)
+    if any(not 0 <= count <= frames for count in counts):
+        raise ValueError(f"lengths {counts} must lie between 0 and the {frames} frames of the log-probs")
     empty = [row for row, count in enumerate(counts) if count == 0]
     if empty and not allow_empty:
         raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
     sums = log_probs.float().exp().sum(2)
     ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
-    ok |= torch.arange(len(log_probs), device=sums.device)[:, None] >= lengths.to(sums.device, non_blocking=True)
+    ok |= torch.arange(frames, device=sums.device)[:, None] >= lengths.to(sums.device, non_blocking=True)
     right = ok.all(0)
     copy = start_copy(right)
 

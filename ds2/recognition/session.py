@@ -51,7 +51,7 @@ class Pipeline:
     runners: dict[int, BlockRunner] = field(default_factory=dict, repr=False, compare=False)  # by feature frames
     open_segments: OpenSegments = field(default_factory=OpenSegments, repr=False, compare=False)  # of live sessions
 
-    @property
+    @cached_property
     def frame_s(self) -> float:
         """Seconds from one output frame to the next."""
         return self.features.step_s * self.model.time_stride
