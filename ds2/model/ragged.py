@@ -29,14 +29,17 @@ class Count:
     @functools.cached_property
     def valid(self) -> Tensor:
         """(1,) int32, at least 1."""
-        return (self._lengths.sum() * self._bins).clamp(min=1).int().view(1)
+        return self._sum().clamp(min=1).int()
+
+    def _sum(self) -> Tensor:
+        return self._lengths.sum().view(1) * self._bins
 
     def over_ranks(self, reduce: Reduce | None) -> Tensor:
-        """(1,) int32: the sum of all ranks' `valid` by `reduce`, made once; without `reduce` this rank's."""
+        """(1,) int32, at least 1: the sum over all ranks by `reduce`, made once; without `reduce` this rank's."""
         if reduce is None:
             return self.valid
-        if self._of_all_ranks is None:
-            self._of_all_ranks = reduce(self.valid.double().view(1, 1), None)[0].to(torch.int32)
+        if self._of_all_ranks is None:  # a rank without frames adds none
+            self._of_all_ranks = reduce(self._sum().double()[None], None)[0].clamp(min=1).int()
         return self._of_all_ranks
 
     def ratio(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -206,6 +206,13 @@ def test_positions_of_all_ranks_are_summed_once() -> None:
     assert totals[0].tolist() == [15] and of_ranks.over_ranks(None) is of_ranks.valid
 
 
+@pytest.mark.parametrize("frames_of_others", [0, 5])
+def test_a_rank_without_frames_adds_no_position(frames_of_others: int) -> None:
+    of_ranks = Count(torch.tensor([0, 0]), 10)
+    total = of_ranks.over_ranks(lambda chunks, own: chunks + frames_of_others)
+    assert total.tolist() == [max(1, frames_of_others)]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_ranks_ask_for_the_same_sums_whatever_kernels_they_run(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Tensor] = []
