@@ -42,12 +42,19 @@ class File:
 
     def __init__(self, name: str, node: Node, mode: str) -> None:
         self.name, self._node, self._binary = name, node, "b" in mode
+        self._at: int | None = None  # where the next write goes; None: to the end
 
     def __enter__(self) -> Self:
         return self
 
     def write(self, content: Any) -> None:
-        self._node.data += content if self._binary else content.encode()
+        content, data = content if self._binary else content.encode(), self._node.data
+        at = len(data) if self._at is None else self._at
+        self._node.data = data[:at].ljust(at, b"\0") + content + data[at + len(content) :]
+        self._at = None if self._at is None else at + len(content)
+
+    def seek(self, offset: int) -> None:
+        self._at = offset
 
     def fileno(self) -> Any:
         return self._node
@@ -206,11 +213,6 @@ class Disk:
 
     def rmtree(self, path: DiskPath, *, ignore_errors: bool = False) -> None:
         self.folders.pop(path, None)
-
-    def pwrite(self, descriptor: Node, content: memoryview, offset: int) -> int:
-        data = descriptor.data.ljust(offset, b"\0")
-        descriptor.data = data[:offset] + bytes(content) + data[offset + len(content) :]
-        return len(content)
 
     def write_tensors(self, tensors: dict[str, torch.Tensor], path: DiskPath, metadata: dict[str, str]) -> None:
         path.write_bytes(pickle.dumps((metadata, {name: tensor.numpy() for name, tensor in tensors.items()})))
