@@ -224,23 +224,19 @@ class OptimizerStep:
 
     def __call__(self, norm: Tensor) -> None:
         """Take a step with gradients of this norm, a scalar on their device; finite unless `ignores_nonfinite`."""
-        if self._replay is not None:
+        again = bool(self._optimizer.state)
+        if again and self._fuses and self._fused is None:
+            self._fused = FusedUpdate(self._optimizer, self._gradients.rounded)
+        if again and self._graphed and self._replay is None:
+            self._norm = norm.clone()
+            with GraphRecorder().recording() as graph:
+                self._launch(self._norm)
+            self._replay = graph.replay
+        if self._replay is None:
+            self._launch(norm)
+        else:
             self._norm.copy_(norm)
             self._replay()
-            return
-        if not self._optimizer.state:
-            self._launch(norm)
-            return
-        if self._fuses:
-            self._fused = self._fused or FusedUpdate(self._optimizer, self._gradients.rounded)
-        if not self._graphed:
-            self._launch(norm)
-            return
-        self._norm = norm.clone()
-        with GraphRecorder().recording() as graph:
-            self._launch(self._norm)
-        self._replay = graph.replay
-        self._replay()
 
     def _launch(self, norm: Tensor) -> None:
         if self._fused is not None:
