@@ -209,6 +209,28 @@ def test_a_client_whose_pongs_wait_behind_its_audio_stays(serve: Callable[..., R
     until_empty(running)
 
 
+def test_a_client_that_sends_on_while_it_is_refused_is_read_to_its_close(serve: Callable[..., Running]) -> None:
+    """Else the server would wait for its close message for ten seconds."""
+    running, audio = serve(), b"\x82\x82" + bytes(6)
+
+    async def send_on() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(UPGRADE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x81\x81" + bytes(4) + b"{" + 3 * audio)
+        await reader.readuntil(b"JSON objects")
+        for piece in (audio, b"\x88\x80" + bytes(4)):
+            await asyncio.sleep(0.3)  # each arrives alone
+            writer.write(piece)
+        async with asyncio.timeout(5):
+            received = await reader.read()
+        writer.close()
+        return received
+
+    assert asyncio.run(send_on())
+    until_empty(running)
+
+
 def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
     class Stuck:
         async def send_text(self, message: str) -> None:
