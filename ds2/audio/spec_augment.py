@@ -150,9 +150,9 @@ def warp_frequency(features: Tensor, centres_hz: Tensor, factors: Tensor | None,
         centres_hz: (F,) frequencies of the bins, rising, on the same device.
         factors: (B,) int64 on the same device, in millionths; None warps nothing.
     """
-    if factors is None:
-        return features
     batch, bins, _ = features.shape
+    if factors is None or bins == 1:  # nothing lies between a single bin and the next
+        return features
     source_hz = warped_hz(centres_hz, factors / MILLION, rate_hz)
     below = (torch.searchsorted(centres_hz, source_hz, right=True) - 1).clamp(0, bins - 2)
     low, high = centres_hz[below], centres_hz[below + 1]

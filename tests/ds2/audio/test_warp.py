@@ -47,6 +47,11 @@ def test_a_tone_moves_to_where_the_factor_says(kind: str) -> None:
     assert bool(((moved.mean(2).argmax(1) - peak).abs()[1:] > 1).all())
 
 
+def test_a_single_bin_stays() -> None:
+    features = torch.randn(2, 1, 3)
+    assert torch.equal(warp_frequency(features, torch.tensor([500.0]), given(0.9, 1.1), RATE_HZ), features)
+
+
 def test_rising_features_are_read_at_the_frequency_itself() -> None:
     features = Features(FeaturesConfig(), RATE_HZ)
     rising = features.centres_hz[None, :, None].expand(2, -1, 3)
