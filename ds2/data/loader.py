@@ -103,7 +103,7 @@ def _cut(
     """Cut an order of utterances into batches; one whose key was there before goes behind the batch of that one."""
     batches: list[list[int]] = []
     longest_s: list[float] = []  # of each batch
-    first, first_of = 0, dict[Utterance | int, int]()  # batches that are not full, and for the next one of a key
+    first, first_of = 0, dict[Utterance | int, int]()  # places of the first batch not full, and the first for each key
     for index in order:
         at = max(first, first_of.get(keys[index], 0))
         while at < len(batches):

@@ -414,7 +414,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
                 return
         paused, self.read_paused = self.read_paused, True
         super().send_receive_event_to_app()
-        self.read_paused = paused or (self.queue.qsize() > 1 and not self.close_sent)  # else nobody would go on
+        self.read_paused = paused or (self.queue.qsize() > 1 and not self.close_sent)  # nobody takes any after that
         if self.read_paused > paused:
             self.transport.pause_reading()
 

@@ -37,8 +37,8 @@ class Inputs:
     """The inputs of the passes of a batch, on the device: B utterances of up to N samples and L labels."""
 
     waveforms: Tensor  # (B, N) float32; samples after an utterance's frames are ignored
-    numbers: Tensor  # (B, K) int64, all others: they are copied at once
-    columns: Mapping[str, slice]  # of `numbers`
+    numbers: Tensor  # (B, K) int64: all other inputs, which take one copy to the device
+    columns: Mapping[str, slice]  # of `numbers`, by the name of an input
     views: int  # V, copies of each utterance in the batch, each with its own masks and dropout
     delay_penalty: float  # of the epoch, `train.delay_penalty` or 0
     frequency_masks: int  # of SpecAugment, for each utterance
@@ -47,22 +47,22 @@ class Inputs:
     @property
     def frames(self) -> Tensor:
         """(B,) int64, frames of the features."""
-        return self._of("frames")[:, 0]
+        return self._table("frames")[:, 0]
 
     @property
     def label_lengths(self) -> Tensor:
         """(B,) int64."""
-        return self._of("label_lengths")[:, 0]
+        return self._table("label_lengths")[:, 0]
 
     @property
     def feasible(self) -> Tensor:
         """(B,) bool: whether there are enough frames for the labels."""
-        return self._of("feasible")[:, 0] > 0
+        return self._table("feasible")[:, 0] > 0
 
     @property
     def labels(self) -> Tensor:
         """(B, L) int64."""
-        return self._of("labels")
+        return self._table("labels")
 
     @property
     def label_log_probs(self) -> Tensor:
@@ -77,35 +77,36 @@ class Inputs:
         """
         if "phones" not in self.columns:
             return None
-        return self._of("phones"), self._of("phone_lengths")[:, 0], self._of("phones_feasible")[:, 0] > 0
+        return self._table("phones"), self._table("phone_lengths")[:, 0], self._table("phones_feasible")[:, 0] > 0
 
     @property
     def time_warps(self) -> Tensor | None:
         """(B, 2) int64: the frame that moves and where to, None where the config has no time warping."""
-        return self._of("time_warps") if "time_warps" in self.columns else None
+        return self._table("time_warps") if "time_warps" in self.columns else None
 
     @property
     def dropout_keys(self) -> Tensor:
         """(V B,) int64, from which the dropout of each view of an utterance follows."""
-        return self._of_views("dropout_keys")[:, 0]
+        return self._table_of_views("dropout_keys")[:, 0]
 
     @property
     def frequency_factors(self) -> Tensor | None:
         """(V B,) int64: factors of the frequencies in millionths, None where the config has none."""
-        return self._of_views("frequency_factors")[:, 0] if "frequency_factors" in self.columns else None
+        return self._table_of_views("frequency_factors")[:, 0] if "frequency_factors" in self.columns else None
 
     @property
     def masks(self) -> Tensor:
         """(V B, masks, 2) int64: the masks of SpecAugment, those of frequencies first."""
-        table = self._of_views("masks")
+        table = self._table_of_views("masks")
         return table.reshape(len(table), table.shape[1] // 2, 2)
 
-    def _of(self, name: str) -> Tensor:
+    def _table(self, name: str) -> Tensor:
+        """(B, K) int64: the columns of a name."""
         return self.numbers[:, self.columns[name]]
 
-    def _of_views(self, name: str) -> Tensor:
+    def _table_of_views(self, name: str) -> Tensor:
         """(V B, K) int64: all utterances in one view, then all in the next."""
-        table = self._of(name)
+        table = self._table(name)
         return table.reshape(len(table), self.views, table.shape[1] // self.views).transpose(0, 1).flatten(0, 1)
 
     @property
@@ -177,7 +178,7 @@ class InputMaker:
         warps = time_warps(frames, config.augment, config.features.step_s, rngs_of)
         if warps is not None:
             columns["time_warps"] = warps
-        views = [self._of_view(frames, indices, epoch, view) for view in range(2 if config.train.consistency else 1)]
+        views = [self._draw_view(frames, indices, epoch, view) for view in range(2 if config.train.consistency else 1)]
         columns |= {name: torch.cat([view[name] for view in views], 1) for name in views[0]}
         tables = [column if column.ndim == 2 else column[:, None] for column in columns.values()]
         ends = list(accumulate(table.shape[1] for table in tables))
@@ -197,7 +198,7 @@ class InputMaker:
             infeasible=int((~feasible).sum()),
         )
 
-    def _of_view(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int) -> dict[str, Tensor]:
+    def _draw_view(self, frames: Tensor, indices: Sequence[int], epoch: int, view: int) -> dict[str, Tensor]:
         """Draw for one view of each utterance key, frequency warp and masks: (B, K) int64 each."""
         augment, rngs_of = self.config.augment, partial(utterance_rngs, self.config.train.seed, epoch, indices, view)
         keys = [0] * len(indices)

@@ -210,7 +210,7 @@ class OptimizerStep:
         reason = why_no_kernels or why_not(optimizer)
         self._fuses = not reason
         parts = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        # Of all gradients, () float32 on their device, without a wait of the host; its bits know of no buckets.
+        # Of all gradients, () float32 on their device, without a wait of the host; its bits do not depend on buckets.
         self.norm: Callable[[], Tensor] = partial(nn.utils.get_total_norm, parts, foreach=True)
         if self._fuses:
             self.norm = FusedNorm(gradients.buckets)
