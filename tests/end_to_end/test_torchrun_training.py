@@ -50,12 +50,19 @@ def test_ranks_of_torchrun_give_the_answer_of_one_process_and_the_bits_of_mpi(
 @pytest.mark.gpu
 @pytest.mark.two_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("batch_norm", ["local", "shared"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("comm.batch_norm=local",),
+        ("comm.batch_norm=shared",),
+        ("train.accumulate=2", "batching.utterances=2", "comm.bucket_mib=0.01"),
+    ],
+)
 def test_recorded_passes_of_ranks_give_the_bits_of_single_launches(
-    tiny_overrides: list[str], tmp_path: Path, batch_norm: str
+    tiny_overrides: list[str], tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     graphs = ["device=cuda", "train.graphs=on", "model.batch_norm_momentum=0.5"]
-    settings = [*tiny_overrides, *graphs, f"comm.batch_norm={batch_norm}"]
+    settings = [*tiny_overrides, *graphs, *more]
     recorded, launched = tmp_path / "recorded", tmp_path / "launched"
     run = train(2, clean(settings, recorded, "train.epochs=8"))
     assert run.returncode == 0, run.stdout
