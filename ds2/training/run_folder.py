@@ -22,7 +22,7 @@ from ds2.distributed.process_group import LostRankError
 from ds2.model.checkpoint import prepare_model
 from ds2.system.files import host_id, remove_stale, sync
 from ds2.system.machine import git_commit
-from ds2.system.tensor_file import CheckpointError, TensorCopies
+from ds2.system.tensor_file import CheckpointError, TensorCopies, read_metadata
 from ds2.text.alphabet import Alphabet
 from ds2.training.state import Shard, TrainState, prepare_state
 
@@ -241,6 +241,14 @@ class RunFiles:
         if keep > 1 and self.comm.rank == 0:
             self._save_model(f"epoch-{self.state.progress.epoch:04d}", metrics)
             self._writer.run(lambda: _remove_all_but(keep, self.run_dir))
+
+    def has_last_model(self) -> bool:
+        """Return whether `last.safetensors` is of the state, or of the epoch before one that has not begun."""
+        step = None
+        if self.comm.rank == 0 and self.state.progress.batch:
+            with suppress(CheckpointError, KeyError):
+                step = read_metadata(self.run_dir / "last.safetensors")["metrics"]["step"]
+        return not self.state.progress.batch or self.comm.broadcast(step) == self.state.progress.step
 
     def save(self, *, alone: bool = False) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped.

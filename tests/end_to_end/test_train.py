@@ -133,6 +133,24 @@ def test_stopped_mid_epoch_and_resumed_is_the_unbroken_run(
     assert progress[0] == progress[1]
 
 
+def test_a_kill_in_the_evaluation_that_ends_training_within_an_epoch_loses_neither_scores_nor_models(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    config = tiny_config("train.max_steps=2")
+    assert train(config, whole) == 0
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Trainer, "evaluate", lambda *_: 1 // 0)
+        train(config, broken)
+    assert not (broken / "last.safetensors").exists()
+    for scored in (1, 1):  # the third start has nothing left to do
+        assert train(config, broken) == 0
+        assert len(events(broken, "dev")) == scored == len(events(whole, "dev"))
+    for name in ("last", "best", "trainer"):
+        a, b = load(whole / f"{name}.safetensors")[0], load(broken / f"{name}.safetensors")[0]
+        assert all(torch.equal(a[key], b[key]) for key in a | b), name
+
+
 @pytest.mark.slow
 def test_killed_at_random_steps_and_started_again_is_the_unbroken_run(
     tiny_config: MakeConfig, tiny_overrides: list[str], tmp_path: Path
