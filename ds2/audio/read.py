@@ -35,6 +35,7 @@ _COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FFMPEG_SUFFIXES)  # openin
 _UNCOMPRESSED = {"WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW"}
 _LOSSLESS = {"PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}
 _BLOCK_FRAMES = 1 << 18
+_PAGE_FRAMES = 255 * 4096  # most of a page of Ogg Vorbis: its packets times half the longest block
 _FLAC_FRAMES = 1 << 12  # a read that meets damage loses its block
 RATES_HZ = (1000, 768_000)
 MAX_CHANNELS = 64
@@ -365,8 +366,10 @@ def _check_request(file: _AudioFile, path: Path, offset_s: float, duration_s: fl
 
 def _skip(file: _AudioFile, frames: int) -> None:
     if isinstance(file, soundfile.SoundFile) and file.format != "MP3" and soundfile.SoundFile.seekable(file):
-        file.seek(frames)
-        return
+        # In the last page of Vorbis a position that was sought is up to 251 samples late.
+        sought = min(frames, max(0, file.frames - _PAGE_FRAMES)) if file.subtype == "VORBIS" else frames
+        file.seek(sought)
+        frames -= sought
     while frames > 0:  # seeking is inexact in MP3 and impossible in GSM and others: decode and discard
         skipped = len(file.read(min(_BLOCK_FRAMES, frames), dtype="float32", always_2d=True))
         if not skipped:

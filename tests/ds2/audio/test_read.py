@@ -174,6 +174,16 @@ def test_the_loudest_of_channels_that_cancel_is_named(tmp_path: Path, caplog: py
     assert "--channel 21` or data.channel=21, which is the loudest" in caplog.text
 
 
+@pytest.mark.parametrize("frames", [30_000, 1_500_000])
+def test_segments_of_vorbis_are_those_of_the_whole_file(tmp_path: Path, frames: int) -> None:
+    path = tmp_path / "a.ogg"
+    soundfile.write(path, 0.1 * np.random.default_rng(0).standard_normal(frames), 16000)
+    whole = read_audio(path)
+    for first in (0, frames // 5, frames - 1_044_481, frames - 4000, frames - 100):
+        if first >= 0:
+            np.testing.assert_array_equal(read_audio(path, 16000, first / 16000, 100 / 16000), whole[first:][:100])
+
+
 @pytest.mark.parametrize(
     ("suffix", "subtype"),
     [("wav", "PCM_16"), ("flac", "PCM_16"), ("mp3", "MPEG_LAYER_III"), ("ogg", "VORBIS"), ("ogg", "OPUS")],
