@@ -231,14 +231,46 @@ def test_a_client_that_sends_on_while_it_is_refused_is_read_to_its_close(serve: 
     until_empty(running)
 
 
-def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
-    class Stuck:
-        async def send_text(self, message: str) -> None:
-            await asyncio.sleep(60)
+def sends(*answers: Callable[[], Any], idle_s: float) -> float:
+    """Send answers, each of which a client takes by one of these; return the seconds after which one was not taken."""
 
-    client: Any = Vosk(Stuck(), None, Limits(idle_s=0.01))  # type: ignore[arg-type]
-    with pytest.raises(TimeoutError):
-        asyncio.run(client.send({}))
+    class Client:
+        async def send_text(self, message: str) -> None:
+            await taking.pop(0)()
+
+    async def send_all() -> float:
+        started_s = 0.0
+        try:
+            for _ in answers:
+                started_s = time.monotonic()
+                await client.send({})
+        except TimeoutError:
+            return time.monotonic() - started_s
+        raise AssertionError("all was taken")
+
+    taking = list(answers)
+    client: Any = Vosk(Client(), None, Limits(idle_s=idle_s))  # type: ignore[arg-type]
+    return asyncio.run(send_all())
+
+
+async def never() -> None:
+    await asyncio.sleep(60)
+
+
+async def never_though_the_server_ends() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().call_soon(task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await never()
+    await never()
+
+
+def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
+    assert sends(never, idle_s=0.01) < 5
+    assert 0.5 <= sends(functools.partial(asyncio.sleep, 0.05), never, idle_s=0.5) < 0.9  # the first one's ends at 0.5
+    with pytest.raises(asyncio.CancelledError):
+        sends(never_though_the_server_ends, idle_s=0.01)
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
