@@ -28,6 +28,7 @@ _YEARS = {"en", "de", "nl", "sv", "da", "no"}  # languages that read 1995 as nin
 _CONTEXT = 50  # characters before a number that may say how it is read
 _FIRST_YEAR, _LAST_YEAR = 1100, 2099
 _MAX_DIGITS = 12  # longer runs of digits are telephone or card numbers, which are read digit by digit
+_LARGEST = {"zu": 10_999}  # CLDR's rules leave words out of larger numbers
 _MAX_GROUPED = 15  # digits of a number with thousands marks; CLDR's rules have names up to here in every language
 _SYMBOLS = "$€£¥₺₽₹₩¢№′″%‰°§#&+=±×÷*^<>~@_|\\²³¹½¼¾"  # a number beside one of these is more than its digits
 _INSIDE = r".,:/\-–−'’⁄"  # between two digits these make one number, date, time or range
@@ -189,6 +190,7 @@ def _rules(language: str) -> list[tuple[re.Pattern[str], _Reader]]:
         digits, _, fraction = written.partition(decimal)
         plain = re.sub(marks, "", digits)
         sure = (plain == "0" or plain[0] != "0") and len(plain) <= _MAX_GROUPED
+        sure = sure and int(plain) <= _LARGEST.get(base, int(plain))
         if fraction:
             return _decimal(plain, fraction, language) if sure else ""
         if plain == digits and (len(plain) > _MAX_DIGITS or (len(plain) > 1 and plain[0] == "0")):

@@ -137,6 +137,7 @@ UNSURE = {
     "tr": ["%5", "10:30", "5. sınıf"],
     "it": ["50%"],
     "ru": ["3,05"],
+    "zu": ["11000", "20000", "71.027.781"],
 }  # fmt: skip
 
 
@@ -186,7 +187,8 @@ def test_no_digit_is_lost(text: str, language: str) -> None:
 @pytest.mark.parametrize("language", numbers_languages())
 def test_every_language_reads_whole_numbers(language: str) -> None:
     for number in ("0", "7", "21", "105", "1100", "1995", "1000000", "999999999999"):
-        assert unread_numbers(number, language) == []
+        beyond = language == "zu" and int(number) > 10_999  # CLDR's rules give 1000000 and 999000 the same words
+        assert unread_numbers(number, language) == [number] * beyond
     assert len(spell_numbers("9" * 400, language)) >= 400  # digit by digit
     assert unread_numbers(",".join(["999"] * 40), language) or language not in ("en", "de")
 
