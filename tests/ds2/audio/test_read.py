@@ -174,7 +174,7 @@ def test_the_loudest_of_channels_that_cancel_is_named(tmp_path: Path, caplog: py
     assert "--channel 21` or data.channel=21, which is the loudest" in caplog.text
 
 
-@pytest.mark.parametrize("frames", [30_000, 1_500_000])
+@pytest.mark.parametrize("frames", [30_000, 1_100_000])  # libvorbis puts all on the stack, 4 bytes each
 def test_segments_of_vorbis_are_those_of_the_whole_file(tmp_path: Path, frames: int) -> None:
     path = tmp_path / "a.ogg"
     soundfile.write(path, 0.1 * np.random.default_rng(0).standard_normal(frames), 16000)
