@@ -236,6 +236,8 @@ class RunFiles:
 
     def keep_last(self, metrics: Mapping[str, float]) -> None:
         """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 that many epochs by number."""
+        if self._state_written is None and not self.comm.elastic:
+            self.save_and_wait()  # a run that is killed with a model and no state could not go on
         self._save_model("last", metrics)
         keep = self.config.checkpoint.keep_last
         if keep > 1 and self.comm.rank == 0:

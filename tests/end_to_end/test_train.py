@@ -151,6 +151,25 @@ def test_a_kill_in_the_evaluation_that_ends_training_within_an_epoch_loses_neith
         assert all(torch.equal(a[key], b[key]) for key in a | b), name
 
 
+def test_a_kill_between_the_first_model_and_the_state_after_it_leaves_a_run_that_goes_on(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("data.dev=[]", "train.epochs=2", "checkpoint.every_minutes=0")
+    save = RunFiles.save
+
+    def killed_after_the_model(files: RunFiles, **options: bool) -> None:
+        files.wait()
+        if (tmp_path / "run" / "last.safetensors").is_file():
+            raise ZeroDivisionError
+        save(files, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(RunFiles, "save", killed_after_the_model)
+        train(config, tmp_path / "run")
+    assert train(config, tmp_path / "run") == 0
+    assert load(tmp_path / "run" / "trainer.safetensors")[1]["progress"]["epoch"] == 3
+
+
 @pytest.mark.slow
 def test_killed_at_random_steps_and_started_again_is_the_unbroken_run(
     tiny_config: MakeConfig, tiny_overrides: list[str], tmp_path: Path
