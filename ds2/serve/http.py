@@ -400,10 +400,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self.transport.close()
 
     def send_receive_event_to_app(self) -> None:
-        """See uvicorn, which logs a traceback for each text that is not UTF-8, and stops reading after each message.
-
-        Here it stops once two wait, as to stop and to go on costs more than most messages are long.
-        """
+        """See uvicorn, which logs a traceback for each text that is not UTF-8."""
         if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
                 b"".join(self.frames).decode()
@@ -412,11 +409,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
                 self.conn.send_close(BAD_DATA, "text messages are UTF-8")
                 self.handle_parser_exception()
                 return
-        paused, self.read_paused = self.read_paused, True
         super().send_receive_event_to_app()
-        self.read_paused = paused or (self.queue.qsize() > 1 and not self.close_sent)  # nobody takes any after that
-        if self.read_paused > paused:
-            self.transport.pause_reading()
 
     async def receive(self) -> Any:
         message = await super().receive()

@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -17,7 +16,6 @@ from ds2.serve.limits import BAD_DATA, RESTART, TRY_LATER, BadRequestError, Limi
 from ds2.system import UserError
 from ds2.system.plain import short_repr
 
-Value = TypeVar("Value")
 _REASON_BYTES = 100  # of a close message; the protocol allows 123
 _REFUSAL_S = 2.0
 _PIECE_S = 2  # audio that is decoded at once
@@ -42,8 +40,6 @@ class Connection:
         self.session: EngineSession | None = None
         self.sent_words = 0  # of the open utterance, by a protocol that sends words once and for all
         self._samples: Pcm | None = None  # made by `sample_reader` with the first audio of a session
-        self._wait_ends_s, self._expired = math.inf, False  # when the present wait has lasted too long; whether one has
-        self._timer: asyncio.TimerHandle | None = None  # of waits
 
     async def handle_messages(self) -> None:
         """Answer messages until `receive` returns None, or close the socket where the protocol ends the stream."""
@@ -62,7 +58,8 @@ class Connection:
 
         JSON is in ASCII: texts of clients may hold characters that break a WebSocket's text message.
         """
-        await self._wait(self.socket.send_text(message if isinstance(message, str) else _encode(message)))
+        async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
+            await self.socket.send_text(message if isinstance(message, str) else _encode(message))
 
     async def receive(self) -> Message | None:
         """Return the next message, or None at the end of the connection.
@@ -75,35 +72,11 @@ class Connection:
             raise asyncio.CancelledError
         self.interruptible = True
         try:
-            message = await self._wait(self.socket.receive())
+            async with asyncio.timeout(self.limits.idle_s):
+                message = await self.socket.receive()
         except TimeoutError as error:
             raise SessionOverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error
         return None if message["type"] == "websocket.disconnect" else message
-
-    async def _wait(self, awaited: Awaitable[Value]) -> Value:
-        """Wait for `limits.idle_s` at most, else raise TimeoutError; `asyncio.timeout` sets a timer for each wait."""
-        loop = asyncio.get_running_loop()
-        self._wait_ends_s, self._expired = loop.time() + self.limits.idle_s, False
-        if self._timer is None:
-            self._timer = loop.call_at(self._wait_ends_s, self._end_wait, asyncio.current_task())
-        try:
-            return await awaited
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self._expired or task is None or task.uncancel():  # somebody else wants it
-                raise
-            raise TimeoutError from None
-        finally:
-            self._wait_ends_s = math.inf
-
-    def _end_wait(self, task: Any) -> None:
-        """Cancel a wait that has lasted too long, or look again when it will have."""
-        loop = asyncio.get_running_loop()
-        self._expired = loop.time() >= self._wait_ends_s
-        ends_s = min(self._wait_ends_s, loop.time() + self.limits.idle_s)
-        self._timer = None if self._expired else loop.call_at(ends_s, self._end_wait, task)
-        if self._expired:
-            task.cancel()
 
     async def accept_audio(self, data: bytes) -> StreamResult:
         """Decode audio, of the format that `sample_reader` reads; the first samples open a session with `settings`.
@@ -148,12 +121,6 @@ class Connection:
         if self.session is not None:
             self.session.close()
         self.session = self._samples = None
-
-    def close(self) -> None:
-        """Close the session at the end of the connection."""
-        self.close_session()
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 class ProtocolRoute:
@@ -200,7 +167,7 @@ class ProtocolRoute:
             await self._refuse(connection, str(error), error.code if isinstance(error, StatusError) else BAD_DATA)
         finally:
             del self._connections[task]
-            connection.close()
+            connection.close_session()
 
     async def _refuse(self, connection: Connection, message: str, code: int) -> None:
         self.engine.count_refusal(str(code))
