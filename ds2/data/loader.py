@@ -100,10 +100,11 @@ def rank_part(batch: Sequence[int], rank: int, world: int) -> list[int]:
 def _cut(
     order: list[int], durations_s: list[float], config: BatchingConfig, keys: Sequence[Utterance | int]
 ) -> list[list[int]]:
-    """Cut an order of utterances into batches; one whose key was there before goes behind the batch of that one."""
+    """Cut an order of utterances into batches. Those with equal keys are copies: each goes into a batch of its own."""
     batches: list[list[int]] = []
     longest_s: list[float] = []  # of each batch
-    first, first_of = 0, dict[Utterance | int, int]()  # places of the first batch not full, and the first for each key
+    first = 0  # batch that is not full
+    first_of = dict[Utterance | int, int]()  # batch that may take the next copy, by key
     for index in order:
         at = max(first, first_of.get(keys[index], 0))
         while at < len(batches):

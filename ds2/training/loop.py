@@ -180,8 +180,8 @@ def _log_start(trainer: Trainer, run_log: RunLog) -> None:
 def _run(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
     """Train until training ends or is stopped; returns the exit status."""
     config, comm, progress = trainer.config, trainer.comm, trainer.progress
-    closed = trainer.files.has_last_model()  # not if what followed the last step was cut off
-    while not (reason := interrupts.name or (closed and why_finished(config, progress))):
+    written = trainer.files.has_last_model()  # not if the run was killed before the evaluation after its last step
+    while not (reason := interrupts.name or (written and why_finished(config, progress))):
         complete = run_epoch(trainer, run_log, interrupts)
         due = evaluation_due(trainer, complete)
         # An evaluation may be long: a process that is killed in it loses no step.
@@ -206,7 +206,7 @@ def _run(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
             trainer.files.save_and_wait()
             interrupts.agree(comm)
         trainer.commit()
-        closed = True
+        written = True
     if comm.superseded():  # while this process was stopped: it has not written its last files
         raise LostRankError("the others went on without this process")
     log.info("stopped after step %d: %s", progress.step, reason)

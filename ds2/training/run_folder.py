@@ -245,7 +245,7 @@ class RunFiles:
             self._writer.run(lambda: _remove_all_but(keep, self.run_dir))
 
     def has_last_model(self) -> bool:
-        """Return whether `last.safetensors` is of the state, or of the epoch before one that has not begun."""
+        """Return whether `last.safetensors` was written at this step, or no step of this epoch was taken."""
         step = None
         if self.comm.rank == 0 and self.state.progress.batch:
             with suppress(CheckpointError, KeyError):
