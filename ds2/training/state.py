@@ -56,6 +56,7 @@ class Progress:
     step: int = 0  # optimizer steps, skipped ones not counted
     skipped: int = 0  # steps skipped for a loss or gradient that was not finite
     infeasible: int = 0  # utterances left out of a loss because no alignment exists (after speed change)
+    averaged: int = -1  # steps in the average of the weights; -1 in old files: all
     best_wer: float = float("inf")
     best_cer: float = float("inf")
     best_epoch: int = 0
@@ -149,7 +150,8 @@ class TrainState:
         if average_decay:
             self.average = self.average or WeightAverage(self.model, average_decay)
             self.average.model.load_state_dict(parts["average"] or parts["model"])
-            self.average.updates = progress.step if parts["average"] else 0
+            steps = progress.step if progress.averaged < 0 else progress.averaged
+            progress.averaged = self.average.updates = steps if parts["average"] else 0
 
 
 def broadcast_state(
@@ -329,7 +331,10 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
         )
     progress.phones = fresh.progress.phones
     parts = {key: without_prefix(key, tensors) for key in PARTS}
-    misfit = _misfit(parts, fresh, then) if progress.step else ""
+    momentum = then.optim.momentum * config.optim.momentum
+    if config.optim.name == "sgd" and not momentum:
+        parts["optimizer"] = {}  # momenta that nothing changes any more would be saved again
+    misfit = _misfit(parts, fresh, then, momentum=momentum) if progress.step else ""
     if misfit:
         raise CheckpointError(f"{path}: {misfit}; {WAY_OUT}")
     if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
@@ -344,10 +349,13 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
     return parts, progress
 
 
-def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
-    """Return the first tensor that `parts` lack, or have in another shape than a run with config `then`; or ''."""
+def _misfit(parts: Parts, fresh: TrainState, then: Config, momentum: float) -> str:
+    """Return the first tensor that `parts` lack, or have in another shape than a run with config `then`; or ''.
+
+    Momenta of SGD are expected if `momentum` is not 0.
+    """
     parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
-    momenta = {"sgd": ["momentum_buffer"] if then.optim.momentum else [], "adamw": ["exp_avg", "exp_avg_sq"]}
+    momenta = {"sgd": ["momentum_buffer"] if momentum else [], "adamw": ["exp_avg", "exp_avg_sq"]}
     expected = {name: tensor.shape for name, tensor in _named(fresh.tensors()).items()}
     for number, parameter in enumerate(parameters):
         expected |= {f"optimizer.{number}.{name}": parameter.shape for name in momenta[then.optim.name]}

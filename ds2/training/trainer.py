@@ -394,6 +394,7 @@ class Trainer:
                 self.update(report.norm)
             if self.state.average is not None:
                 self.state.average.update(self.model)
+                self.progress.averaged = self.state.average.updates
             self.progress.step += 1
             self.comm.status.step = self.progress.step
         return loss

@@ -93,6 +93,24 @@ def test_each_save_has_the_state_of_its_moment(
     saved()
 
 
+def test_an_average_that_a_resumed_run_began_counts_its_own_steps(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    train(tiny_config("train.epochs=1"), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for name, epochs in (("whole", [3]), ("parts", [2, 3])):
+        for last in epochs:
+            settings = (f"train.epochs={last}", "train.average_decay=0.99", "optim.schedule=constant")
+            train(tiny_config(*settings), tmp_path / name)
+    whole, parts = (load(tmp_path / name / "trainer.safetensors")[0] for name in ("whole", "parts"))
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+def test_a_run_whose_momentum_was_set_to_0_goes_on_again(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    for epochs, momentum in enumerate((0.9, 0, 0, 0.9, 0.9), start=1):
+        train(tiny_config("optim=sgd", f"optim.momentum={momentum}", f"train.epochs={epochs}"), tmp_path)
+        names = load(tmp_path / "trainer.safetensors")[0].keys()
+        assert any(name.endswith("momentum_buffer") for name in names) == (momentum > 0)
+
+
 @pytest.mark.parametrize(
     "lost", ["optimizer.3.exp_avg", "optimizer.", "average.", "model.classifier.bias", "features."]
 )
