@@ -432,7 +432,8 @@ def initial_state(
     loaded = load_model(config.checkpoint.init_from) if config.checkpoint.init_from else None
     if loaded is not None:
         copy_weights(state.model, alphabet, loaded)
-    if loaded is not None and _same_features(state.features, loaded.features):
+    normalised_alike = loaded is not None and loaded.config.features.normalise == config.features.normalise
+    if loaded is not None and normalised_alike and _same_features(state.features, loaded.features):
         state.features.load_state_dict(loaded.features.state_dict())
     elif config.features.normalise == "corpus":
         chosen = np.random.default_rng(config.train.seed).permutation(len(loader.utterances))
@@ -456,7 +457,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         symbols, others = _symbols(model, alphabet, of_heads), _symbols(source.model, source.alphabet, of_heads)
         ends = ("classifier.weight", "classifier.bias")
         names = [name for name in mine if name.startswith("heads.") == of_heads and name.endswith(ends)]
-        names = [name for name in names if name in theirs]
+        names = [name for name in names if name in theirs and mine[name].shape[1:] == theirs[name].shape[1:]]
         if symbols == others or not names:
             continue
         labels = {symbol: label for label, symbol in enumerate(others)}
@@ -464,8 +465,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         rows, sources = (list(column) for column in zip(*shared, strict=True))
         for name in names:
             moved = mine[name].clone()
-            if moved.shape[1:] == theirs[name].shape[1:]:
-                moved[rows] = theirs[name][sources].to(moved)
+            moved[rows] = theirs[name][sources].to(moved)
             theirs[name] = moved
         new = [symbol for symbol in symbols if symbol not in labels]
         dropped = [symbol for symbol in others if symbol not in symbols]
@@ -475,6 +475,10 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
             lost = " ".join(map(repr, dropped))
             log.warning("this run lacks labels of the model to start from and cannot write them: %s", lost)
     fitting = {name: value for name, value in theirs.items() if name in mine and mine[name].shape == value.shape}
+    for name in counting_modules(model):
+        # The count says how many batches are in the averages: with it, averages that do not fit would stay as they are.
+        if name.replace("_extra_state", "running_mean") not in fitting:
+            fitting.pop(name, None)
     if not fitting:
         raise ConfigError("no weight of checkpoint.init_from fits this model: leave out model=... to take its own")
     model.load_state_dict({**mine, **fitting})

@@ -65,6 +65,29 @@ def test_what_the_command_line_sets_stays_and_the_log_says_what_differs(
     assert load_model(tmp_path / "second").config.model.depth == 3
 
 
+def test_averages_of_layers_of_another_width_begin_anew(
+    tiny_overrides: list[str], base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tuned(tiny_overrides, base, "model.hidden=32")
+    started = Trainer(config, Path(config.run_dir)).model
+    assert (load_model(base).model.norm.batches, started.norm.batches, started.convs[0].norm.batches) == (2, 0, 2)
+    config = tuned(tiny_overrides, base, "model.hidden=32", "model.norm=rms", "alphabet.symbols='cbxa '")
+    caplog.clear()
+    Trainer(config, tmp_path / "rms")
+    (warning,) = [record.getMessage() for record in caplog.records if "start from nothing" in record.getMessage()]
+    assert "classifier.weight" in warning  # other labels and another width: no row fits
+
+
+def test_statistics_of_features_stay_with_their_normalisation(
+    tiny_overrides: list[str], base: Path, tmp_path: Path
+) -> None:
+    config = tuned(tiny_overrides, base, "features.normalise=none", "train.max_steps=1")
+    assert not Trainer(config, tmp_path / "none").features.mean.any()
+    train(config, tmp_path / "plain")
+    config = tuned(tiny_overrides, tmp_path / "plain", "features.normalise=corpus")
+    assert Trainer(config, tmp_path / "corpus").features.mean.any()
+
+
 def test_a_changed_alphabet_keeps_the_rows_of_shared_labels(
     tiny_overrides: list[str], base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
