@@ -70,7 +70,7 @@ class Transcript:
 
 
 class Recogniser(Pipeline):
-    """A model with features and a decoder: the public Python interface of recognition.
+    """A model with features and a decoder: the public Python interface of recognition. Threads use it in turns.
 
     recogniser = ds2.load("runs/an4")
     print(recogniser.transcribe("talk.mp3").text)
@@ -432,10 +432,12 @@ def _transcribe_windows(
             yield rest
 
     decoder, stream = pipeline.decoder, pipeline.decoder.start(hot_words)
-    with pipeline.autocast():
-        for logits in window_logits(pipeline.model, features(), context_frames):
-            decoder.step([stream], logits.float().log_softmax(2), torch.tensor([len(logits)]))
-    duration_s, hypothesis = cut.samples / pipeline.features.sample_rate_hz, decoder.finish([stream])[0][0]
+    with pipeline.lock:
+        with pipeline.autocast():
+            for logits in window_logits(pipeline.model, features(), context_frames):
+                decoder.step([stream], logits.float().log_softmax(2), torch.tensor([len(logits)]))
+        hypothesis = decoder.finish([stream])[0][0]
+    duration_s = cut.samples / pipeline.features.sample_rate_hz
     return Transcript(duration_s, replace(hypothesis, words=within(hypothesis.words, duration_s)))
 
 

@@ -6,6 +6,7 @@ The methods have the names of sherpa-onnx: `accept_waveform`, `is_ready`, `decod
 """
 
 import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ class Pipeline:
     precision: str = "fp32"
     runners: dict[int, BlockRunner] = field(default_factory=dict, repr=False, compare=False)  # by feature frames
     open_segments: OpenSegments = field(default_factory=OpenSegments, repr=False, compare=False)  # of live sessions
+    # Of the thread that runs network or decoder, whose tables are of all sessions.
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @cached_property
     def frame_s(self) -> float:
@@ -179,7 +182,8 @@ class Session:
 
     def result(self) -> Hypothesis:
         """The best hypothesis so far; `Decoder.best` says what it lacks."""
-        return self.decoder.best([self.decoding])[0]
+        with self.pipeline.lock:
+            return self.decoder.best([self.decoding])[0]
 
     def is_endpoint(self) -> bool:
         """Whether a segment has ended: never in a session that is one segment."""
@@ -391,7 +395,8 @@ def _forward(blocks: Sequence[tuple[Session, NDArray[np.float32]]], failed: Fail
             decoded.update(map(id, rows))
             decode_logits(rows, output.logits, output.lengths, failed)
 
-    run_contained(blocks, run, lambda item, error: failed(item[0], error))
+    with blocks[0][0].pipeline.lock:
+        run_contained(blocks, run, lambda item, error: failed(item[0], error))
 
 
 @torch.inference_mode()
@@ -513,5 +518,6 @@ def _by_decoder(
             hypotheses[id(session)] = replace(hypothesis, words=words) if words else hypothesis
 
     for group in groups.values():
-        run_contained(group, run, failed)
+        with group[0].pipeline.lock:
+            run_contained(group, run, failed)
     return hypotheses

@@ -6,9 +6,11 @@ import copy
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ds2_ops
 import numpy as np
@@ -22,6 +24,7 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.data.manifest import ManifestError, read_manifest
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.phrases import LexiconError, PhraseError
+from ds2.inference import runner
 from ds2.recognition.recogniser import Recogniser
 from ds2.system import UserError
 
@@ -57,6 +60,21 @@ def test_a_recogniser_that_is_pickled_says_how_other_processes_get_one(make_mode
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(UserError, match=r"threads can share it; another process .* ds2\.load\(\.\.\.\)"):
             attempt(recogniser)
+
+
+def test_threads_share_a_recogniser(make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    recogniser: Recogniser = ds2.load(make_model(), device="cpu")
+    draw = np.random.default_rng(0)
+    audios = [(0.1 * draw.standard_normal(9000 * (number + 1))).astype(np.float32) for number in range(6)]
+    alone, launch = recogniser.transcribe(audios, 16000), runner._BlockBatch.launch
+
+    def launch_later(batch: Any, edges: bool) -> torch.Tensor:
+        time.sleep(0.002)  # another thread goes on, if it may
+        return launch(batch, edges)
+
+    monkeypatch.setattr(runner._BlockBatch, "launch", launch_later)
+    with ThreadPoolExecutor(len(audios)) as pool:
+        assert list(pool.map(lambda audio: recogniser.transcribe(audio, 16000), audios)) == alone
 
 
 def test_samples_of_another_rate_are_resampled(make_model: Callable[..., Path], tmp_path: Path) -> None:
