@@ -29,6 +29,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from ds2.config.schema import ConfigError
 from ds2.serve.client import EngineClient, RemoteRecogniser
@@ -56,6 +57,7 @@ TCP_PROTOCOLS: dict[bytes, tuple[type[Connection], type[wyoming.EventSocket]]] =
     wyoming.FIRST_BYTE: (wyoming.Wyoming, wyoming.EventSocket),
 }
 _SHUTDOWN_S = 30  # for requests that are being answered
+_MAX_FRAGMENTS = 1000  # of a WebSocket's message, before they are joined: each is an object, and may be empty
 WILDCARDS = ("", "0.0.0.0", "::")  # hosts that stand for all addresses
 _PORTS = {"http": 80, "https": 443}
 
@@ -398,6 +400,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             headers = b"".join(name + b": " + value + b"\r\n" for name, value in refusal.raw_headers)
             self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + headers + b"\r\n" + bytes(refusal.body))
             self.transport.close()
+
+    def handle_cont(self, event: Frame) -> None:
+        """See uvicorn, which lists all fragments of a message."""
+        if len(self.frames) >= _MAX_FRAGMENTS:
+            self.frames = [b"".join(self.frames)]
+        super().handle_cont(event)
 
     def send_receive_event_to_app(self) -> None:
         """See uvicorn, which logs a traceback for each text that is not UTF-8."""

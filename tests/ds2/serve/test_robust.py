@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from ds2.recognition.open_segments import Endpoints
+from ds2.serve.http import WebSocketConnection
 from ds2.serve.limits import Limits
 from ds2.serve.protocols.vosk import Vosk
 
@@ -183,6 +185,20 @@ def test_pings_whose_answers_nobody_takes_are_not_stored(serve: Callable[..., Ru
                 sent += len(ping)
         assert 0 < sent < 50 << 20  # the server took no more
     until_empty(running)
+
+
+def test_fragments_of_a_message_are_joined(serve: Callable[..., Running]) -> None:
+    """Empty ones are in no limit of a message."""
+    running = serve()
+    with socket.create_connection(("127.0.0.1", running.port), WAIT_S) as raw:
+        raw.sendall(UPGRADE)
+        assert raw.recv(4096).startswith(b"HTTP/1.1 101")
+        raw.sendall(b"\x02\x80" + bytes(4) + 20_000 * (b"\0\x80" + bytes(4)) + b"\x89\x80" + bytes(4))
+        assert raw.recv(2) == b"\x8a\0"  # the pong: all of them have been read
+        [connection] = [candidate for candidate in gc.get_objects() if type(candidate) is WebSocketConnection]
+        assert len(connection.frames) <= 1000
+        raw.sendall(b"\x80\x82" + bytes(4) + b"ab")
+        assert raw.recv(4096)[2:] == b'{"partial": ""}'
 
 
 def test_a_client_whose_pongs_wait_behind_its_audio_stays(serve: Callable[..., Running]) -> None:
