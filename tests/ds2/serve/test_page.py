@@ -195,6 +195,23 @@ def test_words_are_reached_by_keys_and_touch(serve: Callable[..., Running], tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("height", [640, 800])
+def test_what_has_the_focus_is_not_covered(serve: Callable[..., Running], tmp_path: Path, height: int) -> None:
+    words = [{"word": "a" * (1 + n % 8), "start": n, "end": n + 0.5, "confidence": 0.9} for n in range(60)]
+    with chromium_page(tmp_path, viewport={"width": 2 * height - 900, "height": height}) as page:
+        page.goto(serve().web)
+        for name in ("one", "two", "three"):
+            page.evaluate("([name, words]) => new Recording(name).add(words, 'text')", [name, words])
+        tops = []
+        for _ in range(25):
+            page.keyboard.press("Shift+Tab")
+            tops.append(page.evaluate("document.activeElement.closest('#transcript *')?.getBoundingClientRect().top"))
+        covered = page.evaluate("find('source').getBoundingClientRect().bottom")
+    tops = [top for top in tops if top is not None]
+    assert len(tops) > 15 and min(tops) >= covered
+
+
+@pytest.mark.slow
 def test_settings_that_the_server_refuses_are_shown(serve: Callable[..., Running], tmp_path: Path) -> None:
     with chromium_page(tmp_path) as page:
         page.goto(serve().web)
