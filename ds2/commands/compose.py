@@ -229,7 +229,7 @@ def read_config(
     Raises:
         ConfigError: as `ds2.config.convert.to_config`.
         AlphabetError: `alphabet.pieces_file` cannot be read.
-        PronunciationError: `train.intermediate_lexicon` cannot be read.
+        UserError: `train.intermediate_lexicon` cannot be read.
         CheckpointError: `checkpoint.init_from` is no model.
     """
     config = convert.to_config(composed)

@@ -23,7 +23,7 @@ from ds2.data.corpora import FORMATS, RECIPES, import_corpus, prepare
 from ds2.data.corpora.kaldi import export_kaldi
 from ds2.data.manifest import UNITS, Conditions, amount, hours, read_manifest, read_manifests, write_manifest
 from ds2.data.shards import MANIFEST, write_shards
-from ds2.data.splice import LabelledRecording, SplicedText, SpliceError, Splicer, check_folder, write_spliced
+from ds2.data.splice import LabelledRecording, SplicedText, Splicer, check_folder, write_spliced
 from ds2.data.splits import ensure_manifests, require_files, scored_utterances, warn_of_other_corpus
 from ds2.system import UserError
 from ds2.system.files import check_writable, sole_writer, write_json, write_text
@@ -634,9 +634,7 @@ class _SpokenTexts:
                 yield SplicedText(*zip(*words, strict=True))
             if self.lines - self.unusable == usable:
                 named = ", ".join(map(str, self.paths))
-                raise SpliceError(
-                    f"no line of {named} has only words that the model has labels for: `ds2 data lexicon`"
-                )
+                raise UserError(f"no line of {named} has only words that the model has labels for: `ds2 data lexicon`")
 
     def _spelled(self, line: str) -> list[tuple[str, tuple[int, ...]]]:
         """Return the words of a line with their labels; empty where one has none."""

@@ -160,7 +160,7 @@ def _train(args: argparse.Namespace) -> int:
     model is complete.
 
     Raises:
-        UnwritableError: the model cannot be written, or another process trains it; raised before the text is read.
+        UserError: the model cannot be written, or another process trains it; raised before the text is read.
         CheckpointError: the state is damaged or of another training.
         Stopped: by a signal, after state and model are written.
     """

@@ -192,7 +192,7 @@ def output_files(
 
     Raises:
         ConfigError: two files have the same output, or an output exists already.
-        UnwritableError: an output cannot be written.
+        UserError: an output cannot be written.
     """
     sources: dict[Path, str] = {}
     inputs = {Path(name).resolve() for name, _ in files if name != _STDIN}

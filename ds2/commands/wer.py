@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ds2.commands.common import Parser
 from ds2.scoring.report import format_alignments, format_paired_test, format_report, summary, write_report
-from ds2.scoring.statistics import ScoringError, paired_test
+from ds2.scoring.statistics import paired_test
 from ds2.scoring.wer import corpus_report
+from ds2.system import UserError
 from ds2.system.files import STANDARD_INPUT, check_writable, read_lines
 from ds2.system.plain import counted, parse_object
 from ds2.text.alphabet import fold
@@ -52,12 +53,12 @@ def run(arguments: Sequence[str]) -> int:
 def _score(args: argparse.Namespace) -> None:
     """Read, match and align the files; print and write the reports."""
     if [args.references, args.hypotheses, args.hypotheses_b, args.utt2spk].count(STANDARD_INPUT) > 1:
-        raise ScoringError("standard input, -, can be one of the files only: give the others by name")
+        raise UserError("standard input, -, can be one of the files only: give the others by name")
     if args.out:
         check_writable(args.out / "report.txt")
     references = read_texts(args.references, ids=args.ids, hypotheses=False)
     if not references:
-        raise ScoringError(f"{args.references}: holds no utterances, so there is no error rate; give the references")
+        raise UserError(f"{args.references}: holds no utterances, so there is no error rate; give the references")
     names = [line.name for line in references.values()]
     speakers = _speakers(args.utt2spk, names) if args.utt2spk else [line.speaker for line in references.values()]
     reports = []
@@ -108,7 +109,7 @@ def _speakers(path: Path, names: list[str]) -> list[str]:
     speakers = {key: line.text.strip() for key, line in read_texts(path, ids=True, hypotheses=False).items()}
     absent = [name for name in names if name not in speakers]
     if absent:
-        raise ScoringError(f"{path}: no speaker for {counted(len(absent), 'utterance')}: {_first_names(absent)}")
+        raise UserError(f"{path}: no speaker for {counted(len(absent), 'utterance')}: {_first_names(absent)}")
     return [speakers[name] for name in names]
 
 
@@ -152,7 +153,7 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, TextLine
 
     Raises:
         TextError: the file is unreadable or not UTF-8.
-        ScoringError: a bad manifest line, or a key listed twice.
+        UserError: a bad manifest line, or a key listed twice.
     """
     lines = [line for _, line in read_lines(path)]
     manifest = next((line for line in lines if line.strip()), "").lstrip().startswith("{")
@@ -168,7 +169,7 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, TextLine
         else:
             key, entry = str(number), TextLine(str(number), _nfc(line))
         if key in texts:
-            raise ScoringError(f"{path}:{number}: {entry.name} is listed twice; each utterance may occur once")
+            raise UserError(f"{path}:{number}: {entry.name} is listed twice; each utterance may occur once")
         texts[key] = entry
     return texts
 
@@ -178,19 +179,19 @@ def _manifest_line(line: str, path: Path, number: int, position: int, *, hypothe
     try:
         record = parse_object(line)
     except ValueError as error:
-        raise ScoringError(f"{source}: {error}, but the file begins as a manifest: one object a line") from error
+        raise UserError(f"{source}: {error}, but the file begins as a manifest: one object a line") from error
     name = "pred_text" if hypotheses and "pred_text" in record else "text"
     if not isinstance(record.get(name), str):
-        raise ScoringError(f"{source}: has no string {name!r}")
+        raise UserError(f"{source}: has no string {name!r}")
     audio, offset = record.get("audio_filepath"), record.get("offset") or 0
     if audio is None:
         return str(position), TextLine(str(position), _nfc(record[name]), str(record.get("speaker") or ""))
     if not isinstance(audio, str) or not isinstance(offset, int | float):
-        raise ScoringError(f"{source}: audio_filepath must be a string and offset a number")
+        raise UserError(f"{source}: audio_filepath must be a string and offset a number")
     try:
         key = f"{(path.parent / audio).resolve()}+{offset:.6f}"
     except (ValueError, OverflowError) as error:
-        raise ScoringError(f"{source}: audio_filepath or offset is invalid: {error}") from error
+        raise UserError(f"{source}: audio_filepath or offset is invalid: {error}") from error
     shown = Path(audio).stem + (f"+{offset:g}s" if offset else "")
     return key, TextLine(shown, _nfc(record[name]), str(record.get("speaker") or ""))
 
@@ -206,7 +207,7 @@ def match_texts(
     """Return the hypothesis of each reference, empty if there is none, and the names of references without one.
 
     Raises:
-        ScoringError: a hypothesis has no reference, or, with missing="stop", a reference has no hypothesis.
+        UserError: a hypothesis has no reference, or, with missing="stop", a reference has no hypothesis.
     """
     absent = [references[key].name for key in references if key not in hypotheses]
     extra = [hypotheses[key].name for key in hypotheses if key not in references]
@@ -214,9 +215,9 @@ def match_texts(
         moved = not {line.name for line in references.values()}.isdisjoint(extra)
         way_out = "; references have such names, but other paths: make the audio_filepath of both the same" * moved
         number = counted(len(extra), "hypothesis", "hypotheses")
-        raise ScoringError(f"{path}: {number} without a reference: {_first_names(extra)}{way_out}")
+        raise UserError(f"{path}: {number} without a reference: {_first_names(extra)}{way_out}")
     if absent and missing == "stop":
-        raise ScoringError(
+        raise UserError(
             f"{path}: {len(absent)} of {len(references)} references have no hypothesis: {_first_names(absent)}; "
             "use --missing empty to count their words as deleted"
         )

@@ -41,10 +41,6 @@ _MOST_FAILURES = 1000  # texts without speech, before any has some
 Speech = tuple["SplicedText", str, bytes, int]  # text, speaker, WAV file, samples
 
 
-class SpliceError(UserError):
-    """No speech can be made of these recordings and texts; the message says why and the way out."""
-
-
 @dataclass(frozen=True)
 class SplicedText:
     """A text to be spoken: its words, and the labels (integers from 1) of each."""
@@ -130,7 +126,7 @@ class Splicer:
 
     def __init__(self, recordings: Sequence[LabelledRecording], audio: AudioStore) -> None:
         if not recordings:
-            raise SpliceError(
+            raise UserError(
                 "no recording has labels with times: the model writes other words in each, or cannot write their "
                 "transcripts: train it longer, or take one of the language and alphabet of the recordings"
             )
@@ -237,15 +233,15 @@ def check_folder(folder: Path, hours: float, rate_hz: int) -> None:
     """Check before recordings are aligned that a folder can take so much speech.
 
     Raises:
-        SpliceError: it has a manifest, whose files would get other speech, or its disk is too small.
+        UserError: it has a manifest, whose files would get other speech, or its disk is too small.
     """
     if (folder / MANIFEST).exists():
-        raise SpliceError(f"{folder / MANIFEST} exists already: choose another folder, or remove it")
+        raise UserError(f"{folder / MANIFEST} exists already: choose another folder, or remove it")
     digits = "[0-9]" * 6
     own = sum(path.stat().st_size for path in folder.glob(f"{digits}/{digits}.wav"))  # of a killed attempt
     needed, free = round(7200 * hours * rate_hz), shutil.disk_usage(folder).free - SPARE_BYTES + own
     if needed > free:
-        raise SpliceError(
+        raise UserError(
             f"{hours:g} hours take {needed / 1e9:.2f} GB in {folder}, and {max(0, free) / 1e9:.2f} GB are free: take "
             "fewer --hours, or a folder on a larger disk"
         )
@@ -260,7 +256,7 @@ def write_spliced(
     the seed alone.
 
     Raises:
-        SpliceError: no text can be spoken, or a process was killed.
+        UserError: no text can be spoken, or a process was killed.
         OSError: a file cannot be written.
     """
     jobs = enumerate(iter(lambda: list(islice(texts, _TEXTS_OF_A_JOB)), []))
@@ -276,7 +272,7 @@ def write_spliced(
             try:
                 spoken = running.popleft().result()
             except BrokenProcessPool as error:
-                raise SpliceError("a process was killed, as where memory runs out: take fewer recordings") from error
+                raise UserError("a process was killed, as where memory runs out: take fewer recordings") from error
             running.extend(pool.submit(_spoken, *job, seed) for job in islice(jobs, 1))
             failures += spoken.count(None)
             for text, speaker, wav, count in filter(None, spoken):
@@ -295,7 +291,7 @@ def write_spliced(
     if failures:
         log.warning("%d texts left out: they have labels that no recording has", failures)
     if not written:
-        raise SpliceError("no text can be spoken with these recordings: the texts have labels that no recording has")
+        raise UserError("no text can be spoken with these recordings: the texts have labels that no recording has")
     unlisted = len(written)  # of a longer attempt that was killed
     while (path := _file(folder, unlisted)).exists():
         path.unlink()

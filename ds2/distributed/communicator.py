@@ -32,10 +32,6 @@ T = TypeVar("T")
 Moment = float | torch.cuda.Event  # seconds of `time.perf_counter`, or an event on a CUDA stream
 
 
-class DisagreementError(UserError):
-    """A rank runs other code, settings or data than rank 0; the message names it."""
-
-
 class Pending(Protocol):
     """An asynchronous sum."""
 
@@ -150,14 +146,14 @@ class Communicator:
             remedy: what the user can do about a difference.
 
         Raises:
-            DisagreementError: on all ranks; names the first rank that differs, its host, the facts, and the remedy.
+            UserError: on all ranks; names the first rank that differs, its host, the facts, and the remedy.
         """
         host, expected = self.broadcast((self.host, dict(facts)))
         differing = differing_facts(facts, expected)
         difference = f"rank {self.rank} on {self.host} differs from rank 0 on {host}: {differing}" if differing else ""
         first = next((text for text in self.allgather(difference) if text), "")
         if first:
-            raise DisagreementError(f"{first}; {remedy}")
+            raise UserError(f"{first}; {remedy}")
 
     def joiners_wait(self) -> bool:
         """Whether a process wants to become a rank of an elastic group, as far as this rank knows."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
-from ds2.distributed.communicator import DisagreementError, OrderedCommunicator, Pending, differing_facts
+from ds2.distributed.communicator import OrderedCommunicator, Pending, differing_facts
 from ds2.distributed.launcher import Launched
 from ds2.distributed.nccl import NcclError, NcclSums, why_no_nccl
 from ds2.distributed.process_group import LostRankError
@@ -198,8 +198,7 @@ class Members:
         Raises:
             LeftBehindError: the next view is without this process; the call after it is that of a `JOINER`.
             Stopped: a signal asked this process to end, which has no state, or others that wait for more have it.
-            DisagreementError: this process has other facts than the ranks.
-            UserError: `comm.max_ranks` ranks run already.
+            UserError: this process has other facts than the ranks, or `comm.max_ranks` ranks run already.
         """
         began_s, reported = time.monotonic(), False
         written: _Request | None = None
@@ -305,7 +304,7 @@ class Members:
         if not any(self.alive(m.id) for m in newest.members):
             return
         if differing := differing_facts(facts, newest.facts):
-            raise DisagreementError(
+            raise UserError(
                 f"this process differs from the ranks of the run: {differing}; start it with the same overrides, data "
                 "and versions"
             )
@@ -605,7 +604,7 @@ class ElasticCommunicator(OrderedCommunicator):
         Raises:
             LostRankError: the new group has broken: call this again.
             LeftBehindError: the others went on without this process: call this again as a `JOINER`.
-            DisagreementError, UserError, Stopped: as `Members.next_view` and `Members.connect`.
+            UserError, Stopped: as `Members.next_view` and `Members.connect`.
         """
         lost = {}
         if self.view is not None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import Config
-from ds2.export.model import STATES, Exported, ExportError, TorchModel
+from ds2.export.model import STATES, Exported, TorchModel
 from ds2.model.checkpoint import LoadedModel
 from ds2.model.structure import time_stride
+from ds2.system import UserError
 from ds2.system.files import atomic_file, write_text
 from ds2.system.machine import VERSION
 from ds2.text.alphabet import BLANK, Alphabet
@@ -92,7 +93,7 @@ def export_onnx(
         int8: matrices in 8 bits, and their inputs rounded to 8 bits at run time.
 
     Raises:
-        ExportError: sherpa-onnx cannot run the model, a chunk too short, or a file that cannot be written.
+        UserError: sherpa-onnx cannot run the model, a chunk too short, or a file that cannot be written.
         ImportError: onnx is not installed, or for int8 onnxruntime.
     """
     from ds2.export.onnx_operations import OPSET, OnnxOperations
@@ -100,7 +101,7 @@ def export_onnx(
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic
     if for_sherpa and (reason := why_not_sherpa(loaded.config)):
-        raise ExportError(reason)
+        raise UserError(reason)
     exported = Exported.of(loaded, from_samples=not for_sherpa, chunk_s=chunk_s)
     example, ops = exported.example(1), OnnxOperations()
     outputs, delay = exported.write(ops, {name: ops.input(name) for name in example})
@@ -138,7 +139,7 @@ def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> d
     The description is its extra file.
     """
     if loaded.config.model.bidirectional:
-        raise ExportError(
+        raise UserError(
             "torch.export cannot follow a recurrence over utterances of any length, which model.bidirectional=true "
             "needs: --to onnx --interface plain can, or export a model trained with model.bidirectional=false"
         )
@@ -146,7 +147,7 @@ def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> d
     frames = exported.chunk // (loaded.features.step_samples * loaded.model.time_stride)
     layers = sum(len(module.layers) for module in exported.network.modules)
     if frames * layers > _MAX_STEPS:
-        raise ExportError(
+        raise UserError(
             f"a chunk of {1000 * chunk_s:g} ms has {frames} frames in {layers} recurrent layers, and torch.export "
             f"writes each of these {frames * layers} steps, of which {_MAX_STEPS} are allowed: give --chunk-ms "
             f"{1000 * loaded.frame_s * (_MAX_STEPS // layers):g} or less, or --to onnx --interface plain"
@@ -194,12 +195,12 @@ def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
     content, tokens_file = sherpa_tokens(loaded.alphabet), path.with_name(TOKENS)
     try:
         if tokens_file.exists() and tokens_file.read_text(encoding="utf-8", errors="replace") != content:
-            raise ExportError(f"{tokens_file} is of another model: choose another folder with --out, or remove it")
+            raise UserError(f"{tokens_file} is of another model: choose another folder with --out, or remove it")
         with atomic_file(path) as partial:
             yield partial
         write_text(tokens_file, content)
     except OSError as error:
-        raise ExportError(f"{path} could not be written ({error}): choose another place with --out") from error
+        raise UserError(f"{path} could not be written ({error}): choose another place with --out") from error
 
 
 @contextmanager

@@ -307,10 +307,6 @@ STATES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
 """Inputs of a stream after the signal and its length: recurrent states, tails, and the frames so far."""
 
 
-class ExportError(UserError):
-    """A model that cannot be exported like this; the message says why, and the way out."""
-
-
 @dataclass(frozen=True)
 class Exported:
     """A model as a function.
@@ -332,12 +328,12 @@ class Exported:
         """Make it of a model, in chunks of `chunk_s` or a little less; of a bidirectional one, for whole utterances.
 
         Raises:
-            ExportError: a chunk of less than an output frame.
+            UserError: a chunk of less than an output frame.
         """
         features, model = loaded.features, loaded.model
         frames = int(chunk_s / loaded.frame_s + 1e-6) * model.time_stride
         if frames < 1:
-            raise ExportError(
+            raise UserError(
                 f"a chunk of {1000 * chunk_s:g} ms is less than an output frame of {1000 * loaded.frame_s:g} ms: give "
                 "a multiple of that"
             )
@@ -345,7 +341,7 @@ class Exported:
         if model.config.bidirectional:
             chunk = 0
         elif from_samples and chunk < features.lead_samples:
-            raise ExportError(f"a chunk of {1000 * chunk_s:g} ms is less than half a window: give a longer one")
+            raise UserError(f"a chunk of {1000 * chunk_s:g} ms is less than half a window: give a longer one")
         with torch.no_grad():
             weights = _feature_weights(features)
             network = model.folded(weights.window.delay if from_samples else 0)  # log energies are not delayed

@@ -16,7 +16,8 @@ import torch
 
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import END, NGram
-from ds2.text.pronunciations import Phones, PronunciationError, Pronunciations
+from ds2.system import UserError
+from ds2.text.pronunciations import Phones, Pronunciations
 
 Unit = tuple[str, Phones]  # a letter and its phones
 _MAX_PHONES = 2  # of a letter
@@ -39,7 +40,7 @@ class LettersToPhones:
         order: of the n-gram model, in units; of a dictionary of short words less.
 
     Raises:
-        PronunciationError: no word of the dictionary can be divided into letters of at most two phones each.
+        UserError: no word of the dictionary can be divided into letters of at most two phones each.
     """
 
     def __init__(self, dictionary: Pronunciations, order: int = _ORDER) -> None:
@@ -51,7 +52,7 @@ class LettersToPhones:
             scores = _logarithms(Counter(chain.from_iterable(_align(sample, scores))))
         aligned = [units for units in _align(pairs, scores) if units]
         if not aligned:
-            raise PronunciationError(
+            raise UserError(
                 f"pronunciations cannot be guessed: of {len(dictionary.words)} words in the dictionary none has letters"
                 f" of at most {_MAX_PHONES} phones each; give a larger one, such as CMUdict, or --no-guess"
             )

@@ -288,7 +288,7 @@ class Recogniser(Pipeline):
         Raises:
             DecodeError: the model gives NaN or infinity; names the utterances.
             AudioError, RuntimeError: as `logits`.
-            DisagreementError: a rank has other utterances or weights.
+            UserError: a rank has other utterances or weights.
         """
         comm, utterances = comm or Communicator(self.device), loader.utterances
         if comm.world > 1:

@@ -15,10 +15,6 @@ _CONFIDENCE = 0.95
 _DRAWS_AT_ONCE = 2**22  # bounds the memory of resampling
 
 
-class ScoringError(UserError, ValueError):
-    """Texts or settings that cannot be scored; the message names the file, the line or ids, and what to do."""
-
-
 @dataclass(frozen=True)
 class ConfidenceInterval:
     """An interval of a rate or a difference of rates, as fractions; `units` is the number of resampled units."""
@@ -90,10 +86,10 @@ def paired_test(
         groups: as in :func:`bootstrap_interval`.
 
     Raises:
-        ScoringError: no reference has a word.
+        UserError: no reference has a word.
     """
     if not lengths.sum():
-        raise ScoringError("no reference has a word: systems cannot be compared by WER")
+        raise UserError("no reference has a word: systems cannot be compared by WER")
     difference = errors_b - errors_a
     interval = bootstrap_interval(difference, lengths, groups)
     swapped = _by_group(difference, groups)

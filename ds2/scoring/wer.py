@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from ds2.scoring.statistics import ConfidenceInterval, ScoringError, bootstrap_interval
+from ds2.scoring.statistics import ConfidenceInterval, bootstrap_interval
+from ds2.system import UserError
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 MAX_CELLS = 10**11  # of the table of one utterance, a minute or two
@@ -78,7 +79,7 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: s
         only).
 
     Raises:
-        ScoringError: the table, without equal tokens at both ends, has more than `MAX_CELLS` cells, or more than
+        UserError: the table, without equal tokens at both ends, has more than `MAX_CELLS` cells, or more than
             `MAX_CELLS_APART` where the texts have less than half of their tokens in common.
     """
     if reference == hypothesis:
@@ -105,7 +106,7 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
     allowed = MAX_CELLS if 2 * common >= shorter else MAX_CELLS_APART
     if cells > allowed:
         apart = "" if allowed == MAX_CELLS else f", of which {common} are common,"
-        raise ScoringError(
+        raise UserError(
             f"{name}: {len(reference)} and {len(hypothesis)} words or characters{apart} take too long to align: their "
             f"product may be {allowed:.0e} at most; split it into utterances"
         )
@@ -297,12 +298,12 @@ def corpus_report(
         speakers: of the utterances; '' if unknown.
 
     Raises:
-        ScoringError: the sequences differ in length, or an utterance is too long to align.
+        UserError: the sequences differ in length, or an utterance is too long to align.
     """
     names = [str(1 + i) for i in range(len(references))] if names is None else names
     speakers = [""] * len(references) if speakers is None else speakers
     if not len(references) == len(hypotheses) == len(names) == len(speakers):
-        raise ScoringError(
+        raise UserError(
             f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names, {len(speakers)} speakers"
             ": each utterance needs one of each"
         )

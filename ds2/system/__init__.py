@@ -10,8 +10,8 @@ worker processes. terminal: safe terminal output, progress.
 class UserError(Exception):
     """An error that the user can fix: the message says what was given, what is allowed and what to do.
 
-    Every error class of ds2 derives from it. A command prints the message and exits with status 2. Any other exception
-    is a bug of ds2 and keeps its traceback.
+    Errors that some code catches by name have classes that derive from it. A command prints the message and exits with
+    status 2. Any other exception is a bug of ds2 and keeps its traceback.
     """
 
 

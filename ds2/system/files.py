@@ -41,32 +41,28 @@ _NAME_BYTES = 100  # of a file's name in that of its temporary folder
 _LOCK = ".writer"  # a file in each temporary folder, locked while its process lives
 
 
-class UnwritableError(UserError):
-    """A file cannot be written; the message names the file and the reason of the system."""
-
-
 def check_writable(*paths: Path, inputs: Iterable[str | Path] = ()) -> None:
     """Check before a computation that its results can be written and replace none of its inputs. Creates no files.
 
     Raises:
-        UnwritableError: a path is a folder, a device, one of the inputs or another result's, or its parent folder
+        UserError: a path is a folder, a device, one of the inputs or another result's, or its parent folder
             cannot be created or written.
     """
     taken = {Path(path).resolve() for path in inputs}
     for path in paths:
         if path.resolve() in taken:
-            raise UnwritableError(f"{path} is read too, or is to be written twice: choose another path for the result")
+            raise UserError(f"{path} is read too, or is to be written twice: choose another path for the result")
         taken.add(path.resolve())
         try:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if path.absolute().parent == Path("/dev") or (path.exists() and not path.is_file()):
-                raise UnwritableError(f"{path} is no file, and would be replaced by one: choose another path")
+                raise UserError(f"{path} is no file, and would be replaced by one: choose another path")
             parent = next(folder for folder in path.absolute().parents if folder.exists())
             with tempfile.TemporaryFile(dir=parent) as probe:
                 probe.write(b"ds2")
         except OSError as error:
-            raise UnwritableError(f"{path} could not be written: {error.strerror}; choose another path") from error
+            raise UserError(f"{path} could not be written: {error.strerror}; choose another path") from error
 
 
 @contextmanager
@@ -76,7 +72,7 @@ def sole_writer(path: Path) -> Iterator[None]:
     A folder itself is locked. For a file it is NAME.lock beside it, which is removed after the block.
 
     Raises:
-        UnwritableError: another process has the lock.
+        UserError: another process has the lock.
         OSError: it cannot be made.
     """
     lock = path if path.is_dir() else path.with_name(f"{path.name}.lock")
@@ -93,7 +89,7 @@ def sole_writer(path: Path) -> Iterator[None]:
             log.warning("%s has no locks (%s): let no second process write it", path, error)
             taken = False
         if taken:
-            raise UnwritableError(f"{path} is written by another process: end that, or choose another path")
+            raise UserError(f"{path} is written by another process: end that, or choose another path")
         try:
             yield
         finally:

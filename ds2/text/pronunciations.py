@@ -18,10 +18,6 @@ _WEIGHT = re.compile(r"[+-]?[.,]?[0-9][0-9.,/%]*([eE][+-]?[0-9]+)?")  # 0.5, 0,5
 _MAX_TIMES = 100  # that packed pronunciations may grow; those of CMUdict grow 4 times
 
 
-class PronunciationError(UserError):
-    """A file of pronunciations that cannot be read; the message names the line and the format."""
-
-
 @dataclass(frozen=True)
 class Pronunciations:
     """The pronunciations of words, each a sequence of phones."""
@@ -49,15 +45,15 @@ class Pronunciations:
     @classmethod
     @functools.lru_cache(maxsize=1)  # a model that is loaded again shares them: English's take half a second
     def unpacked(cls, packed: str) -> "Pronunciations":
-        """Undo `packed`; raises PronunciationError where the text is no such thing."""
+        """Undo `packed`; raises UserError where the text is no such thing."""
         try:
             compressed = base64.b64decode(packed, validate=True)
             unpacking = zlib.decompressobj()
             text = unpacking.decompress(compressed, _MAX_TIMES * len(compressed)).decode()
         except (ValueError, zlib.error) as error:
-            raise PronunciationError(f"the pronunciations of the model are damaged: {error}") from error
+            raise UserError(f"the pronunciations of the model are damaged: {error}") from error
         if not unpacking.eof:
-            raise PronunciationError(
+            raise UserError(
                 "the pronunciations of the model are damaged: they break off, or unpack to more than "
                 f"{_MAX_TIMES} times their size"
             )
@@ -73,19 +69,19 @@ def read_pronunciations(path: Path, *, keep_stress: bool = True) -> Pronunciatio
         keep_stress: whether a last 0, 1 or 2 of a phone stays, as in AH0.
 
     Raises:
-        PronunciationError: the file cannot be read, or a line is not in that format, or the model writes no phones.
+        UserError: the file cannot be read, or a line is not in that format, or the model writes no phones.
     """
     if path.suffix == ".safetensors":
         from ds2.system.tensor_file import read_metadata  # imported late: it needs torch
 
         alphabet = read_metadata(path).get("alphabet")
         if not isinstance(alphabet, dict) or not isinstance(packed := alphabet.get("pronunciations"), str):
-            raise PronunciationError(f"{path} is no model of phones: it has no pronunciations; {_WAY_OUT}")
+            raise UserError(f"{path} is no model of phones: it has no pronunciations; {_WAY_OUT}")
         return Pronunciations.unpacked(packed)
     try:
         text = path.read_text(encoding="utf-8-sig")  # a byte-order mark would be a part of the first word
     except (OSError, UnicodeDecodeError) as error:
-        raise PronunciationError(f"pronunciations {path} cannot be read: {error}; {_WAY_OUT}") from error
+        raise UserError(f"pronunciations {path} cannot be read: {error}; {_WAY_OUT}") from error
     return parse_pronunciations(text.splitlines(), str(path), keep_stress=keep_stress)
 
 
@@ -99,12 +95,12 @@ def parse_pronunciations(lines: Iterable[str], name: str, *, keep_stress: bool =
             continue
         if not phones or _WEIGHT.fullmatch(phones[0]):
             what = "has no phones" if not phones else f"has the weight {phones[0]}, which is not supported"
-            raise PronunciationError(f"{name}, line {number}: {word} {what}; write: word PHONE PHONE ...")
+            raise UserError(f"{name}, line {number}: {word} {what}; write: word PHONE PHONE ...")
         if word.endswith(")") and "(" in word[1:]:
             word = word[: word.rindex("(")]
         if not keep_stress:
             phones = [phone.rstrip(_STRESS) or phone for phone in phones]
         words.setdefault(word, []).append(tuple(map(sys.intern, phones)))  # a few texts, a million times in a lexicon
     if not words:
-        raise PronunciationError(f"{name} has no pronunciations: write lines such as: word W ER D")
+        raise UserError(f"{name} has no pronunciations: write lines such as: word W ER D")
     return Pronunciations.of(words)

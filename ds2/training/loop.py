@@ -15,6 +15,7 @@ from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
 from ds2.distributed.process_group import LostRankError
 from ds2.model.acoustic import AcousticModel
+from ds2.system import UserError
 from ds2.system.machine import git_commit, short_collections
 from ds2.system.plain import counted
 from ds2.system.signals import Stopped
@@ -23,7 +24,7 @@ from ds2.training.optim import learning_rate, longest_key, set_learning_rate
 from ds2.training.run_folder import check_shared, make_folder, sole_use
 from ds2.training.state import Progress, resolve_position, state_file
 from ds2.training.stopping import Interrupts, report_lost_device
-from ds2.training.trainer import Trainer, TrainingError
+from ds2.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
     """Continue with the processes that are present; return the log of this one.
 
     Raises:
-        TrainingError: they are fewer than `comm.min_ranks`; the state is saved.
+        UserError: they are fewer than `comm.min_ranks`; the state is saved.
     """
     logged, began_s = trainer.logged if previous.writes else None, time.monotonic()
     view, comm = trainer.regroup(interrupts), trainer.comm
@@ -143,14 +144,14 @@ def _regroup(trainer: Trainer, previous: RunLog, interrupts: Interrupts) -> RunL
 
 
 def _end_if_too_few(trainer: Trainer, view: View, interrupts: Interrupts) -> None:
-    """Save and raise TrainingError where a view has fewer ranks than `comm.min_ranks`, unless a signal ends it."""
+    """Save and raise UserError where a view has fewer ranks than `comm.min_ranks`, unless a signal ends it."""
     if view.enough or interrupts.agreed:
         return
     comm, limits = trainer.comm, trainer.config.comm
     trainer.files.save_and_wait(alone=True)
     with suppress(LostRankError):
         comm.allgather(None)  # rank 0 has saved
-    raise TrainingError(
+    raise UserError(
         f"{counted(comm.world, 'rank')} for comm.wait_s={limits.wait_s:g} s, fewer than comm.min_ranks="
         f"{limits.min_ranks}; step {trainer.progress.step} is saved: start more with the same command, they go on "
         "from there; a process on another host counts only if it sees this run_dir, on a shared disk"
@@ -217,7 +218,7 @@ def _end(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
     """Log the best scores and what training did not reach; return the exit status.
 
     Raises:
-        TrainingError: it took no step.
+        UserError: it took no step.
     """
     config, progress = trainer.config, trainer.progress
     epochs = progress.epoch - (progress.batch == 0)  # that took a step
@@ -227,7 +228,7 @@ def _end(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
     run_log.settings(not_default(config), scores)
     run_log.close()
     if not progress.step and not interrupts.agreed:
-        raise TrainingError(
+        raise UserError(
             f"{trainer.run_dir}: nothing was learned: {progress.skipped} steps were tried, none was finite. "
             "The warnings above name the utterances; lower optim.learning_rate or the augmentation, or run `ds2 data "
             "check`"

@@ -106,20 +106,16 @@ class Interrupts:
             log.warning("%s: saving after this step, then stopping; Ctrl-C twice stops at once", name)
 
 
-class DeviceError(UserError):
-    """A device that fails every call; the message names it, where the run was, the reason and the way out."""
-
-
 @contextmanager
 def report_lost_device(comm: Communicator) -> Iterator[None]:
-    """Turn an error of the block into DeviceError where this rank's device was lost.
+    """Turn an error of the block into UserError where this rank's device was lost.
 
     A GPU that falls off its bus, or whose memory or kernel has failed, fails every later call, with various messages.
     So the device is lost if a call that does nothing fails too. The traceback of the first error is logged, since a
     fault of a kernel looks the same.
 
     Raises:
-        DeviceError: the device was lost.
+        UserError: the device was lost.
     """
     try:
         yield
@@ -129,7 +125,7 @@ def report_lost_device(comm: Communicator) -> Iterator[None]:
             raise
         log.exception("%s is lost", comm.device)
         atexit.register(_end_at_once)
-        raise DeviceError(
+        raise UserError(
             f"{comm.device} on {comm.host} was lost at {comm.status}: {reason}. What was saved stays: start the "
             "same command again, it resumes; if it happens again, on another GPU (`nvidia-smi -q` and the system's "
             "log, `dmesg | grep Xid`, say more)"

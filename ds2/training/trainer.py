@@ -106,10 +106,6 @@ def ranks_with_state(commits: Sequence[int]) -> list[int]:
     return [rank for rank, number in enumerate(commits) if rank == 0 or number == commits[0] != JOINER]
 
 
-class TrainingError(UserError):
-    """Training cannot go on; the message says why and what to set."""
-
-
 class Trainer:
     """The state of a run on one device, its steps and its evaluations."""
 
@@ -441,7 +437,7 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 lengths_s = batch.sample_lengths / config.data.sample_rate_hz
                 where = f"{self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}"
-                raise TrainingError(
+                raise UserError(
                     device_tuning.out_of_memory_message(
                         where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded
                     )
@@ -469,7 +465,7 @@ class Trainer:
         log.warning("step skipped: loss %s, gradient norm %s; utterances: %s", loss, self.grad_norm, names)
         limit = self.config.train.max_skipped_steps
         if self.progress.skipped > limit:
-            raise TrainingError(
+            raise UserError(
                 f"{self.progress.skipped} steps were not finite (train.max_skipped_steps={limit}); last utterances: "
                 f"{names}. "
                 "Lower optim.learning_rate or optim.clip_norm, or run `ds2 data check` on the manifest"
@@ -495,7 +491,7 @@ def check_run(config: Config, comm: Communicator) -> None:
 
     Raises:
         ConfigError: a setting that this device cannot do.
-        DisagreementError: ranks have other settings.
+        UserError: ranks have other settings.
     """
     check_backend(config.model, comm.device)
     check_batching(config.batching, comm)

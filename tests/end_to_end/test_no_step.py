@@ -11,10 +11,10 @@ from support.run_log import events
 
 from ds2.config.schema import Config
 from ds2.model.pass_context import PassContext
+from ds2.system import UserError
 from ds2.training.inputs import Inputs
 from ds2.training.loop import train
 from ds2.training.passes import Passes
-from ds2.training.trainer import TrainingError
 
 MakeConfig = Callable[..., Config]
 
@@ -29,7 +29,7 @@ def test_a_run_whose_every_step_was_skipped_fails(
         return losses * torch.nan, objective * torch.nan
 
     monkeypatch.setattr(Passes, "losses", broken)
-    with pytest.raises(TrainingError, match=r"nothing was learned: 3 steps were tried, none .*ds2 data check"):
+    with pytest.raises(UserError, match=r"nothing was learned: 3 steps were tried, none .*ds2 data check"):
         train(tiny_config("train.epochs=1"), tmp_path / "run")
     monkeypatch.undo()
     assert len(events(tmp_path / "run", "start")) == 1

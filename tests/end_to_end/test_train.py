@@ -24,11 +24,12 @@ from ds2.cli import main
 from ds2.config.schema import Config, ConfigError
 from ds2.data.manifest import ManifestError
 from ds2.model.checkpoint import load_model
+from ds2.system import UserError
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.training.loop import train
 from ds2.training.metrics import RunLog
 from ds2.training.run_folder import RunFiles
-from ds2.training.trainer import Trainer, TrainingError
+from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
 RANK_JOB = SUPPORT / "rank_job.py"
@@ -235,7 +236,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
     assert bad in caplog.text and trainer.progress.skipped == 1 and trainer.progress.step == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     assert trainer.step(batches, trainer.plan()[:1]) is None
-    with pytest.raises(TrainingError, match=r"3 steps were not finite.*max_skipped_steps=2.*learning_rate"):
+    with pytest.raises(UserError, match=r"3 steps were not finite.*max_skipped_steps=2.*learning_rate"):
         trainer.step(batches, trainer.plan()[:1])
 
 
@@ -250,7 +251,7 @@ def test_out_of_memory_names_the_batch_and_the_settings(
 
     monkeypatch.setattr(trainer.passes, "losses", fails)
     with pytest.raises(
-        TrainingError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"
+        UserError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"
     ):
         trainer.step(trainer.epoch(trainer.plan()), trainer.plan()[:1])
 

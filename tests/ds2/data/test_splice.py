@@ -22,6 +22,7 @@ from ds2.data.audio_cache import AudioStore
 from ds2.data.manifest import Utterance, read_manifest
 from ds2.data.shards import MANIFEST
 from ds2.data.splice import LabelledRecording, SplicedText, Splicer, check_folder, write_spliced
+from ds2.system import UserError
 from ds2.system.files import sole_writer
 
 LETTER_S, TONE_S = 0.23, 0.15  # of write_tones
@@ -139,7 +140,7 @@ def test_files_depend_on_texts_and_seed_not_on_processes(tmp_path: Path, monkeyp
 def test_a_killed_process_ends_the_command_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     splicer = splicer_of(tmp_path, [("abc", "ann")])
     monkeypatch.setattr(Splicer, "speak", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(splice.SpliceError, match="a process was killed"):
+    with pytest.raises(UserError, match="a process was killed"):
         write_spliced(splicer, iter([SplicedText(("ab",), labels_of("ab"))]), tmp_path / "out", 1, 1)
     assert not (tmp_path / "out" / MANIFEST).exists()
 
@@ -152,13 +153,13 @@ def test_texts_may_end_and_a_small_disk_is_named_at_once(tmp_path: Path, monkeyp
     of_a_killed_attempt.touch()
     assert len(write_spliced(splicer, iter(few), tmp_path / "few", 1, 1)) == 1
     assert [path.name for path in of_a_killed_attempt.parent.iterdir()] == ["000000.wav"]
-    with pytest.raises(splice.SpliceError, match="exists already"):  # its files would say what its manifest does not
+    with pytest.raises(UserError, match="exists already"):  # its files would say what its manifest does not
         check_folder(tmp_path / "few", 1, RATE_HZ)
-    with pytest.raises(splice.SpliceError, match="labels that no recording has"):
+    with pytest.raises(UserError, match="labels that no recording has"):
         write_spliced(splicer, iter([SplicedText(("d",), ((4,),))]), tmp_path / "none", 1, 1)
     monkeypatch.setattr(splice.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**9}))
     (tmp_path / "big" / "000000").mkdir(parents=True)
-    with pytest.raises(splice.SpliceError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"):
+    with pytest.raises(UserError, match=r"100 hours take 11.52 GB in .* 0.73 GB are free"):
         check_folder(tmp_path / "big", 100, RATE_HZ)
     with (tmp_path / "big" / "000000" / "000000.wav").open("wb") as file:
         file.truncate(11 * 10**9)  # of an attempt that was killed

@@ -16,8 +16,9 @@ from torch import nn
 
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, corpus
-from ds2.distributed.communicator import Communicator, DisagreementError, program, settings, sources, weights
+from ds2.distributed.communicator import Communicator, program, settings, sources, weights
 from ds2.model.norm import SequenceBatchNorm
+from ds2.system import UserError
 from ds2.training import trainer
 from ds2.training.reductions import NormStatistics
 from ds2.training.trainer import Trainer, check_run
@@ -54,7 +55,7 @@ def test_the_program_is_every_source_file_however_deep() -> None:
 
 
 def test_a_rank_that_differs_is_named_with_what_and_the_remedy() -> None:
-    with pytest.raises(DisagreementError) as caught:
+    with pytest.raises(UserError) as caught:
         OneOfThree({"a": 1, "b": 2, "c": 3}).agree({"a": 1, "b": 5}, "make them equal")
     expected = "rank 2 on node7 differs from rank 0 on node1: b: 5 instead of 2, c: None instead of 3; make them equal"
     assert str(caught.value) == expected
@@ -69,9 +70,7 @@ class BesideGpu(OneOfThree):
 
 def test_gpus_and_cpus_do_not_train_together() -> None:
     """They would round differently, so that weights drift apart."""
-    with pytest.raises(
-        DisagreementError, match=r"rank 2 on node7 .*: kind of device: cpu instead of cuda; train on GPUs"
-    ):
+    with pytest.raises(UserError, match=r"rank 2 on node7 .*: kind of device: cpu instead of cuda; train on GPUs"):
         check_run(Config(), BesideGpu({}))
 
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from ds2.audio.read import read_audio
 from ds2.data.manifest import read_manifest
 from ds2.export.files import DESCRIPTION, export_onnx, export_torch
-from ds2.export.model import Exported, ExportError
+from ds2.export.model import Exported
 from ds2.export.onnx_operations import OnnxOperations
 from ds2.model.checkpoint import LoadedModel, load_model
+from ds2.system import UserError
 
 Make = Callable[..., LoadedModel]
 SHAPES: list[dict[str, Any]] = [
@@ -131,7 +132,7 @@ def test_bidirectional_models_take_whole_utterances(random_model: Make, tmp_path
         truth = of_energies(loaded, log_energies(loaded, samples))
         found = log_probs[row, : frames[row]]
         assert found.shape == truth.shape and rms(found - truth) < 50 * torch.finfo(torch.float32).eps * rms(truth)
-    with pytest.raises(ExportError, match="--to onnx --interface plain"):
+    with pytest.raises(UserError, match="--to onnx --interface plain"):
         export_torch(loaded, tmp_path / "model.pt2")
 
 
@@ -198,7 +199,7 @@ def test_a_program_of_torch_has_a_bounded_number_of_steps(random_model: Make, tm
     loaded = random_model(depth=3, row_convs=0)
     longest_s = 2000 // 3 * loaded.frame_s
     message = rf"667 frames in 3 .* 2001 steps, .* --chunk-ms {1000 * longest_s:g} or less, or --to onnx"
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(UserError, match=message):
         export_torch(loaded, tmp_path / "model.pt2", chunk_s=longest_s + loaded.frame_s)
     assert export_onnx(loaded, tmp_path / "model.onnx", for_sherpa=False, chunk_s=longest_s + loaded.frame_s)["chunk"]
 
@@ -222,7 +223,7 @@ def test_a_program_of_torch_meets_a_full_disk_with_a_message(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ExportError, match=r"model\.pt2 could not be written .*No space left"):
+    with pytest.raises(UserError, match=r"model\.pt2 could not be written .*No space left"):
         export_torch(random_model(depth=1, row_convs=0), tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
@@ -230,9 +231,9 @@ def test_a_program_of_torch_meets_a_full_disk_with_a_message(
 def test_a_file_that_cannot_be_written_leaves_nothing(random_model: Make, tmp_path: Path) -> None:
     loaded = random_model()
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ExportError, match=r"file/model\.onnx could not be written .* --out"):
+    with pytest.raises(UserError, match=r"file/model\.onnx could not be written .* --out"):
         export_onnx(loaded, tmp_path / "file" / "model.onnx")
     (tmp_path / "tokens.txt").write_text("<blk> 0\nx 1\n", encoding="utf-8")
-    with pytest.raises(ExportError, match=r"tokens\.txt is of another model"):
+    with pytest.raises(UserError, match=r"tokens\.txt is of another model"):
         export_onnx(loaded, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()

@@ -13,9 +13,10 @@ from support.spectra import rounding
 from torch import Tensor, nn
 
 from ds2.config.schema import ConvConfig
-from ds2.export.model import Exported, ExportError, Network, SourcePosition, TorchModel
+from ds2.export.model import Exported, Network, SourcePosition, TorchModel
 from ds2.export.operations import TorchOperations
 from ds2.model.checkpoint import LoadedModel
+from ds2.system import UserError
 
 Make = Callable[..., LoadedModel]
 CAUSAL = [ConvConfig([11, 7], [3, 2], 4, causal=True), ConvConfig([5, 5], [2, 2], 5, causal=True)]
@@ -103,6 +104,6 @@ def test_a_stream_of_less_than_a_window_has_no_frames(random_model: Make) -> Non
 
 
 def test_chunks_that_cannot_be_are_refused(random_model: Make) -> None:
-    with pytest.raises(ExportError, match="30 ms is less than an output frame of 40 ms"):
+    with pytest.raises(UserError, match="30 ms is less than an output frame of 40 ms"):
         Exported.of(random_model(), from_samples=False, chunk_s=0.03)
     assert Exported.of(random_model(), from_samples=False, chunk_s=0.35).chunk == 32

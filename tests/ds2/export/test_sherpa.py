@@ -15,9 +15,9 @@ from ds2.commands.compose import compose_config
 from ds2.config.schema import ConvConfig, DecodeConfig
 from ds2.data.manifest import read_manifest
 from ds2.export.files import export_onnx, sherpa_tokens, why_not_sherpa
-from ds2.export.model import ExportError
 from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.recognition.recogniser import Recogniser
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet
 
 Make = Callable[..., LoadedModel]
@@ -85,7 +85,7 @@ def test_times_are_the_lag_late(tone_run: Path, tmp_path: Path) -> None:
 def test_what_sherpa_cannot_run_is_refused(
     random_model: Make, tmp_path: Path, kind: str, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ExportError, match=f"{message}.* --interface plain"):
+    with pytest.raises(UserError, match=f"{message}.* --interface plain"):
         export_onnx(random_model(kind, **settings), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     export_onnx(random_model(kind, **settings), tmp_path / "model.onnx", for_sherpa=False)

@@ -9,7 +9,8 @@ import random
 import pytest
 
 from ds2.lm.letters_to_phones import LettersToPhones, _align
-from ds2.text.pronunciations import Phones, PronunciationError, Pronunciations, parse_pronunciations
+from ds2.system import UserError
+from ds2.text.pronunciations import Phones, Pronunciations, parse_pronunciations
 
 _OF_LETTER = {"a": ("AA",), "k": ("K",), "c": ("K",), "i": ("IY",), "t": ("T",), "x": ("K", "S"), "h": ("HH",)}
 
@@ -67,7 +68,7 @@ def test_words_with_unknown_letters_are_left_out(model: LettersToPhones) -> None
 def test_words_of_more_phones_than_letters_can_have_are_left_out() -> None:
     lexicon = parse_pronunciations(["cat K AE T", "at AE T", "w D AH B AH L Y UW", "tact T AE K T"], "test")
     assert set(LettersToPhones(lexicon).pronounce(["cat", "w"])) == {"cat"}
-    with pytest.raises(PronunciationError, match=r"none has letters of at most 2 phones each; give a larger"):
+    with pytest.raises(UserError, match=r"none has letters of at most 2 phones each; give a larger"):
         LettersToPhones(parse_pronunciations(["w D AH B AH L Y UW"], "test"))
 
 

@@ -22,7 +22,8 @@ from ds2.lm.recurrent_training import (
     TrainingText,
     train,
 )
-from ds2.system.files import UnwritableError, sole_writer
+from ds2.system import UserError
+from ds2.system.files import sole_writer
 from ds2.system.tensor_file import CheckpointError, load, save
 from ds2.text.alphabet import Alphabet
 
@@ -116,7 +117,7 @@ def test_a_second_training_of_a_model_is_refused(tmp_path: Path) -> None:
     text, model = tmp_path / "t.txt", tmp_path / "m.safetensors"
     text.write_text("the cat sat\n", encoding="utf-8")
     command = ["train", str(text), "--output", str(model), *SIZES]
-    with sole_writer(model), pytest.raises(UnwritableError, match=r"m\.safetensors is written by another process"):
+    with sole_writer(model), pytest.raises(UserError, match=r"m\.safetensors is written by another process"):
         run(command)
     assert not model.exists() and run(command) == 0
 

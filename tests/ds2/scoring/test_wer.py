@@ -15,8 +15,9 @@ from rapidfuzz.distance import Levenshtein
 
 from ds2.scoring import wer
 from ds2.scoring.report import format_report, report_record
-from ds2.scoring.statistics import ScoringError, bootstrap_interval, paired_test
+from ds2.scoring.statistics import bootstrap_interval, paired_test
 from ds2.scoring.wer import ErrorCounts, align, character_errors, corpus_report, count_edits, word_errors
+from ds2.system import UserError
 
 WORDS = st.lists(st.sampled_from(["a", "b", "c", "dd"]), max_size=12)
 
@@ -100,7 +101,7 @@ def test_a_word_of_millions_of_letters_takes_time_linear_in_them() -> None:
 def test_an_utterance_that_would_take_hours_is_refused_unless_its_ends_are_equal() -> None:
     words = [str(number) for number in range(400_000)]
     other = ["x", *words[1:-1], "x"]
-    with pytest.raises(ScoringError, match=r"talk: 400000 and 400000 words .* 1e\+11 at most; split it"):
+    with pytest.raises(UserError, match=r"talk: 400000 and 400000 words .* 1e\+11 at most; split it"):
         corpus_report([" ".join(words)], [" ".join(other)], names=["talk"])
     assert corpus_report([" ".join(words)], [" ".join(words[:500] + words[501:])]).words.deletions == 1
 
@@ -108,10 +109,10 @@ def test_an_utterance_that_would_take_hours_is_refused_unless_its_ends_are_equal
 def test_texts_that_have_little_in_common_are_aligned_at_once_or_refused_with_the_reason() -> None:
     reference, hypothesis = ([f"{letter}{n}" for n in range(300_000)] for letter in "ab")
     assert align(reference, hypothesis) == "S" * 300_000
-    with pytest.raises(ScoringError, match=r"talk: 300000 and 300002 .*, of which 1 are common, .* 1e\+10 at most"):
+    with pytest.raises(UserError, match=r"talk: 300000 and 300002 .*, of which 1 are common, .* 1e\+10 at most"):
         align(["x", "y", *reference[2:]], ["z", *hypothesis[:-1], "y", "z"], "talk")
     report = corpus_report([" ".join(reference)], [" ".join(hypothesis)], names=["talk"])
-    with pytest.raises(ScoringError, match=r"talk: \d+ and \d+ words or characters take too long"):
+    with pytest.raises(UserError, match=r"talk: \d+ and \d+ words or characters take too long"):
         report.characters  # noqa: B018 (it is computed when it is read)
 
 

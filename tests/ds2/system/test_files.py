@@ -12,16 +12,8 @@ from pathlib import Path
 import pytest
 
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
-from ds2.system import files
-from ds2.system.files import (
-    UnwritableError,
-    atomic_file,
-    check_writable,
-    read_lines,
-    remove_stale,
-    sole_writer,
-    write_text,
-)
+from ds2.system import UserError, files
+from ds2.system.files import atomic_file, check_writable, read_lines, remove_stale, sole_writer, write_text
 from ds2.system.tensor_file import save
 
 
@@ -48,7 +40,7 @@ def test_a_second_writer_is_refused_until_the_first_ends(name: str, tmp_path: Pa
     (tmp_path / "folder").mkdir()
     for error in (RuntimeError, KeyboardInterrupt):
         with pytest.raises(error), sole_writer(path):
-            with pytest.raises(UnwritableError, match=f"{name} is written by another process: end that"):
+            with pytest.raises(UserError, match=f"{name} is written by another process: end that"):
                 sole_writer(path).__enter__()
             with sole_writer(path.with_name("other")):
                 raise error
@@ -62,7 +54,7 @@ def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: 
 
     flock = files.fcntl.flock
     monkeypatch.setattr(files.fcntl, "flock", unlink_and_lock)
-    with pytest.raises(UnwritableError, match="is written by another process"), sole_writer(tmp_path / "file"):
+    with pytest.raises(UserError, match="is written by another process"), sole_writer(tmp_path / "file"):
         pass
 
 
@@ -217,5 +209,5 @@ def test_a_text_is_read_as_it_was_written_whatever_its_name(name: str, tmp_path:
 def test_no_result_takes_the_place_of_a_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/stdout")):
-        with pytest.raises(UnwritableError, match="is no file, and would be replaced by one: choose another path"):
+        with pytest.raises(UserError, match="is no file, and would be replaced by one: choose another path"):
             check_writable(path)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds2.config.schema import AlphabetConfig
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet, AlphabetError
-from ds2.text.pronunciations import PronunciationError, Pronunciations, parse_pronunciations, read_pronunciations
+from ds2.text.pronunciations import Pronunciations, parse_pronunciations, read_pronunciations
 
 LINES = [
     ";;; a comment, with # and words",
@@ -59,7 +60,7 @@ def test_lines_and_packed_form_give_the_same_pronunciations() -> None:
     ([";;; nothing"], r"test has no pronunciations: write lines such as"),
 ])  # fmt: skip
 def test_broken_lines_are_named(lines: list[str], message: str) -> None:
-    with pytest.raises(PronunciationError, match=message):
+    with pytest.raises(UserError, match=message):
         parse_pronunciations(lines, "test")
 
 
@@ -69,12 +70,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        PronunciationError, match=r"none.txt cannot be read: .*`ds2 data lexicon FILE --dictionary english`"
-    ):
+    with pytest.raises(UserError, match=r"none.txt cannot be read: .*`ds2 data lexicon FILE --dictionary english`"):
         read_pronunciations(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes(b"d\xe9j\xe0 D EY ZH AA\n")
-    with pytest.raises(PronunciationError, match=r"latin.txt cannot be read"):
+    with pytest.raises(UserError, match=r"latin.txt cannot be read"):
         read_pronunciations(tmp_path / "latin.txt")
 
 
@@ -87,7 +86,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     base64.b64encode(zlib.compress(b"cat K AE T\n" * 1_000_000)).decode(),
 ], ids=["characters", "not_ascii", "no_stream", "no_text", "cut", "bomb"])  # fmt: skip
 def test_damaged_pronunciations_of_a_model_are_refused(packed: str) -> None:
-    with pytest.raises(PronunciationError, match="damaged"):
+    with pytest.raises(UserError, match="damaged"):
         Pronunciations.unpacked(packed)
 
 

@@ -20,12 +20,13 @@ from ds2.data.loader import Batch
 from ds2.data.manifest import read_manifest
 from ds2.model.acoustic import AcousticModel
 from ds2.model.wavefront import Wavefront
+from ds2.system import UserError
 from ds2.training import passes
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import InputMaker, Inputs
 from ds2.training.optim import OptimizerStep, set_learning_rate
 from ds2.training.passes import GraphedPasses, Passes, RecordedPasses, use_graphs, why_sums_are_launched
-from ds2.training.trainer import Trainer, TrainingError, choose_wavefront
+from ds2.training.trainer import Trainer, choose_wavefront
 
 MakeConfig = Callable[..., Config]
 PLACES = [[0, 3, 5]]
@@ -464,7 +465,7 @@ def test_out_of_memory_while_recording_names_the_batch_and_the_settings(
     config = tiny_config(*ON_GPU, "model.batch_norm_momentum=0.2")
     with monkeypatch.context() as patch:
         patch.setattr(GraphedPasses, "record", without_memory)
-        with pytest.raises(TrainingError, match=r"out of memory on cuda.*batch .* utterances.*train\.graphs=off"):
+        with pytest.raises(UserError, match=r"out of memory on cuda.*batch .* utterances.*train\.graphs=off"):
             run(config, tmp_path / "small", STEPS)
     assert_equal(run(config, tmp_path / "one", 10), run(config, tmp_path / "other", 10))
 

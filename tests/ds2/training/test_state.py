@@ -20,9 +20,9 @@ from ds2.audio.features import Features
 from ds2.config.schema import Config, ConfigError, FeaturesConfig, OptimConfig
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.model.acoustic import AcousticModel
+from ds2.system import UserError
 from ds2.system.tensor_file import CheckpointError, load, make_header, save
 from ds2.text.alphabet import AlphabetError
-from ds2.text.pronunciations import PronunciationError
 from ds2.training.loop import train
 from ds2.training.optim import make_optimizer
 from ds2.training.state import (
@@ -189,7 +189,7 @@ def test_a_lexicon_for_inner_classifiers_that_does_not_fit_is_refused_or_named(
     ]
     with pytest.raises(AlphabetError, match=r"intermediate_lexicon=.*alphabet\.lexicon has \[.*case=upper"):
         Trainer(tiny_config("model.intermediate=[1]", setting, "alphabet.case=upper", "alphabet.symbols=ABC"), tmp_path)
-    with pytest.raises(PronunciationError, match=r"nothing\.txt cannot be read"):
+    with pytest.raises(UserError, match=r"nothing\.txt cannot be read"):
         tiny_config("model.intermediate=[1]", "train.intermediate_lexicon=nothing.txt")
     with pytest.raises(ConfigError, match=r"model\.intermediate_phones follows from train\.intermediate_lexicon"):
         tiny_config("model.intermediate=[1]", "model.intermediate_phones=[A]")

@@ -16,11 +16,12 @@ import torch
 
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
+from ds2.system import UserError
 from ds2.system.signals import Stopped
 from ds2.system.tensor_file import read_metadata
 from ds2.training.loop import train
 from ds2.training.state import state_file
-from ds2.training.stopping import DeviceError, Interrupts, report_lost_device
+from ds2.training.stopping import Interrupts, report_lost_device
 
 COMM: Any = SimpleNamespace(device=torch.device("cuda:1"), host="here", status="step 7, backward")
 
@@ -37,7 +38,7 @@ def test_an_error_after_which_every_call_fails_is_the_loss_of_the_device(
     at_end: list[Any] = []
     monkeypatch.setattr("ds2.training.stopping.atexit.register", at_end.append)
     told = r"cuda:1 on here was lost at step 7, backward: CUDA error: unspecified launch failure\. What was saved stays"
-    with caplog.at_level(logging.ERROR), pytest.raises(DeviceError, match=told), report_lost_device(COMM):
+    with caplog.at_level(logging.ERROR), pytest.raises(UserError, match=told), report_lost_device(COMM):
         raise error
     assert len(at_end) == 1  # before torch's destructors, which would abort
     assert "Traceback" in caplog.text and str(error) in caplog.text  # a kernel's mistake looks the same
