@@ -56,7 +56,7 @@ OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own re
 
 COMMANDS = ("init", "train", "info", "evaluate", "wer", "transcribe", "serve", "listen", "models", "export", "align",
             "data", "lm", "completion", "version", "doctor")  # fmt: skip
-"""Each is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
+"""Each is a module of `ds2.commands` with `run(arguments) -> status`, None for 0, imported when it is called."""
 _SPINS = "1000"  # of a waiting OpenMP thread before it sleeps; the default is 300,000: docs/results/accuracy.md
 
 
@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> int:
         with default_signals(), quick_imports():
             command = import_module(f"ds2.commands.{name}")
-        status: int = command.run(rest)
-        return status
+        status: int | None = command.run(rest)
+        return status or 0
 
     with safe_output():
         return report_errors(run)

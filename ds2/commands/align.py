@@ -39,7 +39,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> None:
     """`ds2 align MODEL MANIFEST...`: write word times as JSON lines, and print suspicious transcripts."""
     args = make_parser().parse_args(arguments)
     file = find_model(args.model)
@@ -80,7 +80,6 @@ def run(arguments: Sequence[str]) -> int:
     for index in worst:
         utterance = utterances[index]
         print(f"{aligned[index].surprise:8.2f}  {utterance.place}  {utterance.text!r}")
-    return 0
 
 
 def _recordings(utterances: Sequence[Utterance]) -> dict[Path, list[int]]:

@@ -44,15 +44,14 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 completion SHELL`: print the script; 0."""
+def run(arguments: Sequence[str]) -> None:
+    """`ds2 completion SHELL`: print the script."""
     shell = make_parser().parse_args(arguments).shell
     tree = list(command_tree())
     words = "words" if shell == "bash" else "candidates"  # words is a variable of zsh's own
     lines = _fish_lines(tree) if shell == "fish" else _cases(tree, words)
     script = files("ds2.commands").joinpath(f"completion.{shell}").read_text(encoding="utf-8")
     print(script.replace(_CASES, "".join(f"{line}\n" for line in lines)), end="")
-    return 0
 
 
 def command_tree() -> Iterator[Command]:

@@ -54,11 +54,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int | None:
     """Run one data command and return its exit status; 1 from `check` means that training must not start."""
     args = make_parser().parse_args(with_search_path(arguments))
     status: int | None = args.run(args)
-    return status or 0
+    return status
 
 
 def _add_check(commands: Any) -> None:

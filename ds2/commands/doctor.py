@@ -33,11 +33,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print versions, devices and calibrated kernels; always 0."""
+def run(arguments: Sequence[str]) -> None:
+    """Print versions, devices and calibrated kernels."""
     if make_parser().parse_args(arguments).forget_tiles:
         print(f"calibrated kernels: {calibrate.forget()} records removed from {cache_dir()}")
-        return 0
+        return
     print(f"ds2 {VERSION} (commit {git_commit()}), Python {platform.python_version()}, {platform.platform()}")
     for name in _PACKAGES:
         try:
@@ -68,7 +68,6 @@ def run(arguments: Sequence[str]) -> int:
         for problem, choice in record["choices"].items():
             step_us = choice["us"][choice["name"]]
             print(f"  {problem}: {choice['name']}, {step_us:.2f} us per step, fastest of {choice['most']}")
-    return 0
 
 
 def recurrence_facts(index: int) -> str:

@@ -95,7 +95,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> None:
     """`ds2 evaluate MODEL [MANIFEST...] [decode=NAME] [decode.KEY=VALUE...]`: rank 0 reports on each manifest."""
     args = _parse(arguments)
     with connect(CommConfig(), args.device) as comm:
@@ -115,7 +115,7 @@ def run(arguments: Sequence[str]) -> int:
         word_ends = None if args.word_times is None else _word_ends(args.word_times, manifests)
         if args.robustness is not None:
             _robustness(recogniser, manifests, data, args, reports)
-            return 0
+            return
         if args.keywords:
             recogniser = recogniser.only_keywords(args.keywords, args.false_alarms or FALSE_ALARMS)
         trained_on = training_data(data) if comm.rank == 0 and not args.keywords else []
@@ -142,7 +142,6 @@ def run(arguments: Sequence[str]) -> int:
                 print(f"{evaluation.latency}\n")
                 _log_latency(file, evaluation, evaluation.latency, int(loaded.metadata["metrics"].get("step", 0)))
             print(f"report: {folder}")
-    return 0
 
 
 def _word_ends(path: Path, manifests: Sequence[Path]) -> WordEnds:

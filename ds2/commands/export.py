@@ -35,8 +35,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 export MODEL --to TARGET`; 0."""
+def run(arguments: Sequence[str]) -> None:
+    """`ds2 export MODEL --to TARGET`."""
     args = make_parser().parse_args(arguments)
     for_sherpa = args.to == "onnx" and args.interface != "plain"
     if args.to == "torch" and args.interface == "sherpa":
@@ -65,7 +65,6 @@ def run(arguments: Sequence[str]) -> int:
             f"{described['runs']}; send {described['tail_s']:.2f} s of silence after the last word. To try it:\n"
             f"  sherpa-onnx --nemo-ctc-model={path} --tokens={tokens} FILE.wav"
         )
-    return 0
 
 
 def _print_summary(path: Path, tokens: Path, loaded: LoadedModel, described: dict[str, Any]) -> None:

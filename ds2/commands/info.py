@@ -34,7 +34,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> None:
     """`ds2 info MODEL` or `ds2 info [OVERRIDE...]`."""
     words = make_parser().parse_args(with_search_path(arguments)).what
     named = [word for word in words if "=" not in word or Path(word).exists()]  # a sweep has folders with = in the name
@@ -44,13 +44,12 @@ def run(arguments: Sequence[str]) -> int:
                 f"{named[0]!r} is no override (KEY=VALUE); with a model there are no other arguments: ds2 info MODEL"
             )
         _show_file(Path(named[0]))
-        return 0
+        return
     config = compose_config(words)
     features = Features(config.features, config.data.sample_rate_hz)
     labels = len(Alphabet.from_config(config.alphabet))
     print(summary(AcousticModel(config.model, features.bins, labels, config.features.step_s)))
     print(f"{_live(config)}\n\nexport      {why_not_sherpa(config) or 'sherpa-onnx runs models of this configuration'}")
-    return 0
 
 
 def _show_file(path: Path) -> None:

@@ -54,8 +54,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 init FOLDER [--recipe NAME]`: write the folder; 0."""
+def run(arguments: Sequence[str]) -> None:
+    """`ds2 init FOLDER [--recipe NAME]`: write the folder."""
     args = make_parser().parse_args(arguments)
     folder: Path = args.folder
     texts = {
@@ -74,4 +74,3 @@ def run(arguments: Sequence[str]) -> int:
         write_text(folder / name, text)
     place = shlex.quote(f"./{folder}" if str(folder).startswith("-") else str(folder))
     print(f"{folder}: wrote {', '.join(texts)}\nnext: cd {place} && ds2 data check --config-dir conf recipe=mine")
-    return 0

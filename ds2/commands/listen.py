@@ -66,8 +66,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 listen [MODEL]`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
+def run(arguments: Sequence[str]) -> None:
+    """`ds2 listen [MODEL]`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     if args.allowance is not None and not (args.phrases or args.keywords):
@@ -102,7 +102,6 @@ def run(arguments: Sequence[str]) -> int:
             live.accept_waveform(recorded.get())
         live.flush()
         printer.update(live)
-    return 0
 
 
 class _Printer:

@@ -74,11 +74,10 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run `ds2 lm ARGUMENTS` and return its exit status; raises LanguageModelError for what the user can mend."""
+def run(arguments: Sequence[str]) -> None:
+    """Run `ds2 lm ARGUMENTS`; raises LanguageModelError for what the user can mend."""
     args = make_parser().parse_args(arguments)
-    status: int = args.run(args)
-    return status
+    args.run(args)
 
 
 def _add_build(commands: Any) -> None:
@@ -99,7 +98,7 @@ def _add_build(commands: Any) -> None:
     _add_text_options(parser)
 
 
-def _build(args: argparse.Namespace) -> int:
+def _build(args: argparse.Namespace) -> None:
     own_pieces = args.unit == "piece" and not (args.model or args.pieces)
     alphabet = None if own_pieces else _alphabet(args, of_words=args.unit == "word")
     if args.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
@@ -130,7 +129,6 @@ def _build(args: argparse.Namespace) -> int:
             print(_written(args.arpa))
     if args.heldout:
         _print_perplexity(result.model, args.heldout, alphabet, args.unknown)
-    return 0
 
 
 def _add_train(commands: Any) -> None:
@@ -153,7 +151,7 @@ def _add_train(commands: Any) -> None:
     _add_text_options(parser)
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> None:
     """Read the texts, train, write the model and score it; a signal ends the training early and writes the model too.
 
     After a stop or a kill, the same command resumes from the state file next to the model, which is removed when the
@@ -197,7 +195,6 @@ def _train(args: argparse.Namespace) -> int:
             state.remove()
     if args.heldout:
         _print_recurrent_perplexity(model, args.heldout, args.unknown)
-    return 0
 
 
 def _show(progress: TrainingProgress) -> None:
@@ -212,7 +209,7 @@ def _settings(kind: type[Any], args: argparse.Namespace) -> Any:
     return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> None:
     check_writable(args.output, inputs=[args.lm])
     model = load_ngram(args.lm)
     if named_arpa(args.output):
@@ -221,19 +218,17 @@ def _convert(args: argparse.Namespace) -> int:
         save_ngram(model, args.output)
     sizes = " + ".join(str(end - start) for start, end in pairwise(model.entry_starts))
     print(f"wrote {args.output}: {sizes} n-grams of orders 1 to {model.order}")
-    return 0
 
 
-def _ppl(args: argparse.Namespace) -> int:
+def _ppl(args: argparse.Namespace) -> None:
     if args.lm.suffix == ".safetensors":
         _print_recurrent_perplexity(load_recurrent(args.lm), args.text, args.unknown)
-        return 0
+        return
     model = load_ngram(args.lm)
     _print_perplexity(model, args.text, _stored_alphabet(model), args.unknown)
-    return 0
 
 
-def _query(args: argparse.Namespace) -> int:
+def _query(args: argparse.Namespace) -> None:
     model = load_ngram(args.lm)
     alphabet = _stored_alphabet(model)
     for line in sys.stdin:
@@ -250,7 +245,6 @@ def _query(args: argparse.Namespace) -> int:
             for token, score, mark in zip([*tokens, END], scores, [*known, ""], strict=True)
         )
         print(f"{sum(scores):.4f}: {', '.join(parts)}", flush=True)
-    return 0
 
 
 def _add_tune(commands: Any) -> None:
@@ -274,7 +268,7 @@ def _add_tune(commands: Any) -> None:
     common.add_device(parser)
 
 
-def _tune(args: argparse.Namespace) -> int:
+def _tune(args: argparse.Namespace) -> None:
     """Tune, print each trial, draw the WER surface and write the best settings next to the model."""
     file, device = find_model(args.model), resolve_device(args.device)
     if is_shipped(file):
@@ -318,7 +312,6 @@ def _tune(args: argparse.Namespace) -> int:
         )
         tuning.draw(trials, best, picture)
         print(f"wrote {picture}")
-    return 0
 
 
 def _tune_rescoring(dev: tuning.DevLogProbs, options: DecodeConfig) -> DecodeConfig:

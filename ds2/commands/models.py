@@ -16,12 +16,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> None:
     """`ds2 models [NAME]`: print the cards of all models in short, or one in full."""
     name = make_parser().parse_args(arguments).name
     for listed in [name] if name else shipped.names():
         print(_text(listed, full=name is not None))
-    return 0
 
 
 def _text(name: str, *, full: bool) -> str:

@@ -125,8 +125,8 @@ def _protocols_and_limits() -> tuple[str, list[str] | None, str]:
     return described, [path[1:] for path in PROTOCOLS if not path.startswith("/v1/")], limits
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP; 0. A recogniser that hangs ends it with 1."""
+def run(arguments: Sequence[str]) -> None:
+    """`ds2 serve [MODEL]`: serve until SIGINT, SIGTERM or SIGHUP. A recogniser that hangs ends it with status 1."""
     args = make_parser().parse_args(arguments)
     try:
         from ds2.serve.engine import LocalRecogniser
@@ -186,7 +186,6 @@ def run(arguments: Sequence[str]) -> int:
             server.run(sockets=[bound])
         if recogniser.hangs:
             os._exit(1)  # a thread that hangs in a GPU's driver can keep Python from its end
-    return 0
 
 
 def _api_key() -> str:

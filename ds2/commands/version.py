@@ -10,8 +10,7 @@ def make_parser() -> Parser:
     return Parser(prog="ds2 version", description="the version and commit of this copy")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print the version and commit; 0."""
+def run(arguments: Sequence[str]) -> None:
+    """Print the version and commit."""
     make_parser().parse_args(arguments)
     print(f"ds2 {VERSION} (commit {git_commit()})")
-    return 0

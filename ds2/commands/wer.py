@@ -39,7 +39,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> None:
     """`ds2 wer REFERENCES HYPOTHESES [HYPOTHESES_B]`."""
     args = make_parser().parse_args(arguments)
     gc.disable()  # garbage collection of millions of texts would take a fifth of the time, and there are no cycles
@@ -47,7 +47,6 @@ def run(arguments: Sequence[str]) -> int:
         _score(args)
     finally:
         gc.enable()
-    return 0
 
 
 def _score(args: argparse.Namespace) -> None:
