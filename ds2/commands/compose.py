@@ -21,11 +21,11 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from ds2.config import convert
 from ds2.config.check import check
-from ds2.config.convert import FREE_FORM, Inheritance, is_free_form, raise_explained, read_yaml, text_keys
+from ds2.config.convert import FREE_FORM, Inheritance, read_yaml, text_keys
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import did_you_mean
@@ -176,7 +176,8 @@ def check_sweep(overrides: Sequence[str]) -> None:
     for index, override in enumerate(map(parse_override, overrides)):
         if override.is_sweep_override():
             for value in _sweep_values(override):
-                _compose([*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]])
+                point = [*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]]
+                _to_config(_compose(point), point)
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
@@ -201,7 +202,31 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
             "not `- /recipe: an4`"
         ) from error
     except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
-        raise_explained(error, overrides)
+        _raise_explained(error, overrides)
+
+
+def _to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
+    try:
+        return convert.to_config(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        _raise_explained(error, overrides)
+
+
+def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
+    """Raise ConfigError with what an error of Hydra, or that of OmegaConf behind it, means for the user."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    key = str(cause.full_key or cause.key or "")
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        # Of an unknown section the error names that alone; the override has the whole key.
+        names = [override.lstrip("+~").split("=")[0] for override in overrides]
+        convert.raise_unknown(next((name for name in names if name.split(".")[0] == key), key))
+    detail = (cause.msg or str(cause)).splitlines()[0]
+    explained = isinstance(cause, InterpolationResolutionError) or key not in convert.declared_settings()
+    raise ConfigError(f"{key}: {detail if explained else convert.expected(key, cause.value)}") from error
 
 
 def _check_choice(override: Override) -> None:
@@ -227,12 +252,13 @@ def read_config(
         The config, and its settings that came from `checkpoint.init_from`.
 
     Raises:
-        ConfigError: as `ds2.config.convert.to_config`.
+        ConfigError: an unknown key, a wrong type, or values that do not work together.
         AlphabetError: `alphabet.pieces_file` cannot be read.
         UserError: `train.intermediate_lexicon` cannot be read.
         CheckpointError: `checkpoint.init_from` is no model.
     """
-    config = convert.to_config(composed)
+    config = _to_config(composed, overrides)
+    check(config)
     settings = {override.key_or_group: override.value() for override in map(parse_override, overrides)}
     for section, name in (key.split(".") for key in FREE_FORM if settings.get(key) == {}):
         mapping = getattr(getattr(config, section), name)  # Hydra adds to that of the recipe, {} takes it away
@@ -287,9 +313,13 @@ def _initial_config(config: Config) -> Config:
 
 
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return overrides in Hydra's grammar, with `++` for mappings whose keys the user chooses."""
+    """Return overrides in Hydra's grammar, with `++` for keys that the tree may lack.
+
+    These are mappings whose keys the user chooses, and entries of model.convs, whose presets leave out defaults.
+    """
+    new = ("model.convs.", *(f"{mapping}{end}" for mapping in FREE_FORM for end in ".="))
     overrides = [_quote_words(override) for override in overrides]
-    return [f"++{override}" if is_free_form(override.split("=", 1)[0]) else override for override in overrides]
+    return [f"++{override}" if override.startswith(new) else override for override in overrides]
 
 
 def overridden_keys(overrides: Sequence[str]) -> set[str]:
@@ -385,7 +415,7 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
 def register_schema() -> None:
     """Register the schema with Hydra as `schema`, the first default of the primary config, and folders of recipes."""
     Plugins.instance().register(ConfigFolder)
-    ConfigStore.instance().store(name="schema", node=convert.to_tree(Config()))
+    ConfigStore.instance().store(name="schema", node=convert.config_to_dict(Config()))
 
 
 def split_overrides(arguments: Sequence[str], section: str) -> tuple[list[str], list[str]]:

@@ -10,18 +10,16 @@ import inspect
 import io
 import re
 import tokenize
-from collections.abc import Collection, Iterator, Sequence
-from copy import copy
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass, make_dataclass
-from dataclasses import field as dataclass_field
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
 
 from ds2.config import schema
 from ds2.config.allowed import ALLOWED, REMOVED, Range
@@ -37,6 +35,7 @@ _SECTIONS = ("model", "features", "alphabet")
 _OF_THE_RUN = ("model.backend", "model.intermediate_phones")  # of its machine, and of its train.intermediate_lexicon
 _BOOLS = {"true": True, "yes": True, "on": True, "y": True, "false": False, "no": False, "off": False, "n": False}
 _LABELS = ("symbols", "pieces", "pieces_file", "lexicon")
+_CONV = "an entry is {kernel:[FREQUENCY,TIME],stride:[FREQUENCY,TIME],channels:N,causal:false}"
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -89,60 +88,44 @@ def declared_settings() -> dict[str, tuple[Field[Any], Any]]:
     return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
 
 
-def is_free_form(key: str) -> bool:
-    """Whether a dotted key is that of a mapping whose keys the user chooses, or of an entry of one."""
-    return any(key == mapping or key.startswith(f"{mapping}.") for mapping in FREE_FORM)
+def _from_words(kind: Any, value: Any) -> Any:
+    """Return the plain value of a setting or section with words and numbers as its type has them.
+
+    Words are on, off and the like for bools, and numbers that were quoted or come from the environment.
+    """
+    inner = get_args(kind)[-1] if get_args(kind) else None
+    if isinstance(value, dict):
+        kinds = {setting.name: hint for setting, hint in _fields(kind)} if is_dataclass(kind) else {}
+        return {str(name): _from_words(kinds.get(name, inner), entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_from_words(inner, entry) for entry in value]
+    if kind is bool and isinstance(value, str):
+        return _BOOLS.get(value.lower(), value)
+    if kind is str and isinstance(value, int | float):
+        return str(value)
+    with suppress(ValueError):
+        return kind(value) if kind in (int, float) and isinstance(value, str) else value
+    return value
 
 
-def to_tree(config: Config) -> DictConfig:
-    """Return the configuration as a typed tree of OmegaConf that takes changes, for `to_config`."""
-    return cast(DictConfig, OmegaConf.structured(from_plain(_with_words_for_bools(Config), asdict(config), "config")))
-
-
-@functools.cache
-def _with_words_for_bools(kind: Any) -> type:
-    """Return a class of settings whose bools may be words, such as off, and no numbers: OmegaConf takes 3 for true."""
-    changed: list[tuple[str, Any, Any]] = []
-    for setting, hint in _fields(kind):
-        if hint is bool:
-            changed.append((setting.name, bool | str, copy(setting)))
-        elif is_dataclass(hint):
-            section = _with_words_for_bools(cast(type, hint))
-            changed.append((setting.name, section, dataclass_field(default_factory=section)))
-        elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]):
-            entries: Any = list[_with_words_for_bools(get_args(hint)[0])]  # type: ignore[misc]
-            changed.append((setting.name, entries, dataclass_field(default_factory=list)))
-    return make_dataclass(kind.__name__, changed, bases=(kind,))
-
-
-def _read_bools(kind: Any, value: Any) -> Any:
-    """Return the plain value of a setting or section with bools in place of words for true and false."""
-    if is_dataclass(kind):
-        return {setting.name: _read_bools(hint, value[setting.name]) for setting, hint in _fields(kind)}
-    if get_origin(kind) is list:
-        return [_read_bools(get_args(kind)[0], entry) for entry in value]
-    return _BOOLS.get(value.lower(), value) if kind is bool and isinstance(value, str) else value
-
-
-def to_config(composed: DictConfig) -> Config:
-    """Convert a composed configuration to dataclasses and check it.
+def to_config(values: object) -> Config:
+    """Convert the plain containers of a composed configuration, with words as people write them. It is not checked yet.
 
     Raises:
-        ConfigError: an unknown key (such as Hydra's `+key=value`), a wrong type, or values that do not work together.
+        ConfigError: an unknown key (such as Hydra's `+key=value`), or a wrong type.
     """
-    known = declared_settings()
     try:
-        for key in _keys(composed):
-            if key not in known and not is_free_form(key):
-                _raise_unknown(key)
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        config = from_plain(Config, _read_bools(Config, values), "config")
-    except OmegaConfBaseException as error:
-        raise_explained(error)
+        return _build(_from_words(Config, values))
     except FieldError as error:
-        raise ConfigError(str(error).removeprefix("config.")) from error
-    check(config)
-    return config
+        key = error.field.removeprefix("config.")
+        raise ConfigError(f"{key}: {expected(key, error.value)}") from error
+
+
+def _build(values: object) -> Config:
+    try:
+        return from_plain(Config, values, "config")
+    except UnknownField as error:
+        raise_unknown(error.field.removeprefix("config."))
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -176,20 +159,11 @@ def config_from_dict(values: object) -> Config:
         ConfigError: an unknown key, a wrong type, or values that do not work together.
     """
     try:
-        config = from_plain(Config, {"run_dir": MISSING, **values} if isinstance(values, dict) else values, "config")
-    except UnknownField as error:
-        _raise_unknown(error.field.removeprefix("config."))
+        config = _build({"run_dir": MISSING, **values} if isinstance(values, dict) else values)
     except FieldError as error:
         raise ConfigError(str(error)) from error
     check(config)
     return config
-
-
-def _keys(node: Any, prefix: str = "") -> Iterator[str]:
-    for key in node:
-        yield f"{prefix}{key}"
-        if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node[key]):
-            yield from _keys(node[key], f"{prefix}{key}.")
 
 
 def nearest_key(key: str) -> str | None:
@@ -208,59 +182,34 @@ def nearest_key(key: str) -> str | None:
     return by_leaf[close[0]] if close else None
 
 
-def raise_explained(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
-    """Raise ConfigError with what an error of OmegaConf, or its cause, means for the user."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__ or cause.__context__
-    text, *details = str(error).splitlines()
-    if cause is None:  # OmegaConf writes the key below the text of Python's own errors
-        keys = [line.split()[-1] for line in details if line.strip().startswith("full_key: ")]
-        raise ConfigError(": ".join([*keys, text])) from error
-    key = str(cause.full_key or cause.key or "")
-    detail = (cause.msg or str(cause) or text).splitlines()[0]
-    in_list = issubclass(cause.object_type or object, ConvConfig | list)
-    if in_list and "." not in key:  # OmegaConf names it from the entry of the list on
-        value = "is unknown" if isinstance(cause, ConfigKeyError) else f"cannot be {short_repr(cause.value)}"
-        raise ConfigError(
-            f"model.convs: {key} {value}: an entry is {{kernel:[FREQUENCY,TIME],stride:[FREQUENCY,TIME],channels:N,"
-            "causal:false}, of whole numbers and for causal true or false"
-        ) from error
-    # Of an unknown section the error names that alone; the override has the whole key.
-    full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        _raise_unknown(full_key)
-    hint = "" if isinstance(cause, InterpolationResolutionError) else expected(key, cause.value)
-    raise ConfigError(f"{key}: {hint or detail}") from error
-
-
 def expected(key: str, value: object) -> str:
-    """Return what a setting takes, for an error about `value`; empty for sections and unknown keys.
-
-    The key is dotted; `[N]` at its end is an entry of a list.
-    """
-    name, entry, _ = key.partition("[")
-    declared, kind = declared_settings().get(name, (None, None))
-    if declared is None or is_dataclass(kind):
-        return ""
+    """Return what the section, setting or entry of a setting of this name takes, for an error about `value`."""
+    name, in_list, _ = key.partition("[")
+    mapping = next((mapping for mapping in FREE_FORM if name.startswith(f"{mapping}.")), "")
+    declared, kind = declared_settings()[mapping or name]
+    entry, was = bool(in_list or mapping), "null" if value is None else short_repr(value)
+    if is_dataclass(kind):
+        return f"takes {key}.KEY=VALUE, not {was}"
+    if kind == list[ConvConfig] and entry:
+        return f"cannot be {was}: {_CONV}"
     if get_origin(kind) is list and not entry:
         return f"takes a list, in brackets even of one: {key}=[A,B]"
-    if get_origin(kind) is dict:
+    if get_origin(kind) is dict and not entry:
         return f"takes a mapping: {key}={{KEY:VALUE}}"
-    single: Any = get_args(kind)[0] if entry else kind
+    single: Any = get_args(kind)[-1] if entry else kind
     allowed = declared.metadata.get(ALLOWED)
-    kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else TYPE_NAMES.get(single, "a mapping")
+    kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else TYPE_NAMES[single]
     limits = f"; allowed are {allowed}" if isinstance(allowed, Range) else ""
     shown = "" if entry or declared.default == MISSING else _key("", Config, declared, {}).default
     default = f" (default {shown})" if shown else ""
-    return f"takes {kinds}, not {'null' if value is None else short_repr(value)}{limits}{default}"
+    return f"takes {kinds}, not {was}{limits}{default}"
 
 
-def _raise_unknown(key: str) -> NoReturn:
+def raise_unknown(key: str) -> NoReturn:
+    """Raise ConfigError for a key that no setting has, with the most similar one."""
     near = nearest_key(key)
-    raise ConfigError(
-        f"unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "`ds2 train --help` lists all")
-    )
+    hint = f"did you mean {near!r}?" if near else "`ds2 train --help` lists all"
+    raise ConfigError(f"unknown key {key!r}; {_CONV if '[' in key else hint}")
 
 
 @dataclass(frozen=True)

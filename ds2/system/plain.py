@@ -19,9 +19,9 @@ _SHOWN = 60
 class FieldError(UserError, ValueError):
     """A value of a file has the wrong type; the message is `field: what is wrong`."""
 
-    def __init__(self, field: str, what: str) -> None:
+    def __init__(self, field: str, what: str, value: object = None) -> None:
         super().__init__(f"{field}: {what}")
-        self.field = field
+        self.field, self.value = field, value
 
 
 class UnknownField(FieldError):
@@ -147,4 +147,4 @@ def shortened(text: str) -> str:
 
 
 def _wrong(field: str, value: object, expected: str) -> FieldError:
-    return FieldError(field, f"is {short_repr(value)}, expected {expected}")
+    return FieldError(field, f"is {short_repr(value)}, expected {expected}", value)
