@@ -30,7 +30,7 @@ from ds2.model.structure import operator_cell
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import Crf
 from ds2.training.inputs import InputMaker
-from ds2.training.optim import freeze
+from ds2.training.optim import freeze, state_shapes
 from ds2.training.passes import Passes, build_gradients
 from ds2.training.state import Progress
 
@@ -43,7 +43,6 @@ _GROWTH = 16.0  # largest factor from one trial to the next
 _AIM, _CLOSE = 0.98, 0.95  # of the available bytes: the target of a trial, and where the search stops
 _FEW_BATCHES = 50
 _USABLE = 0.92  # of the memory: the rest is for what the allocator cannot use between blocks of other sizes
-_OPTIMIZER_TENSORS = {"sgd": 1, "adamw": 2}  # of each weight's size, made by the first step
 _SIZES = 3  # of batches, the most frequent: each takes a moment to measure
 Measure = Callable[[list[int]], float | None]
 """Returns the bytes that both passes over utterances (indices) need at their peak; None where they do not fit."""
@@ -267,8 +266,8 @@ class MemoryProbe:
         self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast, crf=crf)
         self._inputs = InputMaker(features, model, config, padded=padded, phones=phones)
         self._own_bytes = torch.cuda.memory_allocated(device) - before
-        weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._optimizer_bytes = _OPTIMIZER_TENSORS[config.optim.name] * weights_bytes
+        shapes = [shape for p in model.parameters() for shape in state_shapes(config.optim, p).values()]
+        self._optimizer_bytes = 4 * sum(shape.numel() for shape in shapes)  # made by the first step
 
     @property
     def available_bytes(self) -> float:

@@ -383,30 +383,25 @@ def why_finished(config: Config, progress: Progress) -> str:
 def _warn_of_lone_settings(config: Config, network: AcousticModel, *, on_gpu: bool) -> None:
     """Warn of settings that have no effect without another one."""
     augment, model, optim, limits = config.augment, config.model, config.optim, config.train
-    noise, crf = augment.noise_probability, limits.objective == "ctc_crf"
     clipped = model.convs or (model.cell, model.nonlinearity) == ("rnn", "clipped_relu")
     changed = not_default(config)
-    for key, needs, has in (
+    for keys, needs, has in (
         ("data.cache_gb", "data.cache=auto or data.cache=disk", config.data.cache != "none"),
         ("alphabet.locale", "alphabet.case=lower or alphabet.case=upper", config.alphabet.case != "keep"),
-        ("augment.noise", "augment.noise_probability above 0", noise),
+        ("augment.noise augment.noise_snr_db augment.noise_colours augment.babble_share",
+         "augment.noise_probability above 0", augment.noise_probability),
         ("augment.noise", "augment.babble_share below 1", augment.babble_share < 1),
-        ("augment.noise_snr_db", "augment.noise_probability above 0", noise),
-        ("augment.noise_colours", "augment.noise_probability above 0", noise),
         ("augment.noise_colours", "generated noise, without augment.noise", not augment.noise),
-        ("augment.babble_share", "augment.noise_probability above 0", noise),
-        ("augment.room_rt60_s", "augment.room_probability above 0", "augment.room_probability" in changed),
+        ("augment.room_rt60_s", "augment.room_probability above 0", augment.room_probability),
         ("augment.codecs", "augment.codec_probability above 0", augment.codec_probability),
         ("augment.frequency_masks", "augment.frequency_width above 0", augment.frequency_width),
         ("augment.frequency_width", "augment.frequency_masks above 0", augment.frequency_masks),
         ("augment.time_masks", "augment.time_width_s above 0", augment.time_width_s),
         ("augment.time_masks", "augment.time_fraction above 0", augment.time_fraction),
-        ("augment.time_width_s", "augment.time_masks above 0", augment.time_masks),
-        ("augment.time_fraction", "augment.time_masks above 0", augment.time_masks),
+        ("augment.time_width_s augment.time_fraction", "augment.time_masks above 0", augment.time_masks),
         ("features.mels", "mel bands, such as those of features=log_mel", config.features.kind != "log_spectrogram"),
-        ("model.nonlinearity", "model.cell=rnn", model.cell == "rnn"),
+        ("model.nonlinearity model.start", "model.cell=rnn", model.cell == "rnn"),
         ("model.clip", "a clipped ReLU, as of convolutions", clipped),
-        ("model.start", "model.cell=rnn", model.cell == "rnn"),
         ("model.row_conv_context", "model.row_convs above 0", model.row_convs),
         ("model.skip_first", "model.skip above 0", model.skip),
         ("model.batch_norm_momentum", "model.batch_norm=true", model.batch_norm),
@@ -414,18 +409,16 @@ def _warn_of_lone_settings(config: Config, network: AcousticModel, *, on_gpu: bo
         ("optim.betas", "optim.name=adamw", optim.name == "adamw"),
         ("optim.anneal", "optim.schedule=anneal", optim.schedule == "anneal"),
         ("train.calibrate", "a GPU (device)", on_gpu),
-        ("train.ctc_weight", "train.objective=ctc_crf", crf),
-        ("train.denominator_order", "train.objective=ctc_crf", crf),
-        ("train.denominator_prune", "train.objective=ctc_crf", crf),
-        ("train.denominator_text", "train.objective=ctc_crf", crf),
-        ("train.intermediate_weight", "model.intermediate", model.intermediate),
-        ("train.intermediate_lexicon", "model.intermediate", model.intermediate),
+        ("train.ctc_weight train.denominator_order train.denominator_prune train.denominator_text",
+         "train.objective=ctc_crf", limits.objective == "ctc_crf"),
+        ("train.intermediate_weight train.intermediate_lexicon", "model.intermediate", model.intermediate),
         ("train.early_stop_epochs", "a dev set (data.dev)", config.data.dev),
         ("train.delay_penalty_after_epochs", "train.delay_penalty above 0", limits.delay_penalty),
         ("comm.wait_s", "comm.max_ranks above 0", config.comm.max_ranks),
-    ):
-        if key in changed and not has:
-            log.warning("%s=%s has no effect: it needs %s", key, changed[key], needs)
+    ):  # fmt: skip
+        for key in keys.split():
+            if key in changed and not has:
+                log.warning("%s=%s has no effect: it needs %s", key, changed[key], needs)
     for key, rate in optim.layer_rates.items():
         learning = [name for name, weight in network.named_parameters() if weight.requires_grad]
         if not any(longest_key(name, optim.layer_rates) == key for name in learning):
@@ -470,8 +463,8 @@ def _warn_of_unfinished_schedules(config: Config, progress: Progress, epochs: in
     noisy, without_penalty = config.augment.noisy_epochs, config.train.delay_penalty_after_epochs
     if epochs <= noisy:
         log.warning(
-            "no epoch was without noise: training ended before augment.noisy_epochs=%d did; about two thirds of the "
-            "epochs that it has time for keep WER of clean speech", noisy,
+            "no epoch was without noise: training ended before augment.noisy_epochs=%d did; set it to about two thirds "
+            "of the epochs that training has time for, or the WER of clean speech rises", noisy,
         )  # fmt: skip
     if config.train.delay_penalty and epochs <= without_penalty:
         log.warning(

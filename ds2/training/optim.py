@@ -54,6 +54,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True, capturable=on_gpu)
 
 
+def state_shapes(config: OptimConfig, parameter: Tensor) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors, by name, that the optimizer has of a parameter from its first step on."""
+    if config.name == "sgd":
+        return {"momentum_buffer": parameter.shape} if config.momentum else {}
+    return {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size()}
+
+
 def learning_rate(config: OptimConfig, step: int, epoch: int, done: float, warmed_up: float = 0.0) -> float:
     """The rate of one step.
 

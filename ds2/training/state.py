@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ds2.system import tensor_file
 from ds2.system.plain import FieldError, from_plain, short_repr
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, TensorCopies, counting_modules, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet
-from ds2.training.optim import WeightAverage
+from ds2.training.optim import WeightAverage, state_shapes
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
@@ -331,10 +331,10 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
         )
     progress.phones = fresh.progress.phones
     parts = {key: without_prefix(key, tensors) for key in PARTS}
-    momentum = then.optim.momentum * config.optim.momentum
-    if config.optim.name == "sgd" and not momentum:
+    optim = replace(then.optim, momentum=then.optim.momentum * config.optim.momentum)
+    if optim.name == "sgd" and not optim.momentum:
         parts["optimizer"] = {}  # momenta that nothing changes any more would be saved again
-    misfit = _misfit(parts, fresh, then, momentum=momentum) if progress.step else ""
+    misfit = _misfit(parts, fresh, replace(then, optim=optim)) if progress.step else ""
     if misfit:
         raise CheckpointError(f"{path}: {misfit}; {WAY_OUT}")
     if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
@@ -349,17 +349,12 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
     return parts, progress
 
 
-def _misfit(parts: Parts, fresh: TrainState, then: Config, momentum: float) -> str:
-    """Return the first tensor that `parts` lack, or have in another shape than a run with config `then`; or ''.
-
-    Momenta of SGD are expected if `momentum` is not 0.
-    """
-    parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
-    momenta = {"sgd": ["momentum_buffer"] if momentum else [], "adamw": ["exp_avg", "exp_avg_sq"]}
+def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
+    """Return the first tensor that `parts` lack, or have in another shape than a run with config `then`; or ''."""
     expected = {name: tensor.shape for name, tensor in _named(fresh.tensors()).items()}
-    for number, parameter in enumerate(parameters):
-        expected |= {f"optimizer.{number}.{name}": parameter.shape for name in momenta[then.optim.name]}
-        expected |= {f"optimizer.{number}.step": torch.Size()} if then.optim.name == "adamw" else {}
+    for number, parameter in enumerate(p for group in fresh.optimizer.param_groups for p in group["params"]):
+        shapes = state_shapes(then.optim, parameter)
+        expected |= {f"optimizer.{number}.{name}": shape for name, shape in shapes.items()}
     if then.train.average_decay:
         expected |= {f"average.{name}": tensor.shape for name, tensor in fresh.model.state_dict().items()}
     actual = {name: tensor.shape for name, tensor in _named(parts).items()}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds2.config.allowed import ALLOWED
 from ds2.config.schema import Config, ConfigError, OptimConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
@@ -22,6 +23,7 @@ from ds2.training.optim import (
     learning_rate,
     make_optimizer,
     set_learning_rate,
+    state_shapes,
 )
 from ds2.training.state import Progress
 
@@ -50,6 +52,17 @@ def test_warm_up_ends_early_where_the_training_is_short() -> None:
     config = OptimConfig(schedule="constant", learning_rate=1.0, warmup_steps=500)
     parts = [0.0, 0.1, 0.5, 1.0, 3.0]
     assert [learning_rate(config, step, 1, 0.0, part) for step, part in enumerate(parts)] == [0.002, 0.1, 0.5, 1, 1]
+
+
+@pytest.mark.parametrize("name", OptimConfig.__dataclass_fields__["name"].metadata[ALLOWED])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_has_the_state_that_files_of_it_must_hold(name: str, momentum: float) -> None:
+    config, model = OptimConfig(name=name, momentum=momentum), model_with_gradients()
+    optimizer = make_optimizer(model, config)
+    optimizer.step()
+    for parameter in model.parameters():
+        state = {key: value.shape for key, value in optimizer.state[parameter].items() if value is not None}
+        assert state == state_shapes(config, parameter)
 
 
 def model_with_gradients() -> nn.Module:
