@@ -18,7 +18,7 @@ from ds2.scoring.statistics import paired_test
 from ds2.scoring.wer import corpus_report
 from ds2.system import UserError
 from ds2.system.files import STANDARD_INPUT, check_writable, read_lines
-from ds2.system.plain import counted, parse_object
+from ds2.system.plain import counted, first_of, parse_object
 from ds2.text.alphabet import fold
 
 _MAX_NAMED = 10  # utterances in a message
@@ -224,5 +224,4 @@ def match_texts(
 
 
 def _first_names(names: list[str]) -> str:
-    """Return the first names of a list, for a message."""
-    return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+    return ", ".join(first_of(names, _MAX_NAMED))

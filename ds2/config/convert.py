@@ -3,13 +3,10 @@
 Errors name the most similar key.
 """
 
-import ast
 import difflib
 import functools
 import inspect
-import io
 import re
-import tokenize
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import MISSING as NO_DEFAULT
@@ -310,21 +307,13 @@ def _fields(owner: Any) -> Iterator[tuple[Field[Any], Any]]:
 
 def setting_comments(module: ModuleType) -> dict[tuple[str, str], str]:
     """Map (class, field) of a module's dataclasses to its comment: on the same line, else on the lines above."""
-    source = inspect.getsource(module)
-    code = source.splitlines()
-    by_line = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    comments = {}
-    for owner in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
-        for node in owner.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                lines = [line for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in by_line]
-                above = node.lineno - 1
-                while not lines and code[above - 1].lstrip().startswith("#"):
-                    above -= 1
-                lines = lines or list(range(above + 1, node.lineno))
-                comments[owner.name, node.target.id] = " ".join(by_line[line] for line in lines)
+    comments: dict[tuple[str, str], str] = {}
+    owner, above = "", list[str]()
+    for line in inspect.getsource(module).splitlines():
+        if line[:1].strip():
+            owner = match[1] if (match := re.match(r"class (\w+)", line)) else ""
+        comment = line.partition("# ")[2]
+        if field := re.match(r" {4}(\w+): ", line):
+            comments[owner, field[1]] = comment or " ".join(above)
+        above = [*above, comment] if line.lstrip().startswith("# ") else []
     return comments

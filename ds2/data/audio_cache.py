@@ -34,7 +34,7 @@ from ds2.data.manifest import Utterance, amount, runs
 from ds2.system import UserError
 from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import thread_pool, usable_cores
-from ds2.system.plain import counted
+from ds2.system.plain import counted, first_of
 
 log = logging.getLogger(__name__)
 VERSION = 3
@@ -462,6 +462,5 @@ def _on_all_cores(
 
 def summarise_errors(errors: Sequence[AudioError], total: int) -> str:
     """Return a message with the first errors of utterances and the number of others."""
-    texts = sorted(map(str, errors))
-    more = f"\n... and {len(texts) - _MAX_ERRORS_SHOWN} more" if len(texts) > _MAX_ERRORS_SHOWN else ""
-    return f"{len(texts)} of {total} utterances cannot be read:\n" + "\n".join(texts[:_MAX_ERRORS_SHOWN]) + more
+    shown = "\n".join(first_of(sorted(map(str, errors)), _MAX_ERRORS_SHOWN))
+    return f"{len(errors)} of {total} utterances cannot be read:\n{shown}"

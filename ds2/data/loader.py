@@ -348,17 +348,11 @@ class _BatchDataset(Dataset["Batch | UserError"]):
     def __getitem__(self, key: tuple[int, list[int]]) -> Batch | UserError:
         epoch, positions = key
         try:
-            waveforms = [self.augmented(self.audio[position], epoch, position) for position in positions]
+            waveforms = [torch.from_numpy(self.augmented(self.audio[p], epoch, p)) for p in positions]
         except AudioError as error:
             return error
-        labels = [self.labels[self.label_ends[p] : self.label_ends[p + 1]] for p in positions]
-        batch = Batch(
-            _padded(waveforms),
-            torch.tensor([len(w) for w in waveforms], dtype=torch.int64),
-            _padded(labels),
-            torch.tensor([len(row) for row in labels], dtype=torch.int64),
-            torch.tensor(positions, dtype=torch.int64),
-        )
+        labels = [torch.from_numpy(self.labels[self.label_ends[p] : self.label_ends[p + 1]]) for p in positions]
+        batch = Batch(*pad_rows(waveforms), *pad_rows(labels), torch.tensor(positions))
         if get_worker_info() is not None:
             try:  # here: in the thread that sends batches an error is printed, and the parent waits for ever
                 for tensor in vars(batch).values():
@@ -371,9 +365,9 @@ class _BatchDataset(Dataset["Batch | UserError"]):
         return batch
 
 
-def _padded(rows: Sequence[np.ndarray]) -> Tensor:
-    """Return rows (N,) of any lengths as one tensor (B, N), 0 after each."""
-    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+def pad_rows(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return B rows (N,), at least one, as a tensor (B, N), 0 after each, and their lengths (B,) int64."""
+    return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
 
 
 atexit.register(kill_workers)

@@ -16,7 +16,7 @@ import numpy as np
 from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.system import UserError
 from ds2.system.files import new_figure, new_text, read_byte_lines, save_picture
-from ds2.system.plain import counted, parse_object, short_repr, shortened
+from ds2.system.plain import counted, first_of, parse_object, short_repr, shortened
 from ds2.system.signals import time_limit
 
 log = logging.getLogger(__name__)
@@ -159,14 +159,12 @@ def read_manifest(path: str | Path, seen: dict[tuple[Path, float], str] | None =
         except ManifestError as error:
             errors.append(f"{source}: {error}")
     if errors:
-        others = len(errors) - _MAX_ERRORS_SHOWN
         if not objects and len(errors) > 1:  # a recording or a plain text
             raise ManifestError(
                 f"{errors[0]}\nNo line of {path} is a JSON object: give a manifest, whose lines are objects with "
                 "audio_filepath, duration and text; `ds2 data import` writes them"
             )
-        more = [f"... and {counted(others, 'more line')}"] if others > 0 else []
-        raise ManifestError("\n".join([*errors[:_MAX_ERRORS_SHOWN], *more]))
+        raise ManifestError("\n".join(first_of(errors, _MAX_ERRORS_SHOWN)))
     if not utterances:
         raise ManifestError(f"{path}: holds no utterances; expected one JSON object a line")
     if ignored:
@@ -325,11 +323,8 @@ def format_statistics(facts: dict[str, Any]) -> str:
         "characters/s": _quantile_line(facts["characters_per_s"]),
     }
     lines = [f"{name:<14}{value}" for name, value in rows.items()]
-    shown = list(known.items())[:_SPEAKERS_SHOWN]
-    lines += [f"{'':<14}{name}: {60 * hours:.1f} min" for name, hours in shown]
-    if len(known) > len(shown):
-        lines.append(f"{'':<14}... and {counted(len(known) - len(shown), 'more speaker')}")
-    return "\n".join(lines)
+    speakers = [f"{name}: {60 * hours:.1f} min" for name, hours in known.items()]
+    return "\n".join([*lines, *(f"{'':<14}{text}" for text in first_of(speakers, _SPEAKERS_SHOWN))])
 
 
 def pace(utterance: Utterance) -> float:

@@ -20,7 +20,7 @@ from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
 from ds2.data.manifest import ManifestError, Utterance, hours, read_manifest, read_manifests
 from ds2.system.files import write_text
-from ds2.system.plain import counted, from_plain, parse_json
+from ds2.system.plain import counted, first_of, from_plain, parse_json
 from ds2.text.alphabet import Alphabet, describe
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
@@ -104,18 +104,17 @@ def training_utterances(
             "words without a pronunciation dropped from training texts (`ds2 data lexicon` adds them): %s", words
         )
     if refused:
-        shown = "\n".join(f"  {u.place}: {u.name}: {reason}" for u, reason in refused[:_MAX_SHOWN])
-        if len(refused) > _MAX_SHOWN:
-            shown += f"\n  ... and {len(refused) - _MAX_SHOWN} more (`ds2 data check --all` lists them)"
+        problems = [f"{u.place}: {u.name}: {reason}" for u, reason in refused]
+        shown = "\n  ".join(["", *first_of(problems, _MAX_SHOWN, " (`ds2 data check --all` lists them)")])
         if data.on_bad_utterance == "stop":
             proposal = ""
             if alphabet.unknown == "stop" and unfit:
                 proposal = f"\n\n{propose_alphabet(unfit, alphabet, (u.text for u in utterances))}"
             raise ManifestError(
-                f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{shown}\n"
+                f"{len(refused)} of {len(utterances)} training utterances cannot be used:{shown}\n"
                 "Correct the manifest, or leave them out with data.on_bad_utterance=skip" + proposal
             )
-        log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), shown)
+        log.warning("%d of %d training utterances left out:%s", len(refused), len(utterances), shown)
     if not usable:
         raise ManifestError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
     return [u for u, n in usable for _ in range(n)]

@@ -248,6 +248,7 @@ class PictureError(UserError):
 
 def new_figure(width_in: float, height_in: float) -> Any:
     """Return an empty figure of matplotlib, for `save_picture`; raises PictureError without matplotlib."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs that it looks for fonts, the first time
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -6,7 +6,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from ds2.system import UserError
@@ -124,6 +124,11 @@ def _mapping(value: object, field: str) -> dict[str, object]:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun, for a message: 1 utterance, 2 utterances; `plural` if s alone does not make it."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def first_of(texts: Sequence[str], most: int, more: str = "") -> list[str]:
+    """Return the first texts of a list, for a message; if there are others, `... and N more` is the last."""
+    return [*texts[:most], *([f"... and {len(texts) - most} more{more}"] if len(texts) > most else [])]
 
 
 def did_you_mean(word: str, allowed: Iterable[object], cutoff: float = 0.6) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system import UserError
-from ds2.system.plain import FieldError, from_plain, short_repr
+from ds2.system.plain import FieldError, first_of, from_plain, short_repr
 from ds2.text.numbers import check_numbers, spell_numbers, unread_numbers
 from ds2.text.pronunciations import Pronunciations, read_pronunciations
 
@@ -258,8 +258,7 @@ class Alphabet:
             return ""
         words = (word for text in texts for word in self.normalise(text)[0].split())
         missing = Counter(word for word in words if word not in self.pronunciations.words)
-        shown = ", ".join(word + (f" x {count}" if count > 1 else "") for word, count in missing.most_common(20))
-        return shown + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        return ", ".join(first_of([f"{word} x {n}" if n > 1 else word for word, n in missing.most_common()], 20))
 
     def unread_numbers(self, text: str) -> list[str]:
         """Return the parts of a transcript whose digits `numbers` has no words for and the alphabet does not write."""
@@ -374,7 +373,7 @@ class Alphabet:
 
 def unread_message(parts: Sequence[str], language: str) -> str:
     """Return what to do about numbers that have no sure reading."""
-    shown = ", ".join(map(repr, parts[:10])) + (f" and {len(parts) - 10} more" if len(parts) > 10 else "")
+    shown = ", ".join(first_of([*map(repr, parts)], 10))
     return (
         f"alphabet.numbers={language} has no sure reading of {shown}: write it in the transcript as it is spoken, or "
         "give words for a sign with alphabet.replace"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.config.schema import DataConfig
-from ds2.data.loader import SpeechLoader
+from ds2.data.loader import SpeechLoader, pad_rows
 from ds2.data.splits import scored_utterances
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.distributed.communicator import Communicator
@@ -105,9 +105,7 @@ class DevEvaluator:
             LostRankError: a rank was lost.
         """
         comm.check()
-        rows = [torch.tensor(self._labels[index], dtype=torch.int64) for index in indices]
-        counts = torch.tensor([len(row) for row in rows])
-        labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        labels, counts = pad_rows([torch.tensor(self._labels[index], dtype=torch.int64) for index in indices])
         feasible = feasible_rows(lengths, labels, counts)
         targets = (values.to(logits.device) for values in (lengths, labels, counts, feasible))
         observed.loss += float(ctc_losses(logits, *targets).sum())

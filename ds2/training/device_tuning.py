@@ -17,12 +17,12 @@ from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.calibrate import adopt, adopt_factors, calibrate, measured_factors, tiles_to_measure
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
 from ds2.config.schema import BatchingConfig, Config, ConfigError
-from ds2.data.loader import Batch, plan_epoch, rank_part
+from ds2.data.loader import Batch, pad_rows, plan_epoch, rank_part
 from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
@@ -306,9 +306,7 @@ class MemoryProbe:
         lengths = torch.tensor([self._samples(u.duration_s) for u in chosen])
         waveforms = self._noise[: int(lengths.max())].to(self._device).repeat(len(chosen), 1)
         labels = [torch.tensor(self._alphabet.encode(u.text), dtype=torch.int64) for u in chosen]
-        counts = torch.tensor([len(row) for row in labels])
-        padded = nn.utils.rnn.pad_sequence(labels, batch_first=True)
-        return Batch(waveforms, lengths, padded, counts, torch.tensor(indices))
+        return Batch(waveforms, lengths, *pad_rows(labels), torch.tensor(indices))
 
     def _samples(self, duration_s: float) -> int:
         return int(duration_s / self._slowest * self._config.data.sample_rate_hz)

@@ -12,13 +12,12 @@ from itertools import accumulate, islice
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ds2.audio.augment import utterance_rngs
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import frequency_factors, spectrogram_masks, time_warps
 from ds2.config.schema import Config
-from ds2.data.loader import Batch, SpeechLoader, rank_part
+from ds2.data.loader import Batch, SpeechLoader, pad_rows, rank_part
 from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
@@ -161,8 +160,7 @@ class InputMaker:
         feasible = feasible_rows(output_frames, labels, batch.label_lengths)
         columns = {"frames": frames, "label_lengths": batch.label_lengths, "feasible": feasible, "labels": labels}
         if self._phones:
-            rows = [self._phones[index] for index in indices]
-            phones, lengths = pad_sequence(rows, batch_first=True), torch.tensor(list(map(len, rows)))
+            phones, lengths = pad_rows([self._phones[index] for index in indices])
             enough = feasible_rows(output_frames, phones, lengths)
             columns |= {"phones": phones, "phone_lengths": lengths, "phones_feasible": enough}
         longest = max(int(frames.max()), 1)

@@ -26,7 +26,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.system import tensor_file
-from ds2.system.plain import FieldError, from_plain, short_repr
+from ds2.system.plain import FieldError, first_of, from_plain, short_repr
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, TensorCopies, counting_modules, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet
 from ds2.training.optim import WeightAverage, state_shapes
@@ -479,7 +479,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
     model.load_state_dict({**mine, **fitting})
     fresh = [name for name in mine if name not in fitting]
     if fresh:
-        named = ", ".join(fresh[:_MAX_NAMED]) + (", ..." if len(fresh) > _MAX_NAMED else "")
+        named = ", ".join(first_of(fresh, _MAX_NAMED))
         log.warning(
             "%d of %d weights of the model to start from fit; these start from nothing: %s",
             len(fitting), len(theirs), named,

@@ -245,7 +245,7 @@ def test_many_bad_lines_are_named_up_to_ten_and_counted(tmp_path: Path) -> None:
     with pytest.raises(ManifestError) as caught:
         read_manifest(tmp_path / "m.jsonl")
     lines = str(caught.value).splitlines()
-    assert len(lines) == 11 and ":10: without text" in lines[9] and lines[10] == "... and 15 more lines"
+    assert len(lines) == 11 and ":10: without text" in lines[9] and lines[10] == "... and 15 more"
 
 
 def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ds2.audio.shard import member_of
 from ds2.data.manifest import Utterance
 from ds2.system import UserError, files
 from ds2.system.machine import usable_cores
-from ds2.system.plain import counted
+from ds2.system.plain import counted, first_of
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,8 @@ def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: S
     # names that are not UTF-8 are written as escapes: a log may take nothing else
     problems = [problem.encode("utf-8", "backslashreplace").decode("utf-8") for problem in problems]
     if problems:
-        more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         if not skip_bad:
-            shown = "\n  ".join([*problems[:_MAX_SHOWN], *more])
+            shown = "\n  ".join(first_of(problems, _MAX_SHOWN))
             raise ImporterError(
                 f"{len(problems)} of {len(utterances) + len(problems)} utterances cannot be imported:\n  {shown}\n"
                 "Correct the corpus, or leave them out (--skip-bad)"

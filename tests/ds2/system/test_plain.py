@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ds2.system.plain import FieldError, UnknownField, counted, from_plain
+from ds2.system.plain import FieldError, UnknownField, counted, first_of, from_plain
 
 
 @dataclass
@@ -70,3 +70,9 @@ def test_endless_nesting_is_shown_short() -> None:
 def test_one_thing_is_not_written_as_several() -> None:
     assert [counted(number, "more line") for number in (0, 1, 2)] == ["0 more lines", "1 more line", "2 more lines"]
     assert [counted(number, "hypothesis", "hypotheses") for number in (1, 2)] == ["1 hypothesis", "2 hypotheses"]
+
+
+def test_a_message_names_the_first_of_many() -> None:
+    assert first_of(["a", "b"], 2) == ["a", "b"]
+    assert first_of(["a", "b", "c", "d"], 2, " of them") == ["a", "b", "... and 2 more of them"]
+    assert first_of([], 2) == []
