@@ -298,12 +298,13 @@ def corpus_report(
         speakers: of the utterances; '' if unknown.
 
     Raises:
-        UserError: the sequences differ in length, or an utterance is too long to align.
+        ValueError: the sequences differ in length.
+        UserError: an utterance is too long to align.
     """
     names = [str(1 + i) for i in range(len(references))] if names is None else names
     speakers = [""] * len(references) if speakers is None else speakers
     if not len(references) == len(hypotheses) == len(names) == len(speakers):
-        raise UserError(
+        raise ValueError(
             f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names, {len(speakers)} speakers"
             ": each utterance needs one of each"
         )

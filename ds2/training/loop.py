@@ -392,7 +392,7 @@ def _warn_of_lone_settings(config: Config, network: AcousticModel, *, on_gpu: bo
          "augment.noise_probability above 0", augment.noise_probability),
         ("augment.noise", "augment.babble_share below 1", augment.babble_share < 1),
         ("augment.noise_colours", "generated noise, without augment.noise", not augment.noise),
-        ("augment.room_rt60_s", "augment.room_probability above 0", augment.room_probability),
+        ("augment.room_rt60_s", "augment.room_probability above 0", "augment.room_probability" in changed),
         ("augment.codecs", "augment.codec_probability above 0", augment.codec_probability),
         ("augment.frequency_masks", "augment.frequency_width above 0", augment.frequency_width),
         ("augment.frequency_width", "augment.frequency_masks above 0", augment.frequency_masks),
