@@ -5,9 +5,10 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from ds2.audio.read import AUDIO_SUFFIXES
+from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
 from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, find_audio, read_lines, to_utterances
 from ds2.data.manifest import Utterance
 from ds2.system.files import write_text
@@ -67,7 +68,7 @@ def export_kaldi(utterances: Sequence[Utterance], folder: str | Path) -> None:
     """Write a Kaldi data folder: wav.scp, segments, text, utt2spk, spk2utt, utt2dur and utt2lang, sorted as LC_ALL=C.
 
     Utterance ids start with the speaker, as Kaldi requires; without speaker the utterance is its own. Every utterance
-    has a segment where one starts late or shares its file. Audio other than wav is decoded by ffmpeg in wav.scp.
+    has a segment where one is a part of its file. Audio other than wav is decoded by ffmpeg in wav.scp.
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def export_kaldi(utterances: Sequence[Utterance], folder: str | Path) -> None:
     speaker_of = dict(zip(speakers, _unique([_clean(speaker) for speaker in speakers]), strict=True))
     names = _unique([_identifier(u, speaker_of[u.speaker.strip()]) for u in utterances])
     per_file = Counter(u.audio_filepath for u in utterances)
-    segmented = any(u.offset_s for u in utterances) or len(per_file) < len(utterances)
+    segmented = len(per_file) < len(utterances) or any(u.offset_s or _goes_on(u) for u in utterances)
     files = list(per_file)
     by_file = dict(zip(files, _unique([_clean(f.stem) for f in files]), strict=True))
     tables: dict[str, dict[str, str]] = defaultdict(dict)
@@ -162,6 +163,13 @@ def _wav_entry(path: Path) -> str:
     if path.suffix.lower() == ".wav" and not re.search(r"\s", str(path)):
         return str(path)
     return f"ffmpeg -nostdin -v error -i {shlex.quote(str(path))} -f wav - |"
+
+
+def _goes_on(u: Utterance) -> bool:
+    """Whether the file, if it is there, goes on after the utterance."""
+    with suppress(AudioError):
+        return audio_info(u.audio_filepath).duration_s > u.offset_s + u.duration_s + END_TOLERANCE_S
+    return False
 
 
 def _identifier(u: Utterance, speaker: str) -> str:

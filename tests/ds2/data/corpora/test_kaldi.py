@@ -87,6 +87,15 @@ def test_export_to_kaldi_comes_back(tmp_path: Path) -> None:
     assert all(name.startswith(speaker) for name, speaker in speakers)
 
 
+def test_export_to_kaldi_ends_an_utterance_before_its_file(tmp_path: Path) -> None:
+    paths = [write_audio(tmp_path / name, 2.0) for name in ("a.wav", "b.wav")]
+    for name, last_s in (("parts", 1.5), ("whole", 1.95)):  # as manifests round
+        utterances = [Utterance(path, duration_s, "A") for path, duration_s in zip(paths, (2.0, last_s), strict=True)]
+        export_kaldi(utterances, tmp_path / name)
+        assert (tmp_path / name / "segments").is_file() == (name == "parts")
+    assert [u.duration_s for u in import_kaldi(tmp_path / "parts")] == [2.0, 1.5]
+
+
 def test_export_to_kaldi_keeps_speakers_apart(tmp_path: Path) -> None:
     speakers = ["a b", "a_b", "a\tb", " ", "a b"]
     utterances = [Utterance(tmp_path / f"{n}.wav", 1.0, "A", speaker=speaker) for n, speaker in enumerate(speakers)]
