@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import openai
@@ -185,6 +186,27 @@ def test_pings_whose_answers_nobody_takes_are_not_stored(serve: Callable[..., Ru
                 sent += len(ping)
         assert 0 < sent < 50 << 20  # the server took no more
     until_empty(running)
+
+
+def test_many_small_messages_keep_nobody_else_waiting() -> None:
+    async def turns_of_others(messages: int) -> int:
+        message = {"type": "websocket.receive", "text": "{}"}
+        connection = Vosk(Mock(receive=AsyncMock(return_value=message)), Mock(ending=False), Limits())
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        for _ in range(messages):
+            assert await connection.receive() == message
+        task.cancel()
+        return turns
+
+    assert asyncio.run(turns_of_others(100)) >= 100
 
 
 def test_fragments_of_a_message_are_joined(serve: Callable[..., Running]) -> None:
