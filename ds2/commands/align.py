@@ -48,7 +48,9 @@ def run(arguments: Sequence[str]) -> None:
     device = resolve_device(args.device)
     loaded = load_model(file, device)
     utterances = scored_utterances(args.manifests, loaded.alphabet)
-    recordings = _recordings(utterances)
+    recordings: dict[Path, list[int]] = {}  # positions of the utterances of each, in order of time
+    for index in sorted(range(len(utterances)), key=lambda i: utterances[i].offset_s):
+        recordings.setdefault(utterances[index].audio_filepath, []).append(index)
     if args.textgrid:
         _check_overlaps(utterances, recordings)
         common = os.path.commonpath([audio.parent for audio in recordings])  # speakers may have files of one name
@@ -80,14 +82,6 @@ def run(arguments: Sequence[str]) -> None:
     for index in worst:
         utterance = utterances[index]
         print(f"{aligned[index].surprise:8.2f}  {utterance.place}  {utterance.text!r}")
-
-
-def _recordings(utterances: Sequence[Utterance]) -> dict[Path, list[int]]:
-    """Positions of the utterances of each recording, in order of time."""
-    recordings: dict[Path, list[int]] = {}
-    for index in sorted(range(len(utterances)), key=lambda i: utterances[i].offset_s):
-        recordings.setdefault(utterances[index].audio_filepath, []).append(index)
-    return recordings
 
 
 def _check_overlaps(utterances: Sequence[Utterance], recordings: Mapping[Path, Sequence[int]]) -> None:

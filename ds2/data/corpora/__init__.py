@@ -2,8 +2,9 @@
 
 import logging
 import random
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 from ds2.data.corpora import layouts
@@ -91,19 +92,13 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
 
 
 def _an4(corpus: str | Path) -> dict[str, list[Utterance]]:
-    by_speaker: dict[str, list[Utterance]] = defaultdict(list)
     utterances = import_an4(corpus, "train")
-    for utterance in utterances:
-        by_speaker[utterance.speaker].append(utterance)
-    order = sorted(by_speaker)
+    sizes = Counter(u.speaker for u in utterances)
+    order = sorted(sizes)
     random.Random(_DEV_SEED).shuffle(order)
-    dev_speakers: set[str] = set()
-    count = 0
-    for speaker in order:
-        if count >= _DEV_FRACTION * len(utterances):
-            break
-        dev_speakers.add(speaker)
-        count += len(by_speaker[speaker])
+    before = accumulate((sizes[speaker] for speaker in order), initial=0)
+    wanted = _DEV_FRACTION * len(utterances)
+    dev_speakers = {speaker for speaker, count in zip(order, before, strict=False) if count < wanted}
     return {
         "train": [u for u in utterances if u.speaker not in dev_speakers],
         "dev": [u for u in utterances if u.speaker in dev_speakers],
