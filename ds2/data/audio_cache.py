@@ -25,7 +25,6 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from ds2.audio.read import AudioError, read_audio, reads_cheaply
 from ds2.audio.shard import check_members, member_of
@@ -35,6 +34,7 @@ from ds2.system import UserError
 from ds2.system.files import atomic_file, remove_stale
 from ds2.system.machine import thread_pool, usable_cores
 from ds2.system.plain import counted, first_of
+from ds2.system.terminal import ProgressBar
 
 log = logging.getLogger(__name__)
 VERSION = 3
@@ -396,7 +396,7 @@ def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> dict
         u = utterances[key]
         return reads_cheaply(u.audio_filepath, data.sample_rate_hz, u.offset_s, u.duration_s, channel=data.channel)
 
-    with tqdm(total=len(utterances), desc="reading headers", unit="utt", disable=None) as progress:
+    with ProgressBar("reading headers", len(utterances), "utterances") as progress:
         results, errors = _on_all_cores(check, list(utterances), progress)
     if errors:
         raise AudioError(summarise_errors(errors, len(utterances)) + _WAY_OUT)
@@ -417,7 +417,7 @@ def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: Data
 
     started, errors, keys, listed = time.monotonic(), list[AudioError](), list(utterances), list(utterances.values())
     log.info("decoding %s, into the audio cache %s", amount(listed), folder)
-    with tqdm(total=len(keys), desc="decoding audio", unit="utt", disable=None) as progress:
+    with ProgressBar("decoding audio", len(keys), "utterances") as progress:
         for first, part in runs(listed, _FILE_SAMPLES / data.sample_rate_hz):
             own = keys[first : first + len(part)]
             with suppress(AudioError), atomic_file(_path(folder, own)) as partial, CacheWriter(partial) as writer:
@@ -435,7 +435,7 @@ def _path(folder: Path, keys: Iterable[bytes]) -> Path:
 
 
 def _on_all_cores(
-    work: Callable[[bytes], Any], keys: list[bytes], progress: tqdm
+    work: Callable[[bytes], Any], keys: list[bytes], progress: ProgressBar
 ) -> tuple[dict[bytes, Any], list[AudioError]]:
     """Return the results of `work` by key and its AudioErrors; other errors end it, after 2 s for its threads."""
     results, errors = dict[bytes, Any](), list[AudioError]()
@@ -449,14 +449,13 @@ def _on_all_cores(
             return key, error
 
     with thread_pool(usable_cores()) as threads:
-        for key, result in threads.imap_unordered(attempt, keys):
+        for key, result in progress.over(threads.imap_unordered(attempt, keys)):
             if isinstance(result, AudioError):
                 errors.append(result)
             elif isinstance(result, BaseException):
                 raise result
             else:
                 results[key] = result
-            progress.update()
     return results, errors
 
 

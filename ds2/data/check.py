@@ -14,7 +14,6 @@ from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from ds2.audio.augment import speed_range
 from ds2.audio.read import END_TOLERANCE_S, QUIET_PEAK, AudioError, EmptyAudioError, audio_blocks, audio_info
@@ -25,6 +24,7 @@ from ds2.system.files import write_json
 from ds2.system.machine import usable_cores
 from ds2.system.plain import counted
 from ds2.system.signals import worker_processes
+from ds2.system.terminal import ProgressBar
 from ds2.text.alphabet import Alphabet, describe, fewest_frames, unread_message
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
@@ -235,11 +235,10 @@ def _probe_all(utterances: Sequence[Utterance], data: DataConfig) -> list[Probe]
     measure = partial(probe, sample_rate_hz=data.sample_rate_hz, channel=data.channel)
     workers = nullcontext() if len(utterances) <= _MAX_IN_PROCESS else worker_processes(usable_cores())
     probes: list[Probe] = []
-    with tqdm(total=len(utterances), desc="reading audio", unit="utt", disable=None) as progress, workers as pool:
+    with ProgressBar("reading audio", len(utterances), "utterances") as progress, workers as pool:
         try:
-            for measured in pool.map(measure, utterances, chunksize=_CHUNK) if pool else map(measure, utterances):
-                probes.append(measured)
-                progress.update()
+            measured = pool.map(measure, utterances, chunksize=_CHUNK) if pool else map(measure, utterances)
+            probes.extend(progress.over(measured))
         except BrokenProcessPool as error:
             names = ", ".join(str(u.audio_filepath) for u in utterances[len(probes) : len(probes) + _CHUNK])
             raise AudioError(

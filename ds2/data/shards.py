@@ -14,7 +14,6 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import soundfile
-from tqdm import tqdm
 
 from ds2.audio.read import AudioError
 from ds2.audio.shard import Shard, ShardError, ShardMember, write_index
@@ -23,6 +22,7 @@ from ds2.data.manifest import Utterance, runs, write_manifest
 from ds2.system.files import atomic_file
 from ds2.system.machine import thread_pool, usable_cores
 from ds2.system.plain import counted
+from ds2.system.terminal import ProgressBar
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def write_shards(
     parts = list(runs(utterances, shard_bytes // 2 / sample_rate_hz))
     with (
         thread_pool(usable_cores()) as threads,
-        tqdm(total=len(utterances), desc="writing shards", unit="utt", disable=None) as progress,
+        ProgressBar("writing shards", len(utterances), "utterances") as progress,
     ):
         for number, (first, part) in enumerate(parts):
             path = folder / f"{number:06d}.tar"
@@ -85,7 +85,7 @@ def write_shards(
                 write_index(path, members.values(), made_from if not failed else "")
             else:
                 reused += 1
-                progress.update(len(part))
+                progress.update(progress.done + len(part))
             for position, utterance in enumerate(part, first):
                 if position in members:
                     member = members[position]
@@ -112,7 +112,7 @@ def _write(
     sample_rate_hz: int,
     channel: int,
     threads: ThreadPool,
-    progress: tqdm,
+    progress: ProgressBar,
 ) -> tuple[dict[int, ShardMember], list[AudioError]]:
     def encode(utterance: Utterance) -> tuple[bytes, int] | AudioError:
         try:
@@ -131,8 +131,7 @@ def _write(
     ):
         for start in range(0, len(part), step):
             chunk = part[start : start + step]
-            for position, encoded in enumerate(threads.map(encode, chunk, 1), start):
-                progress.update()
+            for position, encoded in enumerate(progress.over(threads.map(encode, chunk, 1)), start):
                 if isinstance(encoded, AudioError):
                     failed.append(encoded)
                     continue

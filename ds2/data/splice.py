@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from ds2.data.audio_cache import SPARE_BYTES, AudioStore
 from ds2.data.manifest import Utterance, write_manifest
@@ -29,6 +28,7 @@ from ds2.system import UserError
 from ds2.system.files import name_errors
 from ds2.system.machine import usable_cores
 from ds2.system.signals import worker_processes
+from ds2.system.terminal import ProgressBar
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def write_spliced(
     _splicer = splicer
     with (
         worker_processes(usable_cores(), "fork") as pool,
-        tqdm(total=round(hours, 2), desc="splicing", unit="h", disable=None) as progress,
+        ProgressBar("splicing", 3600 * hours, "s of audio") as progress,
     ):
         running = deque(pool.submit(_spoken, *job, seed) for job in islice(jobs, 2 * usable_cores()))
         while running and samples < wanted and (written or failures < _MOST_FAILURES):
@@ -285,7 +285,7 @@ def write_spliced(
                 duration_s = count / splicer.rate_hz
                 written.append(Utterance(path.absolute(), duration_s, " ".join(text.words), speaker=speaker))
                 samples += count
-                progress.update(duration_s / 3600)
+                progress.update(samples / splicer.rate_hz)
         for job in running:
             job.cancel()
     if failures:

@@ -9,16 +9,17 @@ import tempfile
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Self, TextIO, cast
+from typing import Self, TextIO, TypeVar, cast
 
 log = logging.getLogger(__name__)
 _stderr_lock = threading.Lock()
 _CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories
 _ALLOWED = "\n\t\u200c\u200d"  # of these; the last two join letters in Persian, Hindi and others
 _EVERY_S = 60.0
+Item = TypeVar("Item")
 
 
 def visible(text: str) -> str:
@@ -127,7 +128,7 @@ def safe_output() -> Iterator[None]:
 
 
 class ProgressBar:
-    """Shows how much of some work is done, on the error stream.
+    """Shows how much of some work is done: a bar on a terminal, elsewhere a line of the log a minute.
 
     Args:
         what: the work, in a few words; may be changed later.
@@ -154,6 +155,12 @@ class ProgressBar:
         elif self.shown and (now := time.monotonic()) - self._reported_at >= _EVERY_S:
             self._reported_at = now
             log.info("%s: %s", self.what, self._line(now))
+
+    def over(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items; each is one unit of the work, done when the next is asked for."""
+        for item in items:
+            yield item
+            self.update(self.done + 1)
 
     def _line(self, now: float) -> str:
         if self.total is None or not self.done:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ds2.audio.features import Features
 from ds2.config.convert import config_to_dict, flat
@@ -28,6 +27,7 @@ from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.system import tensor_file
 from ds2.system.plain import FieldError, first_of, from_plain, short_repr
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, TensorCopies, counting_modules, with_prefix, without_prefix
+from ds2.system.terminal import ProgressBar
 from ds2.text.alphabet import Alphabet
 from ds2.training.optim import WeightAverage, state_shapes
 
@@ -433,8 +433,8 @@ def initial_state(
     elif config.features.normalise == "corpus":
         chosen = np.random.default_rng(config.train.seed).permutation(len(loader.utterances))
         drawn = chosen[:_STATISTICS_UTTERANCES]
-        shown = tqdm(drawn, desc="feature statistics", unit="utt", disable=None)
-        state.features.estimate(torch.from_numpy(loader.audio[int(i)]) for i in shown)
+        with ProgressBar("feature statistics", len(drawn), "utterances") as progress:
+            state.features.estimate(torch.from_numpy(loader.audio[int(i)]) for i in progress.over(drawn))
     return state.tensors(), state.progress
 
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from tqdm import tqdm
-
 from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
 from ds2.audio.shard import member_of
 from ds2.data.manifest import Utterance
 from ds2.system import UserError, files
 from ds2.system.machine import usable_cores
 from ds2.system.plain import counted, first_of
+from ds2.system.terminal import ProgressBar
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +66,11 @@ def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: S
     Raises:
         ImporterError: some audio is missing or unreadable and `skip_bad` is false, or no utterance is left.
     """
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        measured = list(
-            tqdm(pool.map(_measure, entries), total=len(entries), desc="reading headers", unit="utt", disable=None)
-        )
+    with (
+        ProgressBar("reading headers", len(entries), "utterances") as progress,
+        ThreadPoolExecutor(usable_cores()) as pool,
+    ):
+        measured = list(progress.over(pool.map(_measure, entries)))
     problems = [*problems, *(m for m in measured if isinstance(m, str))]
     utterances: list[Utterance] = []
     listed: dict[tuple[Path, float], str] = {}

@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,14 @@ def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture, mo
     caplog.set_level("INFO")
     now = [0.0]
     monkeypatch.setattr("ds2.system.terminal.time", SimpleNamespace(monotonic=lambda: now[0]))
-    with ProgressBar("reading", 200, "files") as progress:
-        for done in range(1, 201):
+
+    def items() -> Iterator[float]:
+        for _ in range(200):
             now[0] += 1.0
-            progress.update(done)
+            yield now[0]
+
+    with ProgressBar("reading", 200, "files") as progress:
+        assert list(progress.over(items())) == list(range(1, 201))
     assert [record.getMessage() for record in caplog.records] == [
         "reading: 60 of 200 files, 2 min left",
         "reading: 120 of 200 files, 1 min left",
