@@ -31,6 +31,7 @@ _FORMATS = {
     "mp3": ("MP3", "MPEG_LAYER_III", 0),
 }
 assert tuple(_FORMATS) == CODECS
+_MP3_DELAY = 1105  # samples that LAME and decoders put first; at low rates no tag tells the decoder to remove them
 _MP3_RATES_HZ = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 
@@ -99,6 +100,8 @@ def apply_codec(waveform: Waveform, codec: str, sample_rate_hz: int) -> Waveform
     if len(waveform) == 0:
         return waveform
     decoded, decoded_hz = soundfile.read(io.BytesIO(encode(waveform, codec, sample_rate_hz)), dtype="float32")
+    if codec == "mp3" and len(decoded) > len(waveform) * decoded_hz / sample_rate_hz + 1:
+        decoded = decoded[_MP3_DELAY:]
     if decoded_hz != sample_rate_hz:
         decoded = soxr.resample(decoded, decoded_hz, sample_rate_hz)
     output = np.zeros_like(waveform)
