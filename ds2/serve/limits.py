@@ -2,6 +2,7 @@
 
 import difflib
 import hmac
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from urllib.parse import unquote
@@ -17,6 +18,7 @@ from ds2.system.plain import short_repr
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
 
 _MISSPELT = 0.8  # how alike two names are, as difflib counts
+_MAX_NAMES = 100  # of settings that are looked at: more take time of other clients
 KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
 
 
@@ -89,9 +91,10 @@ def refuse_misspelt(names: Iterable[str], known: Collection[str], place: str = "
     Raises:
         BadRequestError: such a name.
     """
-    for name in names:
-        if name not in known and (nearest := difflib.get_close_matches(name, known, 1, _MISSPELT)):
-            raise BadRequestError(f"{place}{name[:40]} is no setting; did you mean {place}{nearest[0]}?")
+    for name in itertools.islice(names, _MAX_NAMES):
+        shown = name[:40]
+        if name not in known and (nearest := difflib.get_close_matches(shown, known, 1, _MISSPELT)):
+            raise BadRequestError(f"{place}{shown} is no setting; did you mean {place}{nearest[0]}?")
 
 
 @dataclass(frozen=True)

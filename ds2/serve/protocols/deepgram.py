@@ -89,7 +89,7 @@ class Deepgram(Connection):
                 return
             elif kind != "KeepAlive":
                 messages = "KeepAlive, Finalize, CloseStream"
-                raise BadRequestError(f"type={kind!r} is no message of this interface: {messages}")
+                raise BadRequestError(f"type={short_repr(kind)} is no message of this interface: {messages}")
 
     async def _accept(self, data: bytes) -> None:
         result = await self.accept_audio(data)

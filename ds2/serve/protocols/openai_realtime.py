@@ -173,7 +173,7 @@ class Realtime(Connection):
             or audio_format.get("rate") not in (None, _FORMATS[kind][0])
         ):
             taken = ", ".join(f"{name} at {rate_hz}" for name, (rate_hz, _) in _FORMATS.items())
-            raise BadRequestError(f"session.audio.input.format={audio_format!r} is none of {taken}")
+            raise BadRequestError(f"session.audio.input.format={short_repr(audio_format)} is none of {taken}")
         transcription = _object(audio_input, "transcription")
         refuse_misspelt(audio_input, _INPUT, "session.audio.input.")
         refuse_misspelt(transcription, _TRANSCRIPTION_SETTINGS, "session.audio.input.transcription.")
@@ -224,7 +224,7 @@ def _object(outer: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the object that `outer` holds under a name; an empty one if there is none."""
     inner = outer.get(name)
     if inner is not None and not isinstance(inner, dict):
-        raise BadRequestError(f"{name} is {inner!r}, it must be an object")
+        raise BadRequestError(f"{name} is {short_repr(inner)}, it must be an object")
     return inner or {}
 
 

@@ -11,6 +11,7 @@ weights, the syntax of `ds2.decoding.phrases` in `grammar`, and `endpoints`, whe
 `false_alarms` an hour of each; in results each is one word, and other speech "[unk]".
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -104,7 +105,7 @@ class Vosk(Connection):
 
 def _shown(names: Iterable[str]) -> str:
     """Names that a client sent, as far as they fit into a message."""
-    return ", ".join(map(short_repr, names))[:200] or "nothing"
+    return ", ".join(map(short_repr, itertools.islice(names, 20)))[:200] or "nothing"
 
 
 def _without_unknown(phrases: Any) -> Any:

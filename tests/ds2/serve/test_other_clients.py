@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import json
 import logging
 import re
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ from support.serving import (
 from websockets.exceptions import ConnectionClosed
 
 from ds2.recognition.open_segments import Endpoints
+from ds2.serve.limits import refuse_misspelt
 from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 
 PIECE = 6400  # bytes
@@ -136,6 +139,23 @@ def test_deepgrams_errors_say_what_is_allowed(
     [error] = listen(running, [], **settings)
     assert error.type == "Error" and message in error.description
     assert running.metric("ds2_sessions") == 0
+
+
+def test_an_error_repeats_no_long_message(shared: Callable[..., Running]) -> None:
+    async def refused() -> Any:
+        async with connect(f"{shared().websocket}v1/listen?encoding=linear16&sample_rate={RATE_HZ}") as ws:
+            await ws.send(json.dumps({"type": "x" * 1000}))
+            return json.loads(await ws.recv())
+
+    error = asyncio.run(refused())
+    assert "is no message of this interface" in error["description"] and len(error["description"]) < 300
+
+
+def test_names_of_any_number_and_length_are_compared_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = Mock(wraps=difflib.get_close_matches)
+    monkeypatch.setattr(difflib, "get_close_matches", compare)
+    refuse_misspelt([f"{number}" + "x" * number for number in range(1000)], ["known"])
+    assert compare.call_count <= 100 and max(len(call.args[0]) for call in compare.call_args_list) <= 40
 
 
 def test_deepgrams_client_sends_its_key_and_hot_words(serve: Callable[..., Running]) -> None:

@@ -101,6 +101,8 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(shared: Callabl
         ({"type": "session.update", "session": {"type": "realtime"}}, "transcription"),
         ({"type": "session.update", "session": session({"type": "semantic_vad"})}, "server_vad"),
         ({"type": "session.update", "session": session(3)}, "turn_detection is 3"),
+        (update(turn_detection="x" * 1000), "it must be an object"),
+        (update(format={"type": "x" * 1000}), "is none of audio/pcm"),
         ({"type": "session.update", "session": session(_silence(True))}, "=True is not allowed"),
         ({"type": "session.update", "session": session(_silence(10**400))}, "above 0 to 3600000"),
         ({"type": "session.update", "session": {"type": "transcription", "audio": {"input": []}}}, "input is"),
@@ -114,7 +116,7 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(shared: Callabl
             for event, message in bad:
                 await connection.send(event)
                 answer = await connection.recv()
-                assert answer.type == "error" and message in answer.error.message
+                assert answer.type == "error" and message in answer.error.message and len(answer.error.message) < 500
                 assert answer.error.event_id == event.get("event_id")
             await send(connection, data)
             await connection.input_audio_buffer.clear()
