@@ -260,7 +260,7 @@ def nothing(*_: Any, **__: Any) -> None:
 def stand_ins(machine: Machine, dev: Sequence[Utterance]) -> list[tuple[Any, str, Any]]:
     """As `fuzzing.processes.stand_ins`, what a training uses; `dev` are the utterances of its dev set."""
     board = SimpleNamespace(add_custom_scalars=nothing, add_scalar=nothing, close=nothing)
-    bar = nullcontext(SimpleNamespace(update=nothing, set_postfix_str=nothing, disable=True))
+    bar = nullcontext(SimpleNamespace(update=nothing, over=iter, set_postfix_str=nothing, disable=True))
     return [
         (tensor_file, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map))),
         (states, "config_to_dict", lambda _: SETTINGS),
@@ -278,7 +278,7 @@ def stand_ins(machine: Machine, dev: Sequence[Utterance]) -> list[tuple[Any, str
         (audio_cache, "Path", DiskPath),
         (audio_cache, "read_audio", read_audio),
         (audio_cache, "thread_pool", lambda _: nullcontext(SimpleNamespace(imap_unordered=map))),
-        (audio_cache, "tqdm", lambda *_, **__: bar),
+        (audio_cache, "ProgressBar", lambda *_, **__: bar),
         (dev_set, "scored_utterances", lambda *_: dev),
         (dev_set, "_SHOWN", 0),
         (dev_set, "feasible_rows", lambda lengths, *_: lengths > 0),
