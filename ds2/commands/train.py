@@ -24,7 +24,8 @@ from ds2.commands.common import report_errors
 from ds2.config.convert import documented_keys
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import launched
-from ds2.system.files import PictureError, new_figure, read_log, save_picture, write_text
+from ds2.system import UserError
+from ds2.system.files import new_figure, read_log, save_picture, write_text
 from ds2.system.machine import quick_imports
 from ds2.system.plain import did_you_mean
 from ds2.system.signals import default_signals
@@ -235,7 +236,7 @@ def finish(folder: Path, jobs: Sequence[Job], metric: str) -> str:
     try:
         _draw(jobs, metric, picture)
         drawn = f" and {picture}"
-    except PictureError as error:
+    except UserError as error:
         drawn = f"; {error}"
     return f"{table}\nwrote {folder / 'ranking.txt'}{drawn}"
 

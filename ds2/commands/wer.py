@@ -151,7 +151,7 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, TextLine
         Utterances by the key that matches references and hypotheses, with texts in composed characters (NFC).
 
     Raises:
-        TextError: the file is unreadable or not UTF-8.
+        UserError: the file is unreadable or not UTF-8.
         UserError: a bad manifest line, or a key listed twice.
     """
     lines = [line for _, line in read_lines(path)]

@@ -129,7 +129,7 @@ def read_manifest(path: str | Path, seen: dict[tuple[Path, float], str] | None =
         ManifestError: names file:line and the reason for the first errors: not UTF-8, not a JSON object, a key missing
             or of a wrong type, a number that is negative, not finite or over a week, or an utterance (same file and
             offset) that was listed before; or the manifest is without utterances.
-        TextError: the manifest is unreadable.
+        UserError: the manifest is unreadable.
     """
     path, seen = Path(path), {} if seen is None else seen
     if path.suffix.lower() in AUDIO_SUFFIXES:
@@ -394,7 +394,7 @@ def _reason(conditions: Conditions, utterance: Utterance) -> str:
 
 
 def draw(utterances: Sequence[Utterance], path: Path) -> None:
-    """Draw histograms of durations and of pace; raises PictureError as `new_figure` and `save_picture`."""
+    """Draw histograms of durations and of pace; raises UserError as `new_figure` and `save_picture`."""
     figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     left.hist([u.duration_s for u in utterances], bins=_BINS)

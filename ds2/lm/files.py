@@ -321,7 +321,7 @@ def read_arpa(path: Path) -> NGram:
     Raises:
         LanguageModelError: the file is truncated or malformed (the message names the line), an n-gram is repeated or
             its prefix is not listed, or <s> or </s> is missing.
-        TextError: the file does not exist, is no UTF-8 or a damaged archive.
+        UserError: the file does not exist, is no UTF-8 or a damaged archive.
     """
     return _Reader(path).read()
 

@@ -181,7 +181,7 @@ def read_ends(path: Path) -> WordEnds:
     """Read a file of `ds2 align --out`.
 
     Raises:
-        TextError: the file cannot be read.
+        UserError: the file cannot be read.
         ConfigError: a line that such a file does not have.
     """
     known: dict[tuple[str, float], list[End]] = {}

@@ -242,25 +242,21 @@ def write_json_lines(path: Path, values: Iterable[object]) -> None:
     write_text(path, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
 
 
-class PictureError(UserError):
-    """A picture cannot be drawn: matplotlib is not installed, or it writes no files of this suffix."""
-
-
 def new_figure(width_in: float, height_in: float) -> Any:
-    """Return an empty figure of matplotlib, for `save_picture`; raises PictureError without matplotlib."""
+    """Return an empty figure of matplotlib, for `save_picture`; raises UserError without matplotlib."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs that it looks for fonts, the first time
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PictureError("a picture needs matplotlib: pip install matplotlib") from error
+        raise UserError("a picture needs matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width_in, height_in), layout="constrained")
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a figure atomically in the format of the path's suffix, PNG without one; raises PictureError for others."""
+    """Write a figure atomically in the format of the path's suffix, PNG without one; raises UserError for others."""
     kind, kinds = path.suffix[1:].lower() or "png", figure.canvas.get_supported_filetypes()
     if kind not in kinds:
-        raise PictureError(f"{path}: {path.suffix} is no kind of picture: end its name in one of .{', .'.join(kinds)}")
+        raise UserError(f"{path}: {path.suffix} is no kind of picture: end its name in one of .{', .'.join(kinds)}")
     with atomic_file(path) as partial:
         figure.savefig(partial, dpi=150, format=kind)
 
@@ -293,16 +289,12 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
-class TextError(UserError):
-    """A text that cannot be read; the message names the file, the line and what to do."""
-
-
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a small file; raises TextError as `read_byte_lines`, and for more than `max_bytes`."""
+    """Return the content of a small file; raises UserError as `read_byte_lines`, and for more than `max_bytes`."""
     with _text_errors(path), _open_text(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise TextError(f"{path}: is longer than {max_bytes} bytes, the most that is read: is it the right file?")
+        raise UserError(f"{path}: is longer than {max_bytes} bytes, the most that is read: is it the right file?")
     return content
 
 
@@ -310,11 +302,11 @@ def files_beneath(folder: Path) -> Iterator[Path]:
     """Yield the files beneath a folder, by folder and name, those of linked folders too; each folder once.
 
     Raises:
-        TextError: a folder in it cannot be listed.
+        UserError: a folder in it cannot be listed.
     """
 
     def refuse(error: OSError) -> NoReturn:
-        raise TextError(f"{error.filename}: {error.strerror}: correct its permissions, or move it away") from error
+        raise UserError(f"{error.filename}: {error.strerror}: correct its permissions, or move it away") from error
 
     walked: set[tuple[int, int]] = set()
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
@@ -333,7 +325,7 @@ def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     A byte-order mark of UTF-8 is removed.
 
     Raises:
-        TextError: the file does not exist or is neither a regular file nor `-`, a damaged archive or one that unpacks
+        UserError: the file does not exist or is neither a regular file nor `-`, a damaged archive or one that unpacks
             to more than 100 times its size, UTF-16, or a line of more than MAX_LINE_BYTES.
     """
     number, unpacked = 0, 0
@@ -343,29 +335,29 @@ def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         while line := file.readline(MAX_LINE_BYTES + 1):
             unpacked += len(line)
             if unpacked > max_bytes:
-                raise TextError(
+                raise UserError(
                     f"{path}:{number + 1}: unpacks to more than {_MAX_UNPACKED} times its {packed} bytes, as no text "
                     "does; unpack it first if it is one"
                 )
             if number == 0:
                 if line.startswith(_UTF16_MARKS):
-                    raise TextError(f"{path}:1: is not UTF-8 but UTF-16; save the file as UTF-8")
+                    raise UserError(f"{path}:1: is not UTF-8 but UTF-16; save the file as UTF-8")
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                raise TextError(f"{path}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB; break the line")
+                raise UserError(f"{path}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB; break the line")
             yield number, line.removesuffix(b"\n")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number, line without its end of line) of a UTF-8 text.
 
-    Errors are those of `read_byte_lines`, and TextError for bytes that are not UTF-8 and for NUL characters.
+    Errors are those of `read_byte_lines`, and UserError for bytes that are not UTF-8 and for NUL characters.
     """
     for number, line in read_byte_lines(path):
         text = decode(line, f"{path}:{number}")
         if "\0" in text:
-            raise TextError(f"{path}:{number}: contains NUL characters: is it UTF-16? Save the file as UTF-8")
+            raise UserError(f"{path}:{number}: contains NUL characters: is it UTF-16? Save the file as UTF-8")
         yield number, text
 
 
@@ -382,11 +374,11 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def decode(line: bytes, source: str) -> str:
-    """Decode UTF-8; raises TextError with the source ("file:line") and the first byte that is not UTF-8."""
+    """Decode UTF-8; raises UserError with the source ("file:line") and the first byte that is not UTF-8."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise TextError(
+        raise UserError(
             f"{source}: byte {error.start + 1} is not UTF-8; save the file as UTF-8, e.g. by iconv -f latin1 -t utf-8"
         ) from error
 
@@ -400,7 +392,7 @@ def _open_text(path: Path) -> Iterator[BinaryIO]:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device, which may never end"
-            raise TextError(f"{path}: is {kind}; give a regular file, or - for standard input")
+            raise UserError(f"{path}: is {kind}; give a regular file, or - for standard input")
         if path.suffix == ".gz":
             with gzip.open(file) as unpacked:
                 yield unpacked  # type: ignore[misc]  # it is a BinaryIO in all that is used
@@ -417,4 +409,4 @@ def _text_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or f"cannot be read ({error}); copy it again"
-        raise TextError(f"{path}: {reason}") from error
+        raise UserError(f"{path}: {reason}") from error

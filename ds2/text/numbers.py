@@ -34,10 +34,6 @@ _SYMBOLS = "$€£¥₺₽₹₩¢№′″%‰°§#&+=±×÷*^<>~@_|\\²³¹½�
 _INSIDE = r".,:/\-–−'’⁄"  # between two digits these make one number, date, time or range
 
 
-class NumbersError(UserError):
-    """Numbers cannot become words of this language; the message names the language and what to do."""
-
-
 @dataclass(frozen=True)
 class _Forms:
     """The words that a language adds to a number with a sign, a unit or a currency."""
@@ -114,7 +110,7 @@ def spell_numbers(text: str, language: str) -> str:
     words become spaces. `language` is a code such as en, de, tr, pt_PT.
 
     Raises:
-        NumbersError: unicode-rbnf is not installed or does not know the language.
+        UserError: unicode-rbnf is not installed or does not know the language.
     """
     if any(character.isnumeric() for character in text):
         for pattern, read in _rules(language):
@@ -134,13 +130,13 @@ def number_words(language: str) -> list[str]:
     forms = ("0.1", "1,2", "50%", "$3.50", "3,50 €", "£3.50", "10:30", "1/2", "20 °C", "5–6")
     try:
         spelled = [spell_numbers(str(number), language) for number in (*whole, *ordinals, *forms)]
-    except NumbersError:
+    except UserError:
         return []
     return [words for words in spelled if not any(map(str.isdigit, words))]
 
 
 def check_numbers(language: str) -> None:
-    """Raise NumbersError if numbers cannot become words of this language; an empty one is allowed."""
+    """Raise UserError if numbers cannot become words of this language; an empty one is allowed."""
     if language:
         _engine(language)
 
@@ -408,17 +404,17 @@ _EXTRA = {"en": _english, "de": _german, "es": _spanish, "fr": _french}  # ordin
 
 @cache
 def _engine(language: str) -> Any:
-    """Return CLDR's rules of a language; raises NumbersError if there are none."""
+    """Return CLDR's rules of a language; raises UserError if there are none."""
     try:
         from unicode_rbnf import RbnfEngine
     except ImportError as error:
-        raise NumbersError(f"alphabet.numbers={language} needs unicode-rbnf: pip install unicode-rbnf") from error
+        raise UserError(f"alphabet.numbers={language} needs unicode-rbnf: pip install unicode-rbnf") from error
     known = numbers_languages()
     code = language.replace("-", "_")
     names = [_ALIASES.get(name, name) for name in (code, code.split("_")[0])]
     name = next((name for name in names if name in known), "")
     if not name:
-        raise NumbersError(
+        raise UserError(
             f"alphabet.numbers={language!r}: number words are known for {', '.join(known)}; for another language write "
             "the numbers of transcripts as words, or leave alphabet.numbers empty and add the digits to "
             "alphabet.symbols"

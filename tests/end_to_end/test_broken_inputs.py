@@ -16,7 +16,7 @@ import soundfile
 
 from ds2.audio.read import AudioError, EmptyAudioError, audio_blocks, audio_info, read_audio
 from ds2.data.manifest import ManifestError, read_manifest
-from ds2.system.files import TextError
+from ds2.system import UserError
 
 RATE_HZ = 16000
 TONE = 0.3 * np.sin(2 * np.pi * 440 * np.arange(RATE_HZ) / RATE_HZ)
@@ -223,13 +223,13 @@ def test_an_empty_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_utf_16_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_bytes(line().decode().encode("utf-16"))
-    with pytest.raises(TextError, match="UTF-16; save the file as UTF-8"):
+    with pytest.raises(UserError, match="UTF-16; save the file as UTF-8"):
         read_manifest(tmp_path / "m.jsonl")
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", ""])
 def test_a_missing_manifest_or_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(TextError, match=r"No such file|Is a directory"):
+    with pytest.raises(UserError, match=r"No such file|Is a directory"):
         read_manifest(tmp_path / name)
 
 

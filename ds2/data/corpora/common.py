@@ -97,7 +97,7 @@ def to_utterances(entries: Sequence[CorpusEntry], *, skip_bad: bool, problems: S
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield ("file:line", stripped text) of the lines of a UTF-8 file that are not blank; raises TextError."""
+    """Yield ("file:line", stripped text) of the lines of a UTF-8 file that are not blank; raises UserError."""
     return ((f"{path}:{number}", line.strip()) for number, line in files.read_lines(path) if line.strip())
 
 
@@ -123,7 +123,7 @@ def read_transcripts(paths: Iterable[Path], encoding: str) -> tuple[dict[Path, s
     for path in paths:
         try:
             contents[path] = files.read_bytes(path, max_bytes=files.MAX_LINE_BYTES)
-        except files.TextError as error:
+        except UserError as error:
             problems[path] = str(error)
         else:
             encodings[_unicode_encoding(contents[path])].append(path)

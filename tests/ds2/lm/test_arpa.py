@@ -18,8 +18,8 @@ from ds2.lm import files as lm_files
 from ds2.lm.files import arpa_file, load_ngram, read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import TENSORS, LanguageModelError, NGram, to_levels
-from ds2.system import files
-from ds2.system.files import TextError, cache_dir
+from ds2.system import UserError, files
+from ds2.system.files import cache_dir
 
 SMALL = """\
 made by hand
@@ -136,7 +136,7 @@ def test_a_count_that_the_file_cannot_hold_is_refused(count: str, packed: bool, 
 def test_wrong_encodings_and_folders_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.arpa"
     path.write_bytes(SMALL.replace("b", "\u00e9").encode("latin-1"))
-    with pytest.raises(TextError, match=r"m\.arpa:\d+: byte \d+ is not UTF-8"):
+    with pytest.raises(UserError, match=r"m\.arpa:\d+: byte \d+ is not UTF-8"):
         read_arpa(path)
     with pytest.raises(LanguageModelError, match="could not be written"):
         write_arpa(estimate([["a"]], 1).model, path / "under" / "a.arpa")

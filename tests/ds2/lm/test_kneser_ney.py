@@ -22,7 +22,7 @@ from ds2.lm.files import load_ngram
 from ds2.lm.kneser_ney import Estimate, estimate
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.lm.sentences import SentenceReader, perplexity
-from ds2.system.files import TextError
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet
 
 TINY = [
@@ -220,10 +220,10 @@ def test_bad_texts_are_named(name: str, content: bytes, match: str, tmp_path: Pa
     (tmp_path / name).write_bytes(content)
     (tmp_path / "good.txt").write_text("the cat sat\n")
     command = ["build", "--order", "2", "--output", str(tmp_path / "out.lm")]
-    with pytest.raises((LanguageModelError, TextError), match=match):
+    with pytest.raises((LanguageModelError, UserError), match=match):
         run([*command, str(tmp_path / name)])
     assert not (tmp_path / "out.lm").exists()
-    with pytest.raises((LanguageModelError, TextError), match=match):
+    with pytest.raises((LanguageModelError, UserError), match=match):
         run([*command, str(tmp_path / "good.txt"), "--heldout", str(tmp_path / name)])
 
 

@@ -19,7 +19,7 @@ from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.latency import aligned_ends, measure_latency, read_ends, word_delays
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import BLOCK_S
-from ds2.system.files import TextError
+from ds2.system import UserError
 
 CPU = torch.device("cpu")
 
@@ -135,7 +135,7 @@ def test_options_and_files_that_do_not_fit_are_refused(
     times.write_text("")
     with pytest.raises(ConfigError, match="has no words of"):
         read_ends(times).of(read_manifest(tone_manifest))
-    with pytest.raises(TextError, match=r"none\.jsonl: No such file"):
+    with pytest.raises(UserError, match=r"none\.jsonl: No such file"):
         read_ends(tmp_path / "none.jsonl")
 
 

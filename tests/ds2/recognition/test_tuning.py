@@ -15,7 +15,7 @@ from ds2.lm.ngram import NGram
 from ds2.lm.sentences import SentenceReader
 from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence, tune_keywords
 from ds2.scoring.wer import ErrorCounts
-from ds2.system.files import PictureError
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b"))
@@ -53,7 +53,7 @@ def test_the_search_finds_weights_that_mend_errors(method: str, tmp_path: Path) 
     assert len({(t.alpha, t.beta, t.beam) for t in trials}) == len(trials) > 9
     assert choose(trials).errors.errors == 0
     draw(trials, choose(trials), tmp_path / "surface.png")
-    with pytest.raises(PictureError, match="is no kind of picture"):
+    with pytest.raises(UserError, match="is no kind of picture"):
         draw(trials, choose(trials), tmp_path / "surface.xyz")
     assert (tmp_path / "surface.png").read_bytes().startswith(b"\x89PNG")
 

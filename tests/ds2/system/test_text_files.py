@@ -15,7 +15,8 @@ from ds2.commands.wer import read_texts
 from ds2.data.corpora import import_corpus
 from ds2.data.manifest import read_manifest
 from ds2.lm.sentences import SentenceReader
-from ds2.system.files import MAX_LINE_BYTES, TextError, read_byte_lines, read_bytes, read_lines, read_log
+from ds2.system import UserError
+from ds2.system.files import MAX_LINE_BYTES, read_byte_lines, read_bytes, read_lines, read_log
 
 READERS: dict[str, Callable[[Path], object]] = {
     "lines": lambda path: list(read_lines(path)),
@@ -32,7 +33,7 @@ def test_pipes_devices_and_folders_are_refused_at_once(tmp_path: Path, reader: s
     fifo = tmp_path / "a.txt"
     os.mkfifo(fifo)
     for path in (fifo, Path("/dev/zero")):
-        with pytest.raises(TextError, match=rf"{path}: is a pipe or device.* give a regular file, or - for standard"):
+        with pytest.raises(UserError, match=rf"{path}: is a pipe or device.* give a regular file, or - for standard"):
             READERS[reader](path)
 
 
@@ -54,14 +55,14 @@ def test_a_line_has_a_greatest_length(tmp_path: Path, pack: Callable[[bytes], by
     path.write_bytes(pack(b"x\n" + b"a" * (MAX_LINE_BYTES - 1) + b"\n"))
     assert [len(line) for _, line in read_byte_lines(path)] == [1, MAX_LINE_BYTES - 1]
     path.write_bytes(pack(b"x\n" + b"a" * (MAX_LINE_BYTES + 1)))
-    with pytest.raises(TextError, match=r":2: is longer than 16 MiB"):
+    with pytest.raises(UserError, match=r":2: is longer than 16 MiB"):
         list(read_byte_lines(path))
 
 
 def test_a_small_file_has_a_greatest_size(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     assert read_bytes(tmp_path / "a", max_bytes=5) == b"12345"
-    with pytest.raises(TextError, match="longer than 4 bytes"):
+    with pytest.raises(UserError, match="longer than 4 bytes"):
         read_bytes(tmp_path / "a", max_bytes=4)
 
 
@@ -69,10 +70,10 @@ def test_marks_and_ends_of_lines(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfone\r\n\ntwo")
     assert list(read_lines(tmp_path / "a")) == [(1, "one\r"), (2, ""), (3, "two")]
     (tmp_path / "a").write_bytes("one\n".encode("utf-16"))
-    with pytest.raises(TextError, match="a:1: is not UTF-8 but UTF-16"):
+    with pytest.raises(UserError, match="a:1: is not UTF-8 but UTF-16"):
         list(read_lines(tmp_path / "a"))
     (tmp_path / "a").write_bytes(b"one\ntw\xff")
-    with pytest.raises(TextError, match="a:2: byte 3 is not UTF-8"):
+    with pytest.raises(UserError, match="a:2: byte 3 is not UTF-8"):
         list(read_lines(tmp_path / "a"))
 
 

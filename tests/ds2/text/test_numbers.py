@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds2.config.schema import AlphabetConfig
+from ds2.system import UserError
 from ds2.text.alphabet import Alphabet, AlphabetError
-from ds2.text.numbers import NumbersError, numbers_languages, spell_numbers, unread_numbers
+from ds2.text.numbers import numbers_languages, spell_numbers, unread_numbers
 
 # Words checked by hand.
 ENGLISH = {
@@ -194,7 +195,7 @@ def test_every_language_reads_whole_numbers(language: str) -> None:
 
 
 def test_an_unknown_language_and_a_missing_package_give_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NumbersError, match=r"numbers='klingon'.*known for af.*de.*write the numbers"):
+    with pytest.raises(UserError, match=r"numbers='klingon'.*known for af.*de.*write the numbers"):
         Alphabet.from_config(AlphabetConfig(numbers="klingon"))
 
     plain = builtins.__import__
@@ -206,5 +207,5 @@ def test_an_unknown_language_and_a_missing_package_give_errors(monkeypatch: pyte
 
     monkeypatch.delitem(sys.modules, "unicode_rbnf", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(NumbersError, match="pip install unicode-rbnf"):
+    with pytest.raises(UserError, match="pip install unicode-rbnf"):
         Alphabet.from_config(AlphabetConfig(numbers="en-ZA"))

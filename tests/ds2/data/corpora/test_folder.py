@@ -13,7 +13,7 @@ import soundfile
 
 from ds2.data.corpora import ImporterError, import_corpus
 from ds2.data.manifest import write_manifest
-from ds2.system.files import TextError
+from ds2.system import UserError
 
 
 def record(path: Path, text: str | None) -> None:
@@ -89,7 +89,7 @@ def test_linked_folders_are_read_once_also_where_a_link_leads_back(tmp_path: Pat
 def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path: Path) -> None:
     record(tmp_path / "1.wav", "hello")
     (tmp_path / "bea").mkdir(mode=0)
-    with pytest.raises(TextError, match="bea: Permission denied"):
+    with pytest.raises(UserError, match="bea: Permission denied"):
         import_corpus("folder", tmp_path)
 
 

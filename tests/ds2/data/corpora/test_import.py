@@ -12,19 +12,19 @@ from ds2.data.corpora import (
     import_corpus,
     prepare,
 )
-from ds2.system.files import TextError
+from ds2.system import UserError
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_missing_corpus_is_named(tmp_path: Path, format: str) -> None:
-    with pytest.raises((ImporterError, TextError), match="nowhere"):
+    with pytest.raises((ImporterError, UserError), match="nowhere"):
         import_corpus(format, tmp_path / "nowhere")
 
 
 def test_a_path_that_no_file_can_have_is_named(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text("path,sentence\nwav\0/a.wav,a\n")
-    with pytest.raises(TextError, match=r"table\.csv:2: contains NUL"):
+    with pytest.raises(UserError, match=r"table\.csv:2: contains NUL"):
         import_corpus("csv", table)
 
 
