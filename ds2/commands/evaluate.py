@@ -106,7 +106,9 @@ def run(arguments: Sequence[str]) -> None:
         data = loaded.config.data
         manifests = manifests_of(file, args.manifests, data.test, "data.test")
         options = resolve_options(args.overrides, file, loaded.config)
-        reports = args.out or report_folder(args.model, file)
+        # Reports are beside the model in a run folder, those of a bare model file in the current folder.
+        in_a_run = args.model.is_dir() or (file.parent / "log.jsonl").is_file()
+        reports = args.out or (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"
         if comm.rank == 0:
             check_writable(reports / "report.json")
         recogniser = Recogniser.of(loaded, options, comm.device, args.precision)
@@ -205,12 +207,3 @@ def _robustness(
 def _report_table(manifest: Path, table: str, path: Path) -> None:
     write_text(path, f"{manifest}\n\n{table}")
     print(f"{manifest}\n\n{table}\nreport: {path}")
-
-
-def report_folder(model: Path, file: Path) -> Path:
-    """Return the folder of reports: in the run folder beside the model, or for a bare model file in the current folder.
-
-    `model` is the model file or run folder of the command line.
-    """
-    in_a_run = model.is_dir() or (file.parent / "log.jsonl").is_file()
-    return (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"
