@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.recognition.evaluate import PHONES_ONLY, score, score_words
 from ds2.recognition.recogniser import Recogniser
+from ds2.system.terminal import ProgressBar
 from ds2.text.alphabet import Alphabet
 from ds2.training.ctc import ctc_losses, feasible_rows
 from ds2.training.metrics import LoggedUtterance, RunLog
@@ -77,9 +77,14 @@ class DevEvaluator:
         """
         decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
         parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
-        observed = Observed()
-        watch = partial(self.observe, observed, comm)
-        hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=watch)
+        observed, share = Observed(), len(self.utterances) / comm.world  # of this rank, about
+
+        def watch(indices: Sequence[int], logits: Tensor, lengths: Tensor) -> None:
+            self.observe(observed, comm, indices, logits, lengths)
+            progress.update(progress.done + len(indices))
+
+        with ProgressBar("evaluating the dev set", share, "utterances", shown=comm.rank == 0) as progress:
+            hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=watch)
         report = score(self.utterances, hypotheses, self.alphabet, phones=self.alphabet.pronunciations is not None)
         scores = {"wer": report.wer, "cer": report.cer}
         if step >= _STUCK_STEPS and report.cer > _STUCK_CER:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +77,17 @@ def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Calla
     dev.observe(observed, comm, [0, 1], logits, torch.tensor([3, 3]))
     loss = dev.log(log, 1, [""] * 10, observed, comm)
     assert loss == pytest.approx(-torch.tensor(6 / 125).log().item())  # six of 5^3 paths write one label
+
+
+def test_a_long_evaluation_says_how_far_it_is(
+    tiny_config: Callable[..., Config], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, seconds = tiny_config(), count(0, 61)
+    trainer, log = Trainer(config, Path(config.run_dir)), RunLog(Path(config.run_dir), writes=False)
+    caplog.set_level("INFO")
+    monkeypatch.setattr("ds2.system.terminal.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    trainer.evaluate(log)
+    assert f"evaluating the dev set: 10 of {len(trainer.dev.utterances)} utterances, 0 min left" in caplog.messages
 
 
 def test_a_run_that_never_begins_to_align_gets_advice(
