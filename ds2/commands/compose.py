@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 
 from ds2.config import convert
 from ds2.config.check import check
-from ds2.config.convert import FREE_FORM, Inheritance, read_yaml, text_keys
+from ds2.config.convert import FREE_FORM, read_yaml, text_keys
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import did_you_mean
@@ -239,9 +239,7 @@ def _check_choice(override: Override) -> None:
         raise ConfigError(f"{override.input_line}: choose one of {', '.join(ours)}, or leave {group}= out")
 
 
-def read_config(
-    composed: DictConfig, overrides: Sequence[str], run_dir: Path | None = None
-) -> tuple[Config, Inheritance]:
+def read_config(composed: DictConfig, overrides: Sequence[str], run_dir: Path | None = None) -> tuple[Config, str, str]:
     """Convert a composed tree to a checked Config, and read the files it names: pieces, phones, the initial model.
 
     Args:
@@ -249,7 +247,7 @@ def read_config(
         run_dir: replaces the config's own.
 
     Returns:
-        The config, and its settings that came from `checkpoint.init_from`.
+        The config; its settings that came from `checkpoint.init_from`, and those that differ from it, for the log.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or values that do not work together.
@@ -270,9 +268,9 @@ def read_config(
         raise ConfigError("run_dir is empty: name the folder of the run, such as run_dir=runs/mine")
     if config.alphabet.pieces_file and not config.alphabet.pieces:
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
-    inheritance = Inheritance("", "")
+    replaced = differing = ""
     if config.checkpoint.init_from:
-        inheritance = convert.inherit(config, _initial_config(config), overridden_keys(overrides))
+        replaced, differing = convert.inherit(config, _initial_config(config), overridden_keys(overrides))
         check(config)
     lexicon = config.train.intermediate_lexicon
     phones = list(read_pronunciations(Path(lexicon)).phones) if lexicon and config.model.intermediate else []
@@ -281,7 +279,7 @@ def read_config(
             "model.intermediate_phones follows from train.intermediate_lexicon: leave it out, and name the file"
         )
     config.model.intermediate_phones = phones
-    return config, inheritance
+    return config, replaced, differing
 
 
 def _initial_config(config: Config) -> Config:

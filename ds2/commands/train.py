@@ -124,11 +124,11 @@ def is_sweep(options: Sequence[str]) -> bool:
 def _train(composed: DictConfig) -> int:
     job = HydraConfig.get()
     run_dir = Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN else None
-    config, inheritance = compose.read_config(composed, list(job.overrides.task), run_dir)
-    if inheritance.replaced:
-        log.info("as in %s: %s", config.checkpoint.init_from, inheritance.replaced)
-    if inheritance.differing:
-        log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, inheritance.differing)
+    config, replaced, differing = compose.read_config(composed, list(job.overrides.task), run_dir)
+    if replaced:
+        log.info("as in %s: %s", config.checkpoint.init_from, replaced)
+    if differing:
+        log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, differing)
     with default_signals(), quick_imports():  # mistakes in the settings were reported before torch is loaded
         from ds2.training.loop import train
 

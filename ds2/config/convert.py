@@ -209,15 +209,7 @@ def raise_unknown(key: str) -> NoReturn:
     raise ConfigError(f"unknown key {key!r}; {_CONV if '[' in key else hint}")
 
 
-@dataclass(frozen=True)
-class Inheritance:
-    """The result of `inherit`, as sentences for the log; empty if there is nothing to report."""
-
-    replaced: str  # values of a recipe or a default that were replaced by the model's
-    differing: str  # values of the command line that differ from the model's
-
-
-def inherit(config: Config, stored: Config, explicit: Collection[str]) -> Inheritance:
+def inherit(config: Config, stored: Config, explicit: Collection[str]) -> tuple[str, str]:
     """Copy architecture, features, sample rate and alphabet from the model that a run starts from.
 
     They replace those of a recipe, which are meant for training from scratch. Values of the command line stay, and so
@@ -227,6 +219,9 @@ def inherit(config: Config, stored: Config, explicit: Collection[str]) -> Inheri
         config: changed in place.
         stored: configuration of the model.
         explicit: keys and groups set on the command line, such as `model`, `model.depth`, `alphabet.symbols`.
+
+    Returns:
+        Values of a recipe or a default that were replaced, and those of the command line that differ, for the log.
     """
     replaced, differing = [], []
     names = [(section, field.name) for section in _SECTIONS for field in fields(getattr(config, section))]
@@ -242,7 +237,7 @@ def inherit(config: Config, stored: Config, explicit: Collection[str]) -> Inheri
             replaced.append(f"{key}={_described(theirs)} (not {_described(mine)})")
         elif name != "pieces_file":
             differing.append(f"{key}={_described(mine)} (the model has {_described(theirs)})")
-    return Inheritance(", ".join(replaced), ", ".join(differing))
+    return ", ".join(replaced), ", ".join(differing)
 
 
 def _described(value: object) -> str:
