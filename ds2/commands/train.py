@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
 
     def job(composed: DictConfig) -> None:
         facts = HydraConfig.get()
-        name = facts.job.override_dirname if facts.mode == RunMode.MULTIRUN else ""
+        name = facts.job.override_dirname.replace("++", "") if facts.mode == RunMode.MULTIRUN else ""
         folder = Path(facts.runtime.output_dir)
         if any(other.stopped for other in jobs):  # the signal that stopped it is meant for the sweep
             remaining.append(name)
@@ -203,7 +203,8 @@ class Job:
 
 def folder_name(differing: str) -> str:
     """Return a folder name for `key=value,...`: unsafe characters become _, a long name ends in a hash."""
-    name = re.sub(r"[^\w.,=+-]+", "_", differing) or ALL
+    # Without the ++ of `hydra_overrides`; that of mappings stays, since sweeps that go on have such folders.
+    name = re.sub(r"[^\w.,=+-]+", "_", differing.replace("++model.convs.", "model.convs.")) or ALL
     if len(name) <= _LONGEST_NAME and len(name.encode()) <= _MOST_BYTES:
         return name
     start = name[: _LONGEST_NAME - 9].encode()[: _MOST_BYTES - 9].decode(errors="ignore")

@@ -249,7 +249,8 @@ def _described(value: object) -> str:
 
 def _is_explicit(config: Config, section: str, name: str, explicit: Collection[str]) -> bool:
     names = _LABELS if section == "alphabet" and name in _LABELS else (name,)
-    if (section in _SECTIONS and section in explicit) or any(f"{section}.{one}" in explicit for one in names):
+    settings = tuple(f"{section}.{one}." for one in names)  # with the dot: model.convs.0.causal is one of model.convs
+    if (section in _SECTIONS and section in explicit) or any(f"{key}.".startswith(settings) for key in explicit):
         return True
     default = AlphabetConfig()
     return section == "alphabet" and any(getattr(config.alphabet, one) != getattr(default, one) for one in names)

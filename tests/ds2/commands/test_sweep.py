@@ -62,6 +62,7 @@ def test_a_line_that_a_kill_tore_is_left_out(tmp_path: Path) -> None:
 def test_folder_names_suit_file_systems() -> None:
     assert folder_name("model.hidden=256,optim.learning_rate=0.001") == "model.hidden=256,optim.learning_rate=0.001"
     assert folder_name("data.train=[/a/b.jsonl]") == "data.train=_a_b.jsonl_"
+    assert folder_name("++model.convs.0.causal=True") == "model.convs.0.causal=True"
     long = [folder_name(f"x={'y' * 300}{n}") for n in (1, 2)]
     assert all(len(name) <= 120 for name in long) and long[0] != long[1]
     wide = [folder_name(f"alphabet.symbols={'語' * 90}{n}") for n in (1, 2)]  # 3 bytes each

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ds2.commands.compose import config_dir
-from ds2.config.convert import config_to_dict, declared_settings, read_yaml, to_config
+from ds2.config.convert import config_to_dict, declared_settings, inherit, read_yaml, to_config
 from ds2.config.schema import Config, ConfigError, ConvConfig
 
 
@@ -59,6 +59,14 @@ def test_a_tree_becomes_the_configuration_that_it_came_from() -> None:
     assert to_config(tree) == config
     assert to_config(tree | {"checkpoint": {"sharded": "No"}}).checkpoint.sharded is False
     assert to_config(tree | {"model": {"bidirectional": "yes"}}).model.bidirectional is True
+
+
+@pytest.mark.parametrize("key", ["model", "model.convs", "model.convs.0.causal"])
+def test_a_setting_of_the_command_line_stays_beside_those_of_the_first_model(key: str) -> None:
+    mine, theirs = Config(run_dir="x"), Config(run_dir="y")
+    mine.model.convs[0].causal, theirs.model.depth = True, 3
+    inherit(mine, theirs, {key})
+    assert mine.model.convs[0].causal and mine.model.depth == (8 if key == "model" else 3)
 
 
 def test_words_and_numbers_get_the_type_of_their_setting() -> None:
