@@ -230,8 +230,10 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
 
 
 def _check_choice(override: Override) -> None:
-    """Raise ConfigError for a group that is set to something else than names, which Hydra does not explain."""
+    """Raise ConfigError for a deleted setting, and for a group set to what is no name, which Hydra does not explain."""
     group, choice = override.key_or_group, override.value()
+    if override.is_delete() and "." in group and group in convert.declared_settings() and group not in FREE_FORM:
+        raise ConfigError(f"{override.input_line}: a setting cannot be taken away; set it: {group}=VALUE")
     names = choice if isinstance(choice, list) else [choice]
     if override.is_delete() or isinstance(choice, dict) or all(isinstance(name, str) and name for name in names):
         return

@@ -102,6 +102,7 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("optim=null", "optim=null: choose one of adamw, sgd, or leave optim= out"),
         ("optim=", "optim=: choose one of adamw, sgd"),
         ("optim=[1]", "optim=[1]: choose one of adamw, sgd"),
+        ("~optim.momentum", "~optim.momentum: a setting cannot be taken away; set it: optim.momentum=VALUE"),
         ("recipe=null", "or leave recipe= out"),
         ("corpora/train.jsonl", "name manifests by data.train=[corpora/train.jsonl]"),
         ("run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}", "Environment variable 'DS2_NO_SUCH_VARIABLE' not found"),
