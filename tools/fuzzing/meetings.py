@@ -402,7 +402,7 @@ FAULTS = planted(
     ("the rest of a batch that ranks cannot share evenly is lost", inputs, "rank_part", "batch[rank::world]",
      "batch[rank * (len(batch) // world) : (rank + 1) * (len(batch) // world)]"),
     ("an evaluation counts what one before it, cut off, has counted", DevEvaluator, "evaluate",
-     "observed = Observed()", 'observed = vars(self).setdefault("observed", Observed())'),
+     "observed, share = Observed(),", 'observed, share = vars(self).setdefault("observed", Observed()),'),
 )  # each must be detected  # fmt: skip
 
 
