@@ -1,5 +1,5 @@
 """The network in recognition, on blocks of streams.
 
-network: runs a block of any streams from the description that `AcousticModel.folded` returns. slots: state and input
-samples of the streams. runner: batches of fixed sizes, as CUDA graphs on a GPU; whole files.
+network: runs a block of any streams from the description that `AcousticModel.folded` returns. runner: slots of streams,
+batches of fixed sizes, as CUDA graphs on a GPU; whole files.
 """
