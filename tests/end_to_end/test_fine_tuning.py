@@ -71,6 +71,9 @@ def test_averages_of_layers_of_another_width_begin_anew(
     config = tuned(tiny_overrides, base, "model.hidden=32")
     started = Trainer(config, Path(config.run_dir)).model
     assert (load_model(base).model.norm.batches, started.norm.batches, started.convs[0].norm.batches) == (2, 0, 2)
+    config = tuned(tiny_overrides, base, "model.convs=[{kernel:[7,5],stride:[4,2],channels:4}]")
+    started = Trainer(config, tmp_path / "convs").model
+    assert (started.convs[0].norm.batches, started.recurrent_modules[1].recurrent[0].norm.batches) == (0, 2)
     config = tuned(tiny_overrides, base, "model.hidden=32", "model.norm=rms", "alphabet.symbols='cbxa '")
     caplog.clear()
     Trainer(config, tmp_path / "rms")
