@@ -440,6 +440,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.read_paused = False  # TLS has nothing that could go on: `receive` would fail
         if self._timer is not None:
             self._timer.cancel()
 

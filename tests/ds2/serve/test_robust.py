@@ -23,7 +23,9 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+import uvicorn
 from support.serving import RATE_HZ, WAIT_S, Running, alone, connect, samples_of, speech, text_alone, until
+from uvicorn.server import ServerState
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
@@ -221,6 +223,20 @@ def test_fragments_of_a_message_are_joined(serve: Callable[..., Running]) -> Non
         assert len(connection.frames) <= 1000
         raw.sendall(b"\x80\x82" + bytes(4) + b"ab")
         assert raw.recv(4096)[2:] == b'{"partial": ""}'
+
+
+def test_a_lost_connection_is_not_read_on() -> None:
+    """That of TLS raises an AttributeError then, which was a traceback in the log for each client that vanished."""
+
+    async def receive() -> Any:
+        connection = WebSocketConnection(uvicorn.Config(Mock()), ServerState(), {})
+        connection.connections.add(connection)
+        connection.transport, connection.read_paused = Mock(), True  # a message waited, and was taken
+        connection.connection_lost(None)
+        connection.transport.resume_reading.side_effect = AttributeError
+        return await connection.receive()
+
+    assert asyncio.run(receive())["type"] == "websocket.disconnect"
 
 
 def test_a_client_whose_pongs_wait_behind_its_audio_stays(serve: Callable[..., Running]) -> None:
