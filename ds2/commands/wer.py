@@ -151,8 +151,7 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, TextLine
         Utterances by the key that matches references and hypotheses, with texts in composed characters (NFC).
 
     Raises:
-        UserError: the file is unreadable or not UTF-8.
-        UserError: a bad manifest line, or a key listed twice.
+        UserError: the file is unreadable or not UTF-8, a manifest line is bad, or a key is listed twice.
     """
     lines = [line for _, line in read_lines(path)]
     manifest = next((line for line in lines if line.strip()), "").lstrip().startswith("{")
