@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
@@ -223,7 +224,10 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         # Of an unknown section the error names that alone; the override has the whole key.
         names = [override.lstrip("+~").split("=")[0] for override in overrides]
-        convert.raise_unknown(next((name for name in names if name.split(".")[0] == key), key))
+        name = next((name for name in names if name.split(".")[0] == key), key)
+        if name in convert.declared_settings():
+            raise ConfigError(f"{name}: the recipe has a value in the place of its section: write KEY: VALUE below")
+        convert.raise_unknown(name)
     detail = (cause.msg or str(cause)).splitlines()[0]
     explained = isinstance(cause, InterpolationResolutionError) or key not in convert.declared_settings()
     raise ConfigError(f"{key}: {detail if explained else convert.expected(key, cause.value)}") from error
@@ -232,8 +236,10 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
 def _check_choice(override: Override) -> None:
     """Raise ConfigError for a deleted setting, and for a group set to what is no name, which Hydra does not explain."""
     group, choice = override.key_or_group, override.value()
-    if override.is_delete() and "." in group and group in convert.declared_settings() and group not in FREE_FORM:
-        raise ConfigError(f"{override.input_line}: a setting cannot be taken away; set it: {group}=VALUE")
+    declared = convert.declared_settings().get(group)
+    if override.is_delete() and declared and group not in FREE_FORM and not choices(group):
+        key = ".KEY" * is_dataclass(declared[1])
+        raise ConfigError(f"{override.input_line}: a setting cannot be taken away; set it: {group}{key}=VALUE")
     names = choice if isinstance(choice, list) else [choice]
     if override.is_delete() or isinstance(choice, dict) or all(isinstance(name, str) and name for name in names):
         return

@@ -203,8 +203,10 @@ class Job:
 
 def folder_name(differing: str) -> str:
     """Return a folder name for `key=value,...`: unsafe characters become _, a long name ends in a hash."""
-    # Without the ++ of `hydra_overrides`; that of mappings stays, since sweeps that go on have such folders.
-    name = re.sub(r"[^\w.,=+-]+", "_", differing.replace("++model.convs.", "model.convs.")) or ALL
+    if "++model.convs." in differing:  # the ++ is that of `hydra_overrides`: a sweep that goes on has folders without
+        settings = re.split(r",(?=[+~]*[\w.]+=)", differing.replace("++model.convs.", "model.convs."))
+        differing = ",".join(sorted(settings))  # as Hydra sorts them
+    name = re.sub(r"[^\w.,=+-]+", "_", differing) or ALL
     if len(name) <= _LONGEST_NAME and len(name.encode()) <= _MOST_BYTES:
         return name
     start = name[: _LONGEST_NAME - 9].encode()[: _MOST_BYTES - 9].decode(errors="ignore")

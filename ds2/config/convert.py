@@ -93,7 +93,9 @@ def _from_words(kind: Any, value: Any) -> Any:
     inner = get_args(kind)[-1] if get_args(kind) else None
     if isinstance(value, dict):
         kinds = {setting.name: hint for setting, hint in _fields(kind)} if is_dataclass(kind) else {}
-        return {str(name): _from_words(kinds.get(name, inner), entry) for name, entry in value.items()}
+        # Of true and 1.50 nobody knows how they were written: as names of entries they are refused.
+        names = {name: str(name) if kinds or type(name) is int else name for name in value}
+        return {names[name]: _from_words(kinds.get(name, inner), entry) for name, entry in value.items()}
     if isinstance(value, list):
         return [_from_words(inner, entry) for entry in value]
     if kind is bool and isinstance(value, str):
@@ -192,7 +194,7 @@ def expected(key: str, value: object) -> str:
     if get_origin(kind) is list and not entry:
         return f"takes a list, in brackets even of one: {key}=[A,B]"
     if get_origin(kind) is dict and not entry:
-        return f"takes a mapping: {key}={{KEY:VALUE}}"
+        return f"takes a mapping: {key}={{KEY:VALUE}}" + ", with quotes around 1.50 or true" * isinstance(value, dict)
     single: Any = get_args(kind)[-1] if entry else kind
     allowed = declared.metadata.get(ALLOWED)
     kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else TYPE_NAMES[single]

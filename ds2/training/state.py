@@ -331,7 +331,7 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
         )
     progress.phones = fresh.progress.phones
     parts = {key: without_prefix(key, tensors) for key in PARTS}
-    optim = replace(then.optim, momentum=then.optim.momentum * config.optim.momentum)
+    optim = replace(then.optim, momentum=min(then.optim.momentum, config.optim.momentum))  # 0 where either is
     if optim.name == "sgd" and not optim.momentum:
         parts["optimizer"] = {}  # momenta that nothing changes any more would be saved again
     misfit = _misfit(parts, fresh, replace(then, optim=optim)) if progress.step else ""

@@ -103,6 +103,9 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("optim=", "optim=: choose one of adamw, sgd"),
         ("optim=[1]", "optim=[1]: choose one of adamw, sgd"),
         ("~optim.momentum", "~optim.momentum: a setting cannot be taken away; set it: optim.momentum=VALUE"),
+        ("~train", "~train: a setting cannot be taken away; set it: train.KEY=VALUE"),
+        ("~device", "~device: a setting cannot be taken away; set it: device=VALUE"),
+        ("alphabet.replace={true:a}", "alphabet.replace: takes a mapping: alphabet.replace={KEY:VALUE}, with quotes"),
         ("recipe=null", "or leave recipe= out"),
         ("corpora/train.jsonl", "name manifests by data.train=[corpora/train.jsonl]"),
         ("run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}", "Environment variable 'DS2_NO_SUCH_VARIABLE' not found"),
@@ -128,6 +131,13 @@ def test_a_wrong_key_in_a_users_recipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nmodel:\n  depht: 3\n")
     with pytest.raises(ConfigError, match=r"did you mean 'model\.depth'"):
         compose_config([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine"])
+
+
+def test_a_value_in_the_place_of_a_recipes_section_is_named(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\noptim: adamw\n")
+    with pytest.raises(ConfigError, match=r"optim\.momentum: the recipe has a value in the place of its section"):
+        compose_config([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine", "optim.momentum=0.5"])
 
 
 @pytest.mark.parametrize("head", ["", "# @package _global_\n", "# Mine.\n# @package _global_\n", "# Mine.\n\n"])

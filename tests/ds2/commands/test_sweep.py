@@ -63,6 +63,11 @@ def test_folder_names_suit_file_systems() -> None:
     assert folder_name("model.hidden=256,optim.learning_rate=0.001") == "model.hidden=256,optim.learning_rate=0.001"
     assert folder_name("data.train=[/a/b.jsonl]") == "data.train=_a_b.jsonl_"
     assert folder_name("++model.convs.0.causal=True") == "model.convs.0.causal=True"
+    several = folder_name("++model.convs.0.causal=True,++optim.layer_rates.a=1,data.train=[a,b],model.hidden=3")
+    assert several == "++optim.layer_rates.a=1,data.train=_a,b_,model.convs.0.causal=True,model.hidden=3"
+    assert folder_name(f"++model.convs.0.causal=True,a={'y' * 300}") == folder_name(
+        f"a={'y' * 300},model.convs.0.causal=True"
+    )
     long = [folder_name(f"x={'y' * 300}{n}") for n in (1, 2)]
     assert all(len(name) <= 120 for name in long) and long[0] != long[1]
     wide = [folder_name(f"alphabet.symbols={'語' * 90}{n}") for n in (1, 2)]  # 3 bytes each
