@@ -281,6 +281,12 @@ def test_what_is_no_override_is_named_with_the_way_out(override: str) -> None:
     assert repr(override) in str(caught.value)
 
 
+@pytest.mark.parametrize(("written", "shown"), [("1", "1.0"), ("'1e-3'", "0.001"), ("2.5e-4", "0.00025")])
+def test_a_number_that_names_a_folder_is_written_in_one_way(written: str, shown: str) -> None:
+    config = compose_config(["run_dir=runs/${optim.learning_rate}", f"optim.learning_rate={written}"])
+    assert config.run_dir == f"runs/{shown}"
+
+
 @pytest.mark.parametrize("key", ["optim.learning_rate", "train.max_minutes", "model.dropout", "train.epochs"])
 def test_a_number_too_large_for_a_float_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
