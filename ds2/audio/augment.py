@@ -31,7 +31,7 @@ _FORMATS = {
     "mp3": ("MP3", "MPEG_LAYER_III", 0),
 }
 assert tuple(_FORMATS) == CODECS
-_MP3_DELAY = 1105  # samples that LAME and decoders put first; at most rates no tag tells the decoder to remove them
+_MP3_DELAY = 1105  # samples before the sound, of LAME and its decoder; at most sample rates no tag has them removed
 _MP3_RATES_HZ = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 

@@ -210,7 +210,7 @@ def _to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
     try:
         for key, (_, kind) in convert.declared_settings().items():
             if kind is float and type(value := OmegaConf.select(composed, key)) in (int, str):
-                with suppress(ValueError, OverflowError):  # 1 is 1.0 in run_dir=runs/${optim.learning_rate} too
+                with suppress(ValueError, OverflowError):  # run_dir=runs/${optim.learning_rate} has 1.0 for 1
                     OmegaConf.update(composed, key, float(value))
         return convert.to_config(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:

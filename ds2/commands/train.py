@@ -203,7 +203,7 @@ class Job:
 
 def folder_name(differing: str) -> str:
     """Return a folder name for `key=value,...`: unsafe characters become _, a long name ends in a hash."""
-    if "++model.convs." in differing:  # the ++ is that of `hydra_overrides`: a sweep that goes on has folders without
+    if "++model.convs." in differing:  # `hydra_overrides` adds the ++; folders of earlier sweeps lack it
         settings = re.split(r",(?=[+~]*[\w.]+=)", differing.replace("++model.convs.", "model.convs."))
         differing = ",".join(sorted(settings))  # as Hydra sorts them
     name = re.sub(r"[^\w.,=+-]+", "_", differing) or ALL

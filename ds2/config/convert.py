@@ -93,7 +93,7 @@ def _from_words(kind: Any, value: Any) -> Any:
     inner = get_args(kind)[-1] if get_args(kind) else None
     if isinstance(value, dict):
         kinds = {setting.name: hint for setting, hint in _fields(kind)} if is_dataclass(kind) else {}
-        # Of true and 1.50 nobody knows how they were written: as names of entries they are refused.
+        # YAML has read names such as true and 1.50 as other types, and how they were written is lost: refused.
         names = {name: str(name) if kinds or type(name) is int else name for name in value}
         return {names[name]: _from_words(kinds.get(name, inner), entry) for name, entry in value.items()}
     if isinstance(value, list):

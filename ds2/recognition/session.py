@@ -51,7 +51,7 @@ class Pipeline:
     precision: str = "fp32"
     runners: dict[int, BlockRunner] = field(default_factory=dict, repr=False, compare=False)  # by feature frames
     open_segments: OpenSegments = field(default_factory=OpenSegments, repr=False, compare=False)  # of live sessions
-    # Of the thread that runs network or decoder, whose tables are of all sessions.
+    # Held while the network or the decoder runs: all sessions share their tables.
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @cached_property

@@ -440,7 +440,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.read_paused = False  # TLS has nothing that could go on: `receive` would fail
+        self.read_paused = False  # or `receive` would resume reading, which a closed TLS transport refuses
         if self._timer is not None:
             self._timer.cancel()
 

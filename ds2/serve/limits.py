@@ -18,7 +18,7 @@ from ds2.system.plain import short_repr
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
 
 _MISSPELT = 0.8  # how alike two names are, as difflib counts
-_MAX_NAMES = 100  # of settings that are looked at: more take time of other clients
+_MAX_NAMES = 100  # of settings in a message that are compared; more would hold up other clients
 KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
 
 

@@ -471,7 +471,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
             log.warning("this run lacks labels of the model to start from and cannot write them: %s", lost)
     fitting = {name: value for name, value in theirs.items() if name in mine and mine[name].shape == value.shape}
     for name in counting_modules(model):
-        # The count says how many batches are in the averages. With it, those of other weights would stay for long.
+        # The count says how many batches are in the averages. With it, averages of other weights change too slowly.
         layer = name.removesuffix("norm._extra_state") or "norm."
         if any(other.startswith(layer) and other not in fitting for other in mine):
             fitting.pop(name, None)

@@ -73,7 +73,7 @@ class Connection:
         self.interruptible = True
         try:
             async with asyncio.timeout(self.limits.idle_s):
-                await asyncio.sleep(0)  # others' turn: thousands of messages that are here already would not wait
+                await asyncio.sleep(0)  # lets other tasks run: with messages queued, `receive` does not wait
                 message = await self.socket.receive()
         except TimeoutError as error:
             raise SessionOverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error

@@ -79,12 +79,12 @@ def test_babble_is_made_of_several_utterances_at_equal_power() -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_codec_keeps_length_place_and_most_of_the_sound(codec: str, rate_hz: int) -> None:
     waveform = speechlike(RATE + 7)
-    heard = apply_codec(waveform, codec, rate_hz)
-    assert heard.dtype == np.float32 and heard.shape == waveform.shape and not np.array_equal(heard, waveform)
+    decoded = apply_codec(waveform, codec, rate_hz)
+    assert decoded.dtype == np.float32 and decoded.shape == waveform.shape and not np.array_equal(decoded, waveform)
     size = 1 << 16
-    lags = np.fft.irfft(np.fft.rfft(heard, size) * np.conj(np.fft.rfft(waveform, size)), size)
+    lags = np.fft.irfft(np.fft.rfft(decoded, size) * np.conj(np.fft.rfft(waveform, size)), size)
     assert int(np.abs(lags).argmax()) in {0, 1, 2, size - 1, size - 2} or codec == "gsm"
-    assert lags.max() > 0.5 * np.linalg.norm(heard) * np.linalg.norm(waveform)
+    assert lags.max() > 0.5 * np.linalg.norm(decoded) * np.linalg.norm(waveform)
     assert len(apply_codec(np.zeros(0, np.float32), codec, rate_hz)) == 0
 
 
