@@ -227,32 +227,21 @@ class Network:
         x = self._rms_norm(frames.x, layer.rms_eps)
         z = self._product(x, direction.weight_ih) + ops.constant(direction.bias)
         valid = ops.reshape(frames.valid, (0, -1, 1)).float()
-        # The last gate of gru_before has a product of its own.
-        ends = (2 * hidden,) if layer.cell == "gru_before" else ()
-        weight_hh, *weight_hn = (ops.constant(part.t()) for part in direction.weight_hh.tensor_split(ends))
+        weight_t = ops.constant(direction.weight_hh.t())
         bias_hn = None if direction.bias_hn is None else ops.constant(direction.bias_hn)
         states = [
             ops.zeros(z, hidden) if self.memory is None else self.memory.read(hidden) for _ in range(1 + row.carries_c)
         ]
 
-        def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            assert row.activate_ is not None, f"a step of {layer.cell} is missing here"
-            return [row.activate_(inputs[0] + states[0] @ weight_hh, layer.clip) * inputs[1]]
+        def step(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+            (x, is_valid), (h, c) = inputs, (*states, None)[:2]
+            if row.forward is not None:
+                new = row.forward(x, weight_t, bias_hn, h, c, x.dtype)[: len(states)]
+            else:
+                assert row.activate_ is not None
+                new = (row.activate_(x.addmm(h, weight_t), layer.clip),)
+            return [state * is_valid for state in new]
 
-        def lstm(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            i, f, g, o = (inputs[0] + states[0] @ weight_hh).chunk(4, -1)
-            c = (f.sigmoid() * states[1] + i.sigmoid() * g.tanh()) * inputs[1]
-            return [o.sigmoid() * c.tanh(), c]
-
-        def gru(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            x_r, x_z, x_n = inputs[0].chunk(3, -1)
-            h_r, h_z, *h_n = (states[0] @ weight_hh).chunk(2 if weight_hn else 3, -1)
-            r = (x_r + h_r).sigmoid()
-            n = (x_n + ((r * states[0]) @ weight_hn[0] if weight_hn else r * (h_n[0] + bias_hn))).tanh()
-            z = (x_z + h_z).sigmoid()
-            return [(n + z * (states[0] - n)) * inputs[1]]
-
-        step = {"lstm": lstm, "gru_after": gru, "gru_before": gru}.get(layer.cell, simple)
         y, last = ops.scan(step, states, [z, valid], reverse=reverse)
         if self.memory is not None:
             for state in last:

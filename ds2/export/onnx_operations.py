@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
@@ -30,6 +31,9 @@ def _method(kind: str) -> Callable[..., OnnxValue]:
 class OnnxValue:
     """A tensor of the graph with some operators and methods of torch's tensors, which add nodes."""
 
+    dtype = torch.float32  # but for counts and conditions
+    shape: Sequence[int]  # of zeros and of the states of a step: (0, H), 0 for any number
+
     def __init__(self, graph: OnnxOperations, name: str) -> None:
         self.graph, self.name = graph, name
 
@@ -43,11 +47,28 @@ class OnnxValue:
     __matmul__, log, sigmoid, tanh = map(_method, ("MatMul", "Log", "Sigmoid", "Tanh"))
     tanh_ = tanh
 
+    def __getitem__(self, rows_and_columns: tuple[slice, slice]) -> Any:
+        """All rows of (B, D), some columns."""
+        _, columns = rows_and_columns
+        return self.graph.slice(self, 1, columns.start or 0, columns.stop)
+
+    def addcmul(self, x: OnnxValue, y: OnnxValue) -> OnnxValue:
+        return self + x * y
+
+    def addmm(self, x: OnnxValue, y: OnnxValue) -> OnnxValue:
+        return self + x @ y
+
+    def lerp(self, end: OnnxValue, weight: OnnxValue) -> OnnxValue:
+        return self + weight * (end - self)
+
+    def to(self, dtype: torch.dtype) -> OnnxValue:
+        return self
+
     def relu_(self) -> OnnxValue:
         return self.clamp(0.0, None)
 
-    def chunk(self, parts: int, axis: int) -> Sequence[OnnxValue]:
-        return self.graph.nodes("Split", [self], parts, axis=axis)
+    def chunk(self, parts: int, dim: int) -> Sequence[OnnxValue]:
+        return self.graph.nodes("Split", [self], parts, axis=dim)
 
     def clamp(self, low: float, high: float | None) -> OnnxValue:
         return self.graph.node("Clip", self, float(low), None if high is None else float(high))
@@ -86,7 +107,7 @@ class OnnxOperations:
         return self.nodes(kind, inputs, 1, **attributes)[0]
 
     def nodes(self, kind: str, inputs: Sequence[Any], outputs: int, **attributes: Any) -> list[OnnxValue]:
-        """Add a node of some outputs; inputs are values, numbers, lists of integers, or None where there is none."""
+        """Add a node of some outputs; inputs are values, weights, numbers, lists of integers, or None for none."""
         self._count += 1
         names = [f"{kind}_{self._count}_{index}" for index in range(outputs)]
         input_names = [self._named(x) for x in inputs]
@@ -98,15 +119,18 @@ class OnnxOperations:
             return x.name
         if x is None:
             return ""
+        if isinstance(x, Tensor):
+            name = f"constant_{len(self._weights)}"
+            self._weights[name] = numpy_helper.from_array(np.ascontiguousarray(x.float().numpy()), name)
+            return name
         array = np.asarray(x, np.float32 if isinstance(x, float) else np.int64)
         name = f"{array.dtype}_{'_'.join(map(str, array.reshape(-1).tolist()))}_{array.ndim}"
         self._weights.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
     def constant(self, tensor: Tensor) -> Value:
-        name = f"constant_{len(self._weights)}"
-        self._weights[name] = numpy_helper.from_array(np.ascontiguousarray(tensor.float().numpy()), name)
-        return OnnxValue(self, name)
+        """The tensor itself, whose parts are constants too; the nodes that take it add it to the graph."""
+        return tensor
 
     def concat(self, parts: Sequence[OnnxValue], axis: int) -> Value:
         return self.node("Concat", *parts, axis=axis) if len(parts) > 1 else parts[0]
@@ -115,7 +139,9 @@ class OnnxOperations:
         return self.node("Slice", x, [start], [_TO_THE_END if end is None else end], [axis])
 
     def reshape(self, x: OnnxValue, shape: Sequence[int]) -> Value:
-        return self.node("Reshape", x, list(shape))
+        value = self.node("Reshape", x, list(shape))
+        value.shape = shape
+        return value
 
     def pad(self, x: OnnxValue, axis: int, before: int, after: int) -> Value:
         rank = {1: 3, 3: 4}[axis]  # of (B, T, H) and of (B, C, F, T)
@@ -139,7 +165,9 @@ class OnnxOperations:
 
     def zeros(self, like: OnnxValue, width: int) -> Value:
         batch = self.node("Unsqueeze", self._size(like, 0), [0])
-        return self.node("Expand", 0.0, self.node("Concat", batch, [width], axis=0))
+        zeros = self.node("Expand", 0.0, self.node("Concat", batch, [width], axis=0))
+        zeros.shape = (0, width)
+        return zeros
 
     def _size(self, x: OnnxValue, axis: int) -> OnnxValue:
         return self.node("Gather", self.node("Shape", x), axis)
@@ -151,6 +179,8 @@ class OnnxOperations:
         self._count += 1
         names = [f"frame_{self._count}_{index}" for index in range(len(states) + len(inputs))]
         before = [OnnxValue(self, name) for name in names]
+        for state, first in zip(before, states, strict=False):
+            state.shape = first.shape
         after = step(before[: len(states)], before[len(states) :])
         after = [*after, self.node("Identity", after[0])]
         nodes = self._nodes.pop()

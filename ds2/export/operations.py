@@ -10,7 +10,7 @@ from torch.nn import functional
 Value = Any
 """A tensor of torch or of ONNX, whose sizes are known but for the batch and, in whole utterances, the time. ONNX's has
 some of torch's operators and methods: + - * // @ >= < &, chunk, clamp, flip, float, log, log_softmax, long, permute,
-sigmoid, sum, tanh and what `activate_` of the cells of ds2_ops calls (only torch's are changed in place). A float of
+sigmoid, sum, tanh and what the equations of the cells of ds2_ops call (only torch's are changed in place). A float of
 Python is float32, an int is int64."""
 Step = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
 """The next states from the states (B, H) and the inputs (B, D) of a frame; the first state is the output."""

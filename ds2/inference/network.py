@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ds2_ops import gru
+from ds2_ops import recurrence
 from ds2_ops.classifier import classify
 from ds2_ops.convolution import CHANNELS, ConvInput, StreamConvolution, flatten, join, why_not_on_streams
 from ds2_ops.jit.launch import device_index
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.calibrate import device_facts
+from ds2_ops.recurrent.cells import CELLS, PLAIN
 from ds2_ops.recurrent.layer import project, recurrent_layer, why_not_concurrent
 from ds2_ops.row_convolution import lookahead_chain
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 UNBOUNDED = 2**62  # feature frames of a stream whose end is not known yet
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
 Edges = tuple[Tensor, Tensor]  # first frames and lengths, (P, B) int32 each, of the streams in each piece
-_UPDATE_NOTHING = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
+_LAYER_CELLS = (*PLAIN, "lstm")  # that `recurrent_layer` runs, whose projection and recurrence overlap
 
 
 @dataclass
@@ -46,7 +47,7 @@ class StreamState:
 
     conv_tails: list[Tensor]  # (N, F, R, C) of each convolution
     hidden: Tensor  # (L, N, H) h of the recurrent layers
-    cells: Tensor  # (L, N, H) c of LSTM layers, float32 at least; L = 0 without any
+    cells: Tensor  # (L, N, H) c of layers whose cell has one, float32 at least; L = 0 without any
     rows: Tensor  # (R, N, H) tails of row convolutions and waiting frames of the skips, module by module
 
     @property
@@ -113,7 +114,7 @@ class BlockNetwork:
         layers = [layer for module in self.modules for layer in module.layers]
         counts = (
             (len(layers), self.dtype),
-            (sum(layer.cell == "lstm" for layer in layers), self._wide),
+            (sum(layer.has_c for layer in layers), self._wide),
             (sum(module.cached for module in self.modules), self.dtype),
         )
         tables = (torch.zeros(count, slots, self.hidden, dtype=dtype, device=self.device) for count, dtype in counts)
@@ -188,7 +189,7 @@ class BlockNetwork:
         rows = iter(torch.split(state.rows, [module.cached for module in self.modules]))
         stages, runs = list[Stage](), list[ModuleRun]()
         for module, own_edges in zip(self.modules, module_edges, strict=True):
-            carries = [(next(hidden), *itertools.islice(cells, layer.cell == "lstm")) for layer in module.layers]
+            carries = [(next(hidden), *itertools.islice(cells, layer.has_c)) for layer in module.layers]
             runs.append(ModuleRun(module, carries, next(rows), slots, own_edges))
             stages += [functools.partial(runs[-1].layer, layer) for layer in range(len(module.layers))]
         outputs = run_stages(stages, pieces, parallel)
@@ -215,9 +216,10 @@ def parallel_layers(model: AcousticModel, dtype: torch.dtype) -> int:
     config, device = model.config, model.classifier.weight.device
     if device.type != "cuda" or config.bidirectional or config.backend not in ("auto", "persistent"):
         return 0
-    if config.cell in ("gru", "gru_before"):
+    cell = operator_cell(config)
+    if cell not in _LAYER_CELLS:
         return 0
-    size = (config.hidden, dtype, device, operator_cell(config), LAYER_SMS)
+    size = (config.hidden, dtype, device, cell, LAYER_SMS)
     if config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision()):
         return 0
     if any(why_not_concurrent(batch, *size) for batch in (1, MAX_PARALLEL_STREAMS)):
@@ -350,7 +352,8 @@ class BlockRecurrence:
 
     def __init__(self, layer: RecurrentWeights, dtype: torch.dtype, backend: str) -> None:
         [direction] = layer.directions
-        self.cell, self.clip, self.rms_eps, self.backend = layer.cell, layer.clip, layer.rms_eps, backend
+        self.cell, self.has_c, self.rms_eps = layer.cell, CELLS[layer.cell].carries_c, layer.rms_eps
+        self._options: dict[str, Any] = {"cell": layer.cell, "clip": layer.clip, "backend": backend}
         self.weight, self.bias = direction.weight_ih.to(dtype), direction.bias.to(dtype)
         self.weight_hh = direction.weight_hh.to(dtype)
         self.bias_hn = None if direction.bias_hn is None else direction.bias_hn.to(dtype)
@@ -368,7 +371,7 @@ class BlockRecurrence:
         Args:
             carry: state before them, zeros before a stream's first frame.
             lengths: (B,) int32 frames that belong to the stream; None: all.
-            begin: (B,) int32 a stream's first frame, until which the state stays as it is, 0; None: frame 0.
+            begin: (B,) int32 a stream's first frame, until which its state stays 0; None, without lengths: frame 0.
             projection_stream: of a layer with others at its side, a stream for its projection, on which x is ready.
         """
         if lengths is not None and x.device.type == "cpu" and (longest := int(lengths.max())) < len(x):
@@ -380,27 +383,22 @@ class BlockRecurrence:
             with torch.cuda.stream(projection_stream):  # None: the current one
                 x = rms_norm(x, self.rms_eps)
         last: Sequence[Tensor]
-        weights = self.weight, self.bias, self.weight_hh
-        options: dict[str, Any] = {
-            "lengths": lengths, "begin": begin, "backend": self.backend, "max_sms": max_sms,
-            "projection_stream": projection_stream,
-        }  # fmt: skip
-        if self.cell.startswith("gru"):
-            z = project(x.contiguous(), self.weight, self.bias, None)
-            if begin is not None:
-                z = self._keep_state_until(z, begin)
-            inputs = z, self.weight_hh, self.bias_hn, carry[0], lengths
-            y, *last = gru(*inputs, reset_after=self.cell == "gru_after", backend=self.backend)
-        else:
-            options |= {"cell": self.cell} | ({} if self.cell == "lstm" else {"clip": self.clip})
-            y, *last = recurrent_layer(x, *weights, *carry, **options)
-        return y, tuple(last)
+        h, c = (*carry, None)[:2]
+        if self.cell in _LAYER_CELLS:
+            options = self._options | {"max_sms": max_sms, "projection_stream": projection_stream}
+            y, *last = recurrent_layer(x, self.weight, self.bias, self.weight_hh, h, c, lengths, begin, **options)
+            return y, tuple(last)
+        z = project(x.contiguous(), self.weight, self.bias, None)
+        if begin is not None and lengths is not None:  # frames before a stream's first one go behind its last
+            z, lengths = _rotated(z, begin), (lengths - begin).clamp_min(0)
+        y, *last = recurrence(z, self.weight_hh, h, lengths, bias_hn=self.bias_hn, c0=c, **self._options)
+        return y if begin is None else _rotated(y, -begin), tuple(last)
 
-    def _keep_state_until(self, z: Tensor, begin: Tensor) -> Tensor:
-        """Return pre-activations (T, B, 3 H) whose update gate keeps the state until a stream begins."""
-        early = (torch.arange(len(z), device=z.device)[:, None] < begin)[:, :, None]
-        reset, update, new = z.chunk(3, 2)
-        return torch.cat([reset, torch.where(early, _UPDATE_NOTHING, update), new], 2)
+
+def _rotated(x: Tensor, first: Tensor) -> Tensor:
+    """The frames of x (T, B, H) from each stream's `first` (B,) on, then those before it."""
+    frames = (torch.arange(len(x), device=x.device)[:, None] + first) % len(x)
+    return x.gather(0, frames[..., None].expand_as(x))
 
 
 class BlockModule:

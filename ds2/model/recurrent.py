@@ -1,11 +1,12 @@
-"""The recurrent layers of the acoustic model, simple ones, LSTM and both kinds of GRU, and modules of them.
+"""The recurrent layers of the acoustic model, simple ones and those of cells with gates, and modules of them.
 
 Shape letters: T frames, B batch, H hidden, G gates, D width of a layer's input.
 
 Invariant: between layers, frames past an utterance's length are exactly 0, and no layer reads a gradient there.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +15,7 @@ from ds2_ops import bidirectional, recurrence
 from ds2_ops.checks import reverse_time
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.backends.persistent import why_not
+from ds2_ops.recurrent.cells import CELLS
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,8 +29,12 @@ from ds2.model.structure import operator_cell
 
 _RECURRENT_GAIN = 0.5
 
-_TORCH_MODULES = {"lstm": nn.LSTM, "gru": nn.GRU, "gru_before": nn.GRU}  # whose weights the cells with gates have
-_TORCH_PARAMETERS = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+# The cells with gates that torch has too: the module that has their weights, and the kernels.
+_TORCH: dict[str, tuple[Callable[..., nn.Module], Callable[..., Sequence[Tensor]] | None]] = {
+    "lstm": (nn.LSTM, torch.lstm),
+    "gru": (nn.GRU, torch.gru),
+}
+_PARAMETERS = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
 Carry = tuple[Tensor, ...]  # from frame to frame: h (B, H), of an LSTM c too
 
@@ -40,7 +46,7 @@ class DirectionWeights:
     weight_ih: Tensor  # (G H, D)
     bias: Tensor  # (G H,)
     weight_hh: Tensor  # (G H, H)
-    bias_hn: Tensor | None  # (H,) of the cell gru: inside the product with the reset gate
+    bias_hn: Tensor | None  # (H,) of a cell with `last_apart`: that of the last gate's recurrent product
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class BaseRecurrentLayer(nn.Module):
         raise NotImplementedError
 
     def biases_hn(self, context: PassContext) -> list[Tensor]:
-        """The bias (H,) of each direction inside the product with the reset gate, if the cell has one there."""
+        """The bias (H,) of each direction's last recurrent product, if the cell has `last_apart`; else none."""
         return []
 
     def folded(self) -> RecurrentWeights:
@@ -173,11 +179,20 @@ class RecurrentLayer(BaseRecurrentLayer):
         return RecurrentWeights(self.operator, self.clip, rms_eps(self.norm), directions)
 
 
-class GatedRecurrentLayer(BaseRecurrentLayer):
-    """LSTM or GRU layer: on the operators of ds2_ops where their fast kernels run, else on torch's fused kernels.
+class CellWeights(nn.Module):
+    """The weights of a cell with gates that torch.nn lacks, with the names, shapes and first values of its modules."""
 
-    The cell gru_before, whose reset gate acts before the recurrent product (Cho et al. 2014), has no kernel in torch:
-    it always runs on the operators.
+    def __init__(self, width_in: int, hidden: int, gates: int) -> None:
+        super().__init__()
+        rows, bound = gates * hidden, hidden**-0.5
+        for name, shape in zip(_PARAMETERS, ((rows, width_in), (rows, hidden), (rows,), (rows,)), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
+
+
+class GatedRecurrentLayer(BaseRecurrentLayer):
+    """A layer of any cell with gates: on the operators of ds2_ops where their fast kernels run, else on torch's.
+
+    Cells that torch lacks always run on the operators.
 
     Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
     projection as torch's kernels compute it, so all norms act on the layer's input.
@@ -185,15 +200,12 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
 
     def __init__(self, width_in: int, config: ModelConfig) -> None:
         super().__init__(config)
-        make = _TORCH_MODULES.get(config.cell)
-        if make is None:
-            raise NotImplementedError(
-                f"model.cell={config.cell} is a cell of ds2_ops without a layer, allowed are rnn, "
-                f"{', '.join(_TORCH_MODULES)}: give it one in ds2/model/recurrent.py, see ops/README.md"
-            )
+        row = CELLS[self.operator]
+        make, self._kernels = _TORCH.get(config.cell, (functools.partial(CellWeights, gates=row.gates), None))
+        self._has_c, self._has_bias_hn = row.carries_c, row.last_apart
         self.norm = make_norm(width_in, config)
-        self.cell: nn.LSTM | nn.GRU = make(width_in, config.hidden)
-        self.cell_reverse: nn.LSTM | nn.GRU | None = make(width_in, config.hidden) if config.bidirectional else None
+        self.cell: nn.Module = make(width_in, config.hidden)
+        self.cell_reverse: nn.Module | None = make(width_in, config.hidden) if config.bidirectional else None
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
         x = self._inputs(x, ragged, context)
@@ -212,9 +224,9 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
         return [cell.get_parameter("weight_hh_l0") for cell in self._cells]
 
     def biases_hn(self, context: PassContext) -> list[Tensor]:
-        if self.operator != "gru_after":
+        if not self._has_bias_hn:
             return []
-        return [context.weight(cell.get_parameter("bias_hh_l0"))[2 * self.hidden :] for cell in self._cells]
+        return [context.weight(cell.get_parameter("bias_hh_l0"))[-self.hidden :] for cell in self._cells]
 
     def _inputs(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """The input of the projection: normalised, then dropped."""
@@ -226,28 +238,26 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
     def _pre_activations(self, x: Tensor, context: PassContext) -> Tensor:
         """The projection of `_inputs`, shaped as `project` returns it."""
         weights = [cell.get_parameter("weight_ih_l0") for cell in self._cells]
-        if self.cell_reverse is None and self.operator != "gru_after":
-            return linear(
-                x, weights, None, context, [self.cell.get_parameter(f"bias_{kind}_l0") for kind in ("ih", "hh")]
-            )
-        names = ("bias_ih_l0", "bias_hh_l0")
+        if self.cell_reverse is None and not self._has_bias_hn:
+            return linear(x, weights, None, context, [self.cell.get_parameter(name) for name in _PARAMETERS[2:]])
         biases = [
-            self._input_bias(*(context.weight(cell.get_parameter(name)) for name in names)) for cell in self._cells
+            self._input_bias(*(context.weight(cell.get_parameter(name)) for name in _PARAMETERS[2:]))
+            for cell in self._cells
         ]
         z = linear(x, weights, biases[0] if len(biases) == 1 else torch.cat(biases), context)
         return z if self.cell_reverse is None else z.view(*z.shape[:2], 2, -1)
 
     @property
-    def _cells(self) -> list[nn.LSTM | nn.GRU]:
+    def _cells(self) -> list[nn.Module]:
         """One a direction."""
         return [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
 
     def folded(self) -> RecurrentWeights:
-        """Describe the layer in evaluation; the recurrent bias joins the other, but for gru's last gate."""
+        """Describe the layer in evaluation; the recurrent bias joins the other, but for `bias_hn`."""
         directions = []
         for cell in self._cells:
-            weight, weight_hh, bias, bias_hh = (cell.get_parameter(name).detach() for name in _TORCH_PARAMETERS)
-            bias_hn = bias_hh.double()[2 * self.hidden :] if self.operator == "gru_after" else None
+            weight, weight_hh, bias, bias_hh = (cell.get_parameter(name).detach() for name in _PARAMETERS)
+            bias_hn = bias_hh.double()[-self.hidden :] if self._has_bias_hn else None
             weight, bias = fold_norm_before(weight, self._input_bias(bias.double(), bias_hh.double()), self.norm)
             directions.append(DirectionWeights(weight, bias, weight_hh, bias_hn))
         return RecurrentWeights(self.operator, self.clip, rms_eps(self.norm), directions)
@@ -262,24 +272,25 @@ class GatedRecurrentLayer(BaseRecurrentLayer):
 
     def _input_bias(self, bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
         """The bias of the input's product (G H,), of a layer's two."""
-        if self.operator == "gru_after":
-            bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
+        if self._has_bias_hn:
+            bias_hh = functional.pad(bias_hh[: -self.hidden], (0, self.hidden))
         return bias_ih + bias_hh
 
-    def _torch_forward(self, cell: nn.LSTM | nn.GRU, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+    def _torch_forward(self, cell: nn.Module, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """Run one direction on torch's kernels."""
-        weights = [context.weight(cell.get_parameter(name)) for name in _TORCH_PARAMETERS]
+        assert self._kernels is not None
+        weights = [context.weight(cell.get_parameter(name)) for name in _PARAMETERS]
         has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
         options = (weights, has_biases, layers, dropout, self.training, bidirectional, batch_first)
         zeros = x.new_zeros(1, x.shape[1], self.hidden)
-        y = torch.lstm(x, (zeros, zeros), *options)[0] if self.operator == "lstm" else torch.gru(x, zeros, *options)[0]
+        y: Tensor = self._kernels(x, (zeros, zeros) if self._has_c else zeros, *options)[0]
         # These kernels go on into the padding, which changes no frame before it.
         return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
 
 
 def why_torch(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why recurrent layers run on torch's kernels, which a CUDA graph cannot record; None if they do not."""
-    if config.cell in ("rnn", "gru_before") or config.backend != "auto":
+    if config.cell not in _TORCH or config.backend != "auto":
         return None
     return why_not_unasked(dtype, torch.get_float32_matmul_precision()) or why_not(
         1, 1, config.hidden, dtype, device, operator_cell(config), None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import onnxruntime
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,6 +15,20 @@ from ds2.model.checkpoint import LoadedModel
 
 Function = Callable[..., Sequence[Tensor]]
 _HELD_BACK = 30  # frames, more than any model of the tests
+
+
+def in_onnxruntime(path: Path) -> Callable[..., list[Tensor]]:
+    """The function of an exported file, on one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [x.name for x in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        arrays = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return [torch.from_numpy(x) for x in session.run(None, arrays)]
+
+    return run
 
 
 def sound(samples: int, seed: int = 0) -> Tensor:

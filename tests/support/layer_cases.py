@@ -1,12 +1,14 @@
 """Ragged batches and small configurations that the tests of layers share."""
 
 import torch
+from ds2_ops.recurrent.cells import GATED
 from torch import Tensor
 
 from ds2.config.schema import ModelConfig
 from ds2.model.ragged import Ragged
 
 LENGTHS = [6, 3, 0]
+GATED_CELLS = [name.removesuffix("_after") for name in GATED]  # of `model.cell`
 
 
 def ragged(frames: int = 8, lengths: list[int] = LENGTHS) -> Ragged:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from ds2_ops.recurrent.cells import PLAIN
-from support.exported import log_energies, of_energies, sound, streamed
+from support.exported import in_onnxruntime, log_energies, of_energies, sound, streamed
+from support.layer_cases import GATED_CELLS
 from torch import Tensor
 
 from ds2.audio.read import read_audio
@@ -31,9 +31,7 @@ Make = Callable[..., LoadedModel]
 SHAPES: list[dict[str, Any]] = [
     {},
     {"nonlinearity": "tanh"},
-    {"cell": "lstm"},
-    {"cell": "gru"},
-    {"cell": "gru_before"},
+    *({"cell": cell} for cell in GATED_CELLS),
     {"depth": 48, "skip": 4},
 ]
 ALONE = """
@@ -52,19 +50,6 @@ for signal, length in given:
     found.append((log_probs, frames))
 torch.save(found, sys.argv[3])
 """
-
-
-def in_onnxruntime(path: Path) -> Callable[..., list[Tensor]]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
-
-    def run(*inputs: Tensor) -> list[Tensor]:
-        given = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-        return [torch.from_numpy(x) for x in session.run(None, given)]
-
-    return run
 
 
 def rms(x: Tensor) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.exported import log_energies, of_energies, sound, streamed
+from support.layer_cases import GATED_CELLS
 from support.spectra import rounding
 from torch import Tensor, nn
 
@@ -24,10 +25,9 @@ SHAPES: list[dict[str, Any]] = [
     {},
     {"nonlinearity": "tanh", "batch_norm": False},
     {"nonlinearity": "relu", "skip": 0, "row_convs": 0},
-    {"cell": "lstm"},
+    *({"cell": cell} for cell in GATED_CELLS),
     {"cell": "gru", "skip_first": "projection"},
     {"cell": "gru", "batch_norm": False, "skip": 1, "row_convs": 7, "row_conv_context": 1},
-    {"cell": "gru_before"},
     {"norm": "rms"},
     {"norm": "rms", "cell": "lstm", "batch_norm": False},
     {"convs": []},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ds2_ops.convolution import ConvInput, join
 from ds2_ops.jit import runtime
+from support.layer_cases import GATED_CELLS
 from torch import Tensor
 from torch.nn import functional
 
@@ -103,9 +104,7 @@ OPTIONS: list[dict[str, object]] = [
     {},
     {"skip": 0, "batch_norm": False},
     {"skip_first": "projection", "row_convs": 1},
-    {"cell": "lstm"},
-    {"cell": "gru"},
-    {"cell": "gru_before"},
+    *({"cell": cell} for cell in GATED_CELLS),
     {"norm": "rms"},
     {"norm": "rms", "cell": "lstm"},
     {"cell": "gru", "batch_norm": False, "row_convs": 0, "depth": 2},

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.layer_cases import GATED_CELLS
 from torch import Tensor
 
 from ds2.config.schema import ConvConfig, ModelConfig
@@ -23,9 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "several row convolutions, projection": {"row_convs": 7, "row_conv_context": 1, "skip_first": "projection"},
     "no lookahead": {"row_convs": 0},
     "dropout": {"dropout": 0.3},
-    "lstm": {"cell": "lstm"},
-    "gru": {"cell": "gru", "backend": "gemm"},
-    "gru, reset before": {"cell": "gru_before"},
+    **{cell: {"cell": cell, "backend": "gemm"} for cell in GATED_CELLS},
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layer_cases import config, padded, ragged, utterances
+from support.layer_cases import GATED_CELLS, config, padded, ragged, utterances
 from torch import nn
 
 from ds2.distributed.communicator import Communicator
@@ -74,7 +74,7 @@ def test_the_reset_gate_of_gru_before_acts_before_the_product(bidirectional: boo
     assert not y[~ragged().valid.t()].any()
 
 
-@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru", "gru_before"])
+@pytest.mark.parametrize("cell", ["rnn", *GATED_CELLS])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_all_matrices_have_sinks_that_take_the_gradients_of_autograd(cell: str, bidirectional: bool) -> None:
     layer = make_recurrent_layer(4, config(cell=cell, bidirectional=bidirectional, backend="gemm"))
@@ -133,8 +133,3 @@ def test_bf16_autocast_keeps_products_in_bf16_and_statistics_in_float32() -> Non
     y.sum().backward()
     assert layer.weight_hh.grad is not None
     assert layer.weight_hh.grad.dtype == torch.float32
-
-
-def test_a_cell_of_the_operators_without_a_layer_is_no_gru() -> None:
-    with pytest.raises(NotImplementedError, match=r"model\.cell=new is a cell of ds2_ops without a layer"):
-        make_recurrent_layer(4, config(cell="new"))
