@@ -73,6 +73,17 @@ def check_rate(rate_hz: int) -> None:
         raise AudioError(f"samples at {short_repr(rate_hz)} Hz: allowed are whole numbers from {low} to {high} Hz")
 
 
+def to_16_bits(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return samples (N,) clipped to [-1, 1) and rounded to 16 bits, which is what the audio cache and shards hold.
+
+    All audio is: training, evaluation, files and streams then have the same bits.
+    """
+    rounded = samples * np.float32(1 << 15)
+    np.clip(np.rint(rounded, out=rounded), -(1 << 15), (1 << 15) - 1, out=rounded)
+    rounded *= np.float32(1 / (1 << 15))
+    return rounded
+
+
 @dataclass(frozen=True)
 class AudioInfo:
     """Facts of a file's header."""
@@ -108,7 +119,7 @@ def read_audio(
     duration_s: float | None = None,
     channel: int = 0,
 ) -> NDArray[np.float32]:
-    """Return audio as a mono waveform (N,) float32 in [-1, 1] at `sample_rate_hz`.
+    """Return audio as a mono waveform (N,) float32 in [-1, 1), rounded to 16 bits, at `sample_rate_hz`.
 
     libsndfile reads wav, flac, mp3, ogg, opus, sph and others, recognised by content. PyAV or ffmpeg reads m4a, webm,
     aac, wma and the sound of videos. `.raw` and `.pcm` files are headerless 16-bit little-endian mono at
@@ -175,7 +186,7 @@ def audio_blocks(
                 resampled = block if file.samplerate == sample_rate_hz else resampler.resample_chunk(block, last=last)
                 if len(resampled):
                     peak = max(peak, float(np.abs(resampled).max())) if lenient else peak
-                    yield np.clip(resampled, -1.0, 1.0)
+                    yield to_16_bits(resampled)
         finally:
             del resampler  # an error's traceback would keep it, and soxr reports each that is left when Python ends
     if lenient and 0.0 <= peak < QUIET_PEAK:

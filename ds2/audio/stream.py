@@ -10,7 +10,7 @@ import soundfile
 import soxr
 from numpy.typing import ArrayLike, NDArray
 
-from ds2.audio.read import MAX_PEAK, AudioError, check_rate
+from ds2.audio.read import MAX_PEAK, AudioError, check_rate, to_16_bits
 from ds2.system.plain import short_repr
 
 if TYPE_CHECKING:  # a worker of a server has no use for torch, which takes a second and 130 MiB
@@ -63,31 +63,28 @@ class Resampler:
         self.samples = 0  # taken so far, before resampling
         self._stream = None if from_hz == to_hz else soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
 
-    def accept(self, samples: NDArray[np.float32], *, in_range: bool = False) -> NDArray[np.float32]:
-        """Take the next samples (N,); return the resampled ones (M,) float32 in [-1, 1] that are complete.
+    def accept(self, samples: NDArray[np.float32], *, has_16_bits: bool = False) -> NDArray[np.float32]:
+        """Take the next samples (N,); return the resampled ones (M,) that are complete, as `to_16_bits` does.
 
         Args:
             samples: any finite ones.
-            in_range: they are known to be float32 for which `is_in_range` is true.
+            has_16_bits: they are known to be what `to_16_bits` returns.
 
         Raises:
             AudioError: NaN or infinite samples.
         """
-        in_range = in_range or is_in_range(samples)
-        if not in_range and not np.isfinite(samples).all():
-            raise AudioError("samples hold NaN or infinity: send finite floats in [-1, 1]")
         samples = np.asarray(samples, np.float32)
+        if not has_16_bits and not np.isfinite(samples).all():
+            raise AudioError("samples hold NaN or infinity: send finite floats in [-1, 1]")
         self.samples += len(samples)
-        return samples if self._stream is None and in_range else self._resample(samples, last=False)
+        return samples if self._stream is None and has_16_bits else self._resample(samples, last=False)
 
     def finish(self) -> NDArray[np.float32]:
-        """Return the remaining samples (N,) float32 in [-1, 1]."""
+        """Return the remaining samples (N,), as `accept`."""
         return self._resample(np.empty(0, np.float32), last=True)
 
     def _resample(self, samples: NDArray[np.float32], *, last: bool) -> NDArray[np.float32]:
-        resampled = samples if self._stream is None else self._stream.resample_chunk(samples, last=last)
-        clipped: NDArray[np.float32] = np.clip(resampled, -1.0, 1.0)
-        return clipped
+        return to_16_bits(samples if self._stream is None else self._stream.resample_chunk(samples, last=last))
 
 
 class Pcm:
@@ -103,14 +100,17 @@ class Pcm:
         self._kind, self._incomplete = np.dtype(kind if self._values is None else np.uint8), b""  # bytes of a sample
 
     def accept(self, data: bytes) -> NDArray[np.float32]:
-        """Take the next bytes; return the complete samples (N,) float32; raises AudioError as `as_samples`."""
+        """Take the next bytes; return the complete samples (N,) of 16 bits; raises AudioError as `as_samples`."""
         data = self._incomplete + data
         count = len(data) // self._kind.itemsize
         self._incomplete = data[count * self._kind.itemsize :]
         if self._values is not None:
             samples: NDArray[np.float32] = self._values[np.frombuffer(data, np.uint8)]
             return samples
-        return as_samples(np.frombuffer(data, self._kind, count)) if count else np.empty(0, np.float32)
+        if not count:
+            return np.empty(0, np.float32)
+        samples = as_samples(np.frombuffer(data, self._kind, count))
+        return samples if self._kind.itemsize == 2 else to_16_bits(samples)
 
 
 @cache

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -67,6 +67,8 @@ class ConfigFolder(ConfigSource):
         header = self._get_header_dict(text)
         if file.parent.name == "recipe" and header["package"] is None:
             header["package"] = "_global_"
+        package = header["package"] or file.parent.name
+        _refuse_containers(values or {}, "" if package == "_global_" else f"{package}.", f"{file}: ")
         config = OmegaConf.create(values or {})
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
 
@@ -87,6 +89,17 @@ class ConfigFolder(ConfigSource):
 
     def _file(self, config_path: str) -> Path:
         return Path(self.path, self._normalize_file_name(config_path))
+
+
+def _refuse_containers(values: dict[str, Any], prefix: str = "", where: str = "") -> None:
+    """Raise ConfigError for a list in the place of a mapping, or the reverse, of which Hydra names no key or value."""
+    for key, value in ((f"{prefix}{name}", value) for name, value in values.items()):
+        _, kind = convert.declared_settings().get(key, (None, None))
+        taken = list if get_origin(kind) is list else dict if is_dataclass(kind) or get_origin(kind) is dict else object
+        if isinstance(value, list | dict) and not isinstance(value, taken):
+            raise ConfigError(f"{where}{key}: {convert.expected(key, value)}")
+        if isinstance(value, dict):
+            _refuse_containers(value, f"{key}.", where)
 
 
 def config_dir() -> Path:
@@ -244,10 +257,13 @@ def _check_choice(override: Override) -> None:
     if override.is_delete() and declared and group not in FREE_FORM and not choices(group):
         key = ".KEY" * is_dataclass(declared[1])
         raise ConfigError(f"{override.input_line}: a setting cannot be taken away; set it: {group}{key}=VALUE")
-    names = choice if isinstance(choice, list) else [choice]
+    names = choice if isinstance(choice, list) and choice else [choice]
+    ours = choices(group)
+    if not ours:
+        _refuse_containers({group: choice})
     if override.is_delete() or isinstance(choice, dict) or all(isinstance(name, str) and name for name in names):
         return
-    if ours := choices(group):
+    if ours:
         raise ConfigError(f"{override.input_line}: choose one of {', '.join(ours)}, or leave {group}= out")
 
 
@@ -414,7 +430,7 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
     wanted = error.missing_cfg_file or ""
     if new := _RENAMED.get(wanted):
         raise ConfigError(f"{wanted.replace('/', '=')} is called {new} now; an earlier run goes on with run_dir=FOLDER")
-    options = list(error.options or [])
+    options = list(error.options or choices(wanted.rpartition("/")[0]))
     hint = did_you_mean(wanted.rsplit("/", 1)[-1], options, cutoff=0.4)
     prefix = f"{hint} There are" if hint else "; there are"
     listing = f"{prefix} {', '.join(options)}" if options else ""

@@ -192,9 +192,10 @@ def expected(key: str, value: object) -> str:
     if kind == list[ConvConfig] and entry:
         return f"cannot be {was}: {_CONV}"
     if get_origin(kind) is list and not entry:
-        return f"takes a list, in brackets even of one: {key}=[A,B]"
+        return f"takes a list, in brackets even of one: {key}=[A,B], not {was}"
     if get_origin(kind) is dict and not entry:
-        return f"takes a mapping: {key}={{KEY:VALUE}}" + ", with quotes around 1.50 or true" * isinstance(value, dict)
+        wrong = ", with quotes around 1.50 or true" if isinstance(value, dict) else f", not {was}"
+        return f"takes a mapping: {key}={{KEY:VALUE}}{wrong}"
     single: Any = get_args(kind)[-1] if entry else kind
     allowed = declared.metadata.get(ALLOWED)
     kinds = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else TYPE_NAMES[single]

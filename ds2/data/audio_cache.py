@@ -175,7 +175,7 @@ class CacheFile:
 class AudioStore(Sequence[NDArray[np.float32]]):
     """Waveforms (N,) float32 of utterances by position: from cache files, or decoded at each access.
 
-    Both give the same bits, because decoded audio is rounded to 16 bits too: losing the cache never changes a run.
+    Both give the same bits, because all decoded audio has 16 bits: losing the cache never changes a run.
 
     Args:
         files: cache files that hold some of them, by number.
@@ -385,8 +385,7 @@ def _free_space(
 def decode(utterance: Utterance, sample_rate_hz: int, channel: int = 0) -> NDArray[np.int16]:
     """Return the samples (N,) of an utterance; raises AudioError where it cannot be read."""
     waveform = read_audio(utterance.audio_filepath, sample_rate_hz, utterance.offset_s, utterance.duration_s, channel)
-    pcm: NDArray[np.int16] = np.clip(np.rint(waveform * 32768), -32768, 32767).astype(np.int16)
-    return pcm
+    return (waveform * np.float32(32768)).astype(np.int16)
 
 
 def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> dict[bytes, bool]:

@@ -114,7 +114,7 @@ class Probe:
     file_s: float = 0.0  # length of the file
     peak: float = 0.0  # full scale = 1
     clipped: float = 0.0  # fraction of samples in runs at full scale
-    digest: str = ""  # of the samples at 16 bits
+    digest: str = ""  # of the samples
     averaged: bool = False  # over several channels
 
 
@@ -214,7 +214,7 @@ def probe(utterance: Utterance, sample_rate_hz: int, channel: int = 0) -> Probe:
             peak = max(peak, float(np.abs(block).max()))
             clipped += _clipped_samples(block)
             count += len(block)
-            digest.update(np.rint(block * 32767).astype(np.int16).tobytes())
+            digest.update(block.tobytes())
     except EmptyAudioError as error:
         return Probe(str(error), "empty")
     except AudioError as error:

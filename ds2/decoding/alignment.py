@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ds2.decoding.hypothesis import Hypothesis, Run, spell_words
+from ds2.decoding.hypothesis import Hypothesis, Run, Word, spell_words
 from ds2.text.alphabet import BLANK, Alphabet
 
 _STAY = 0  # a move of the path: 0 stays in a state, 1 enters the next one, 2 skips a blank
@@ -177,6 +177,9 @@ def add_word_times(
 ) -> list[list[Hypothesis]]:
     """Return the hypotheses with words, whose times and confidences come from a forced alignment.
 
+    Searches of other packages return no labels. Where those that spell the text by merges need more frames than there
+    are, each word has an equal share of the time and the probability of the text.
+
     Args:
         rows: hypotheses of each utterance.
         log_probs: (T', B, V) natural log-probs.
@@ -185,11 +188,17 @@ def add_word_times(
     aligned = align_all(log_probs, lengths, [[h.labels for h in row] for row in rows])
     return [
         [
-            replace(h, words=spell_words([] if alignment is None else alignment.runs(), alphabet, frame_s))
-            for h, alignment in zip(row, alignments, strict=True)
+            replace(h, words=_shares(h, length * frame_s) if a is None else spell_words(a.runs(), alphabet, frame_s))
+            for h, a in zip(row, alignments, strict=True)
         ]
-        for row, alignments in zip(rows, aligned, strict=True)
+        for row, alignments, length in zip(rows, aligned, lengths.tolist(), strict=True)
     ]
+
+
+def _shares(hypothesis: Hypothesis, duration_s: float) -> tuple[Word, ...]:
+    texts, confidence = hypothesis.text.split(), math.exp(min(hypothesis.acoustic, 0.0))
+    share_s = duration_s / max(len(texts), 1)
+    return tuple(Word(text, i * share_s, (i + 1) * share_s, confidence) for i, text in enumerate(texts))
 
 
 class IncrementalAligner:

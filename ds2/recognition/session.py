@@ -157,11 +157,11 @@ class Session:
         """Where the audio ends, in seconds as `result` counts them; infinity while it goes on."""
         return self._samples.samples / self.pipeline.features.sample_rate_hz if self._ended else math.inf
 
-    def accept_waveform(self, samples: NDArray[Any] | Tensor, *, in_range: bool = False) -> None:
+    def accept_waveform(self, samples: NDArray[Any] | Tensor, *, has_16_bits: bool = False) -> None:
         """Take the next samples (N,), any number: integers of 16 or 32 bits, or floats, which are clipped to [-1, 1].
 
         Args:
-            in_range: see `Resampler.accept`.
+            has_16_bits: see `Resampler.accept`.
 
         Raises:
             AudioError: samples of another shape, type or scale, or NaN; none of them are taken.
@@ -169,8 +169,8 @@ class Session:
         """
         if self._ended:
             raise ValueError("samples after the end of a source: reset() starts another one")
-        floats = cast("NDArray[np.float32]", samples) if in_range or not len(samples) else as_samples(samples)
-        self.blocks.extend(self._samples.accept(self._resampler.accept(floats, in_range=in_range)))
+        floats = cast("NDArray[np.float32]", samples) if has_16_bits or not len(samples) else as_samples(samples)
+        self.blocks.extend(self._samples.accept(self._resampler.accept(floats, has_16_bits=has_16_bits)))
 
     def is_ready(self) -> bool:
         """Whether a block waits for `decode`."""

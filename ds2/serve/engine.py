@@ -54,7 +54,7 @@ class Chunk:
     deliver: Callable[[Answers], None]  # takes the answers to all chunks that have the same, in the engine's thread
     call: Any  # by which the one who waits knows it
     arrived_s: float = field(default_factory=time.monotonic)
-    in_range: bool = False  # see `Resampler.accept`
+    has_16_bits: bool = False  # see `Resampler.accept`
     answered: bool = False
 
 
@@ -226,7 +226,7 @@ class Engine:
             if chunk.samples is None:
                 chunk.live.input_finished()
             else:
-                chunk.live.accept_waveform(chunk.samples, in_range=chunk.in_range)
+                chunk.live.accept_waveform(chunk.samples, has_16_bits=chunk.has_16_bits)
         except Exception as error:  # of this session alone
             if not isinstance(error, UserError):
                 log.exception("a session failed")

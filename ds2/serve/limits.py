@@ -2,8 +2,7 @@
 
 import difflib
 import hmac
-import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -18,7 +17,7 @@ from ds2.system.plain import short_repr
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
 
 _MISSPELT = 0.8  # how alike two names are, as difflib counts
-_MAX_NAMES = 100  # of settings in a message that are compared; more would hold up other clients
+_MAX_NAMES = 100  # of settings in a message: to compare more would hold up other clients
 KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
 
 
@@ -80,7 +79,7 @@ def check_rate(value: object, field: str) -> int:
     return int(rate_hz)
 
 
-def refuse_misspelt(names: Iterable[str], known: Collection[str], place: str = "") -> None:
+def refuse_misspelt(names: Collection[str], known: Collection[str], place: str = "") -> None:
     """Refuse a setting that is none, but nearly the name of one; others are of newer clients and change nothing.
 
     Args:
@@ -89,9 +88,11 @@ def refuse_misspelt(names: Iterable[str], known: Collection[str], place: str = "
         place: of the settings, before their names in errors.
 
     Raises:
-        BadRequestError: such a name.
+        BadRequestError: such a name, or more than 100 names.
     """
-    for name in itertools.islice(names, _MAX_NAMES):
+    if len(names) > _MAX_NAMES:
+        raise BadRequestError(f"{place or 'a message'} has {len(names)} settings: allowed are {_MAX_NAMES}")
+    for name in names:
         shown = name[:40]
         if name not in known and (nearest := difflib.get_close_matches(shown, known, 1, _MISSPELT)):
             raise BadRequestError(f"{place}{shown} is no setting; did you mean {place}{nearest[0]}?")

@@ -114,10 +114,10 @@ class WorkerLink:
         match message:
             case AcceptWaveforms(calls, sessions, arrived_s, lengths, data):
                 samples, end = np.frombuffer(data, np.float32), 0
-                clean = is_in_range(samples)
+                has_16_bits = is_in_range(samples)  # as all that protocols read
                 for call, session, time_s, length in zip(calls, sessions, arrived_s, lengths, strict=True):
                     start, end = end, end + length
-                    yield self._chunk(call, session, time_s, samples[start:end], clean)
+                    yield self._chunk(call, session, time_s, samples[start:end], has_16_bits)
             case Flush(call, session, time_s):
                 yield self._chunk(call, session, time_s, None, True)
             case OpenSession(0, int()):
@@ -137,11 +137,11 @@ class WorkerLink:
                 raise TypeError(f"no message to an engine: {message!r}")
 
     def _chunk(
-        self, call: int, session: int, arrived_s: float, samples: NDArray[np.float32] | None, in_range: bool
+        self, call: int, session: int, arrived_s: float, samples: NDArray[np.float32] | None, has_16_bits: bool
     ) -> Chunk | Failure:
         live = self._sessions.get(session) or BrokenError()
         if isinstance(live, LiveSession):
-            return Chunk(live, samples, self.deliver, call, float(arrived_s), in_range)
+            return Chunk(live, samples, self.deliver, call, float(arrived_s), has_16_bits)
         return Failure.of(call, live)
 
     def _open(self, message: OpenSession) -> None:

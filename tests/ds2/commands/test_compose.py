@@ -1,5 +1,6 @@
 """Composition: every recipe and preset works, wrong keys name the right one, values that cannot work are refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -81,14 +82,18 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("model.convs.0.kernal=3", "unknown key 'model.convs[0].kernal'; an entry is {kernel:"),
         ("model.convs=[3]", "model.convs[0]: cannot be 3: an entry is {kernel:"),
         ("train=3", "train: takes train.KEY=VALUE, not 3"),
+        ("augment=[]", "augment: takes augment.KEY=VALUE, not []"),
+        ("augment=[a]", "augment: takes augment.KEY=VALUE, not ['a']"),
+        ("model=[]", "model=[]: choose one of algoperf, "),
+        ("data=[a.jsonl]", "There are an4, english, librispeech"),
         (
             "optim.layer_rates={convs:a}",
             "optim.layer_rates.convs: takes a number, not 'a'; allowed are numbers above 0",
         ),
         ("augment.speed=[1,b]", "augment.speed[1]: takes a number, not 'b'; allowed are numbers from 0.25 to 4"),
-        ("data.train=train.jsonl", "data.train: takes a list, in brackets even of one: data.train=[A,B]"),
+        ("data.train=train.jsonl", "data.train: takes a list, in brackets even of one: data.train=[A,B], not "),
         ("decode.hot_words={zero:5}", "decode.hot_words: takes a list"),
-        ("optim.layer_rates=3", "optim.layer_rates: takes a mapping: optim.layer_rates={KEY:VALUE}"),
+        ("optim.layer_rates=3", "optim.layer_rates: takes a mapping: optim.layer_rates={KEY:VALUE}, not 3"),
         ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru, gru_before"),
         ("train.epochs=0", "train.epochs=0: allowed are numbers from 1 to "),
         ("model.hidden=16,24", "model.hidden=16,24 has several values: `ds2 train --multirun`"),
@@ -138,6 +143,27 @@ def test_a_value_in_the_place_of_a_recipes_section_is_named(tmp_path: Path) -> N
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\noptim: adamw\n")
     with pytest.raises(ConfigError, match=r"optim\.momentum: the recipe has a value in the place of its section"):
         compose_config([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine", "optim.momentum=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("recipe/mine.yaml", "augment: []", "augment: takes augment.KEY=VALUE, not []"),
+        ("recipe/mine.yaml", "optim: {layer_rates: [a]}", "takes a mapping: optim.layer_rates={KEY:VALUE}, not ['a']"),
+        (
+            "model/mine.yaml",
+            "convs: {}",
+            "model.convs: takes a list, in brackets even of one: model.convs=[A,B], not {}",
+        ),
+    ],
+)
+def test_lists_and_mappings_in_each_others_place_are_named(
+    file: str, content: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ConfigError, match=rf"mine\.yaml: .*{re.escape(message)}"):
+        compose_config(with_search_path(["--config-dir", str(tmp_path), f"{Path(file).parent}=mine"]))
 
 
 @pytest.mark.parametrize("head", ["", "# @package _global_\n", "# Mine.\n# @package _global_\n", "# Mine.\n\n"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.decoding_cases import CHARACTERS, random_log_probs
 from support.oracles import torchaudio
 
-from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, finalise, force_align
-from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, add_word_times, finalise, force_align
+from ds2.decoding.hypothesis import Hypothesis, Word
 
 FRAMES, LABELS = 120, 29
 
@@ -47,6 +49,14 @@ def test_a_stream_has_times_of_whole_words(text: str, words: list[str]) -> None:
     hypothesis = Hypothesis(text, 0.0, tuple(CHARACTERS.symbols.index(symbol) for symbol in text), ())
     [[timed]] = add_stream_word_times([[hypothesis]], [aligner])
     assert [word.text for word in timed.words] == words
+
+
+def test_words_whose_labels_need_more_frames_than_there_are_share_the_time() -> None:
+    hypothesis = Hypothesis("ab b", 0.0, tuple(CHARACTERS.encode("ab b")), (), acoustic=math.log(0.5))
+    rows = [[hypothesis], [hypothesis]]
+    [[short], [timed]] = add_word_times(rows, random_log_probs(5, 2, 4), torch.tensor([2, 5]), CHARACTERS, 0.02)
+    assert short.words == (Word("ab", 0.0, 0.02, 0.5), Word("b", 0.02, 0.04, 0.5))
+    assert [word.text for word in timed.words] == ["ab", "b"]
 
 
 def test_streams_are_fixed_together_as_each_alone() -> None:

@@ -36,7 +36,7 @@ from support.serving import (
 from websockets.exceptions import ConnectionClosed
 
 from ds2.recognition.open_segments import Endpoints
-from ds2.serve.limits import refuse_misspelt
+from ds2.serve.limits import BadRequestError, refuse_misspelt
 from ds2.serve.protocols.sherpa_onnx import SherpaOnnx
 
 PIECE = 6400  # bytes
@@ -151,11 +151,15 @@ def test_an_error_repeats_no_long_message(shared: Callable[..., Running]) -> Non
     assert "is no message of this interface" in error["description"] and len(error["description"]) < 300
 
 
-def test_names_of_any_number_and_length_are_compared_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_any_number_and_length_take_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compare = Mock(wraps=difflib.get_close_matches)
     monkeypatch.setattr(difflib, "get_close_matches", compare)
-    refuse_misspelt([f"{number}" + "x" * number for number in range(1000)], ["known"])
-    assert compare.call_count <= 100 and max(len(call.args[0]) for call in compare.call_args_list) <= 40
+    names = [f"{number}" + "x" * 10 * number for number in range(101)]
+    with pytest.raises(BadRequestError, match=r"a message has 101 settings: allowed are 100"):
+        refuse_misspelt(names, ["known"])
+    compare.assert_not_called()
+    refuse_misspelt(names[:100], ["known"])
+    assert compare.call_count == 100 and max(len(call.args[0]) for call in compare.call_args_list) == 40
 
 
 def test_deepgrams_client_sends_its_key_and_hot_words(serve: Callable[..., Running]) -> None:
