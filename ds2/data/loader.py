@@ -367,7 +367,7 @@ class _BatchDataset(Dataset["Batch | UserError"]):
 
 def pad_rows(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return B rows (N,), at least one, as a tensor (B, N), 0 after each, and their lengths (B,) int64."""
-    return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
+    return pad_sequence(rows, batch_first=True), torch.tensor([row.numel() for row in rows])
 
 
 atexit.register(kill_workers)

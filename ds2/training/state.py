@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def broadcast_state(
     what follows from a load is the same on all ranks.
     """
     parts = {name: comm.broadcast_tensors(parts.get(name, {}), holders) for name in PARTS}
-    progress = Progress(**comm.broadcast(asdict(progress)))
+    progress = Progress(**comm.broadcast(vars(progress)))
     comm.status.step = progress.step
     state.load(parts, progress, average_decay)
 
@@ -249,7 +249,7 @@ def prepare_state(
     listed, path = state.listed(), state_file(run_dir)
     fetch_steady = (copies or TensorCopies()).start(own(listed.steady))  # first: a GPU copies during the rest
     counts = own({name: module.get_extra_state() for name, module in listed.counting.items()})
-    metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
+    metadata = {"kind": "trainer", "progress": vars(replace(state.progress)), "config": config_to_dict(config)}
     file, content = (path, metadata) if shard is None else (shard.file(run_dir, shard.rank), {"kind": "shard"})
 
     def fetch() -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -152,13 +153,16 @@ class DiskPath(str):
     def chmod(self, mode: int) -> None: ...
 
     def glob(self, pattern: str) -> Iterator[Self]:
-        begin, end = pattern.split("*")
-        places = (path.rpartition("/") for path in self.disk.folders)
-        names = [*self.disk.folders.get(self, ()), *(name for parent, _, name in places if parent == self)]
+        begin, end, folders = *pattern.split("*"), self.disk.folders
+        inside = [path for path in folders if path.startswith(self) and path.rpartition("/")[0] == self]
+        names = [*folders.get(self, ()), *(path.rpartition("/")[2] for path in inside)]
         return iter([self / name for name in names if name.startswith(begin) and name.endswith(end)])
 
     def iterdir(self) -> Iterator[Self]:
         return self.glob("*")
+
+
+_unpickled = lru_cache(1 << 10)(pickle.loads)
 
 
 class Disk:
@@ -220,7 +224,7 @@ class Disk:
     @contextmanager
     def safe_open(self, path: str, **options: str) -> Iterator[Any]:
         try:
-            metadata, arrays = pickle.loads(DiskPath(path).read_bytes())
+            metadata, arrays = _unpickled(DiskPath(path).read_bytes())
         except (EOFError, pickle.UnpicklingError) as error:
             raise SafetensorError(str(error)) from error
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
