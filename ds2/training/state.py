@@ -280,19 +280,20 @@ def _replace_shards(run_dir: Path, names: Collection[str]) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:
+def read_state(run_dir: Path, config: Config, fresh: TrainState, *, whole: bool = True) -> tuple[Parts, Progress]:
     """Read the trainer state of a run folder: tensors by part, and how far the run is.
 
     Args:
         config: of this process.
         fresh: made from it; the tensors must fit.
+        whole: False: no tensors are read, those of `fresh` take their place.
 
     Raises:
         CheckpointError: as `tensor_file.load`, another kind of file, damaged metadata, or tensors missing.
         ConfigError: the state is of another model, features, alphabet or optimizer than `config` describes.
     """
     try:
-        return _read_state(state_file(run_dir), config, fresh)
+        return _read_state(state_file(run_dir), config, fresh, whole=whole)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. To train on without this state: run_dir=NEW checkpoint.init_from={run_dir} starts from the best "
@@ -300,8 +301,8 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
         ) from error
 
 
-def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:
-    tensors, metadata = tensor_file.load(path)
+def _read_state(path: Path, config: Config, fresh: TrainState, *, whole: bool) -> tuple[Parts, Progress]:
+    tensors, metadata = tensor_file.load(path) if whole else ({}, tensor_file.read_metadata(path))
     if metadata.get("kind") != "trainer":
         raise CheckpointError(f"{path} is a {metadata.get('kind')}, not a trainer state")
     try:
@@ -330,12 +331,11 @@ def _read_state(path: Path, config: Config, fresh: TrainState) -> tuple[Parts, P
             f"run_dir=NEW checkpoint.init_from={path.parent}"
         )
     progress.phones = fresh.progress.phones
-    parts = {key: without_prefix(key, tensors) for key in PARTS}
+    parts = {key: without_prefix(key, tensors) for key in PARTS} if whole else fresh.tensors()
     optim = replace(then.optim, momentum=min(then.optim.momentum, config.optim.momentum))  # 0 where either is
     if optim.name == "sgd" and not optim.momentum:
         parts["optimizer"] = {}  # momenta that nothing changes any more would be saved again
-    misfit = _misfit(parts, fresh, replace(then, optim=optim)) if progress.step else ""
-    if misfit:
+    if progress.step and whole and (misfit := _misfit(parts, fresh, replace(then, optim=optim))):
         raise CheckpointError(f"{path}: {misfit}; {WAY_OUT}")
     if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
         progress.plan = "of other settings"
@@ -353,8 +353,7 @@ def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
     """Return the first tensor that `parts` lack, or have in another shape than a run with config `then`; or ''."""
     expected = {name: tensor.shape for name, tensor in _named(fresh.tensors()).items()}
     for number, parameter in enumerate(p for group in fresh.optimizer.param_groups for p in group["params"]):
-        shapes = state_shapes(then.optim, parameter)
-        expected |= {f"optimizer.{number}.{name}": shape for name, shape in shapes.items()}
+        expected |= {f"optimizer.{number}.{name}": shape for name, shape in state_shapes(then.optim, parameter).items()}
     if then.train.average_decay:
         expected |= {f"average.{name}": tensor.shape for name, tensor in fresh.model.state_dict().items()}
     actual = {name: tensor.shape for name, tensor in _named(parts).items()}
@@ -401,13 +400,14 @@ def plan_fingerprint(plan: Sequence[Sequence[int]], utterances: Sequence[Utteran
 
 
 def initial_state(
-    state: TrainState, loader: SpeechLoader, alphabet: Alphabet, config: Config, run_dir: Path
+    state: TrainState, loader: SpeechLoader, alphabet: Alphabet, config: Config, run_dir: Path, *, whole: bool = True
 ) -> tuple[Parts, Progress]:
     """Read the state of a run folder or, where it holds no run, make the initial state.
 
     Args:
         state: the fresh one of this process; its tensors and progress are changed.
         loader: of the training utterances, from which feature statistics are estimated.
+        whole: as in `read_state`.
 
     Raises:
         CheckpointError: the state cannot be read, or the folder holds another run.
@@ -418,7 +418,7 @@ def initial_state(
         state.progress.phones = " ".join(alphabet.pronunciations.phones)
     is_used = any(run_dir.glob("*.safetensors"))  # asked first: another rank may be writing the first state
     if config.checkpoint.resume and state_file(run_dir).is_file():
-        return read_state(run_dir, config, state)
+        return read_state(run_dir, config, state, whole=whole)
     if is_used:
         raise CheckpointError(
             f"{run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "
@@ -431,8 +431,7 @@ def initial_state(
     if loaded is not None and normalised_alike and _same_features(state.features, loaded.features):
         state.features.load_state_dict(loaded.features.state_dict())
     elif config.features.normalise == "corpus":
-        chosen = np.random.default_rng(config.train.seed).permutation(len(loader.utterances))
-        drawn = chosen[:_STATISTICS_UTTERANCES]
+        drawn = np.random.default_rng(config.train.seed).permutation(len(loader.utterances))[:_STATISTICS_UTTERANCES]
         with ProgressBar("feature statistics", len(drawn), "utterances") as progress:
             state.features.estimate(torch.from_numpy(loader.audio[int(i)]) for i in progress.over(drawn))
     return state.tensors(), state.progress

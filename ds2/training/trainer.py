@@ -230,7 +230,8 @@ class Trainer:
         self.state = TrainState(self.model, self.features, self.optimizer)
         parts, progress = Parts(), Progress()
         if comm.rank == 0:
-            parts, progress = initial_state(self.state, self.loader, self.alphabet, config, self.run_dir)
+            known = (self.state, self.loader, self.alphabet, config, self.run_dir)
+            parts, progress = initial_state(*known, whole=not comm.elastic)  # or the first view says who reads it
         broadcast_state(self.state, parts, progress, config.train.average_decay, comm)
 
     def _build_crf(self) -> Crf | None:
@@ -304,7 +305,7 @@ class Trainer:
         parts, progress = state.tensors(), state.progress
         if view.fresh:
             self.files.remove_partial_files()  # before the state is read: a lost rank that wakes up would replace it
-            if self.comm.rank == 0 and state_file(self.run_dir).is_file():
+            if self.comm.rank == 0 and (progress.step or state_file(self.run_dir).is_file()):
                 parts, progress = read_state(self.run_dir, config, state)
         of_ranks = self.comm.allgather((self._last_commit.number, self.logged))
         holders = ranks_with_state([commits for commits, _ in of_ranks])

@@ -34,12 +34,13 @@ from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError
 from ds2.distributed.launcher import Launched
 from ds2.distributed.process_group import LostRankError
 from ds2.model.norm import SequenceBatchNorm
+from ds2.system import tensor_file
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.training import loop, trainer
 from ds2.training.metrics import LogWindow, RunLog
 from ds2.training.passes import Passes
 from ds2.training.run_folder import sole_use
-from ds2.training.state import Progress
+from ds2.training.state import Progress, state_file
 from ds2.training.stopping import Interrupts
 
 RUNS, SEED = os.environ.get("DS2_RANK_RUNS", "2"), os.environ.get("DS2_FUZZ_SEED", "1")
@@ -86,6 +87,20 @@ def test_a_rank_alone_ends_as_one_process_does(tiny_overrides: list[str], tmp_pa
     one, other = (load(tmp_path / name / "trainer.safetensors")[0] for name in ("elastic", "single"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     assert {path.name for path in (tmp_path / "elastic" / "members").iterdir()} == {"preparing", "view-000000.json"}
+
+
+def test_the_tensors_of_a_state_are_read_once_by_the_rank_0_of_the_first_view(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["train", *tiny_overrides, "device=cpu", "comm.max_ranks=2", f"run_dir={tmp_path / 'run'}"]
+    assert main([*run, "train.max_steps=1"]) == 0
+    read = Mock(side_effect=load)
+    monkeypatch.setattr(tensor_file, "load", read)
+    assert main([*run, "train.max_steps=2"]) == 0
+    read.assert_called_once_with(state_file(tmp_path / "run"))
+    monkeypatch.setattr(loop, "load_tensorboard", state_file(tmp_path / "run").unlink)  # before the ranks meet
+    assert main([*run, "train.max_steps=3"]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
 
 
 def test_a_rank_that_is_lost_at_the_end_of_a_meeting_lets_the_others_meet_again(
@@ -225,6 +240,7 @@ def test_the_state_is_sent_to_the_ranks_without_the_commit_of_rank_0(
     ):
         comm = Mock(rank=0, allgather=lambda value, of=commits: [(number, value[1]) for number in of])
         rank = Mock(comm=comm, run_dir=tmp_path, logged=None, _last_commit=last_commit(commits[0]))
+        rank.state.progress = Progress()
         monkeypatch.setattr(trainer, "broadcast_state", Mock())
         trainer.Trainer._take_state(rank, View(1, [], fresh=fresh))
         assert trainer.broadcast_state.call_args.args[-1] == holders

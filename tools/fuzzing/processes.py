@@ -322,6 +322,9 @@ class Group(TcpGroup):
             self._exchange(dict.fromkeys(self.links, own), ())
         return decoded(bytes(own if self.rank == 0 else self._exchange({}, (0,))[0]), ())
 
+    def barrier(self) -> None:
+        self._exchange(dict.fromkeys(self.links, b""), self.links)
+
     def close(self) -> None:
         """Tell the others."""
         for link in self._to.values():

@@ -173,8 +173,7 @@ class SimulatedTrainer(Trainer):
         self.loader = SpeechLoader(UTTERANCES, config.data, CPU, ALPHABET)
         self.dev = DevEvaluator(config.data, self.state.features, ALPHABET, CPU, "fp32")
         if state_file(run_dir).is_file():
-            parts, progress = read_state(run_dir, config, self.state)
-            self.state.load(parts, progress, 0.0)
+            self.state.load(*read_state(run_dir, config, self.state, whole=False), 0.0)
         self.files = RunFiles(run_dir, config, self.state, ALPHABET, "fp32", None, comm)
         self._batches = EpochBatches(self.loader, plan, EPOCHS, comm)
         self._last_commit = LastCommit(model)
