@@ -42,6 +42,7 @@ _WORDS_OF_MAPPING = re.compile(_QUOTED + r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\
 _NUMBER_OR_BOOL = re.compile(r"[+-]?[\d.][\w.+-]*|true|false|[+-]?(?:nan|inf)", re.IGNORECASE)
 _MARKS = re.compile(r"[~#!&;<>^`]")  # that Hydra allows in quotes only
 _DEEPEST = 50  # brackets within each other: no setting has more than 3, and of 300 Hydra's parser recurses too deeply
+_parsed = functools.lru_cache(OverridesParser.create().parse_override)  # each override is asked for several times
 _HOME = re.compile(r"(?:^|(?<=[\[,\s]))~(?=/)")
 
 
@@ -188,10 +189,9 @@ def check_sweep(overrides: Sequence[str]) -> None:
     """
     first = first_of_sweep(overrides)
     for index, override in enumerate(map(parse_override, overrides)):
-        if override.is_sweep_override():
-            for value in _sweep_values(override):
-                point = [*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]]
-                _to_config(_compose(point), point)
+        for value in _sweep_values(override) if override.is_sweep_override() else ():
+            point = [*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]]
+            _to_config(_compose(point), point)
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
@@ -381,7 +381,7 @@ def parse_override(override: str) -> Override:
         key = override.partition("=")[0]
         raise ConfigError(f"{key[:_DEEPEST]}: {depth} brackets within each other, allowed are 3, as of model.convs")
     try:
-        return OverridesParser.create().parse_override(_quote_words(override))
+        return _parsed(_quote_words(override))
     except (HydraException, ValueError) as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(

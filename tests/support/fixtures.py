@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -15,10 +13,9 @@ import pytest
 import soundfile
 import torch
 
-from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
-from support.tiny import RATE_HZ, tiny_overrides_in, write_untrained
+from support.tiny import RATE_HZ, compose_once, tiny_overrides_in, write_untrained
 
 with suppress(ImportError):  # a GPU machine may lack it: no GPU test draws examples
     from hypothesis import HealthCheck, settings
@@ -100,15 +97,8 @@ def tiny_overrides(tone_manifest: Path, tmp_path: Path) -> list[str]:
     return tiny_overrides_in(tmp_path, tone_manifest)
 
 
-@pytest.fixture(scope="session")
-def compose_once() -> Callable[..., Config]:
-    """Compose overrides, the same ones only once: Hydra takes a tenth of a second."""
-    composed = functools.cache(compose_config)
-    return lambda *overrides: copy.deepcopy(composed(overrides))
-
-
 @pytest.fixture
-def tiny_config(tone_manifest: Path, tmp_path: Path, compose_once: Callable[..., Config]) -> Callable[..., Config]:
+def tiny_config(tone_manifest: Path, tmp_path: Path) -> Callable[..., Config]:
     """Compose the tiny configuration with further overrides; it works and runs below `tmp_path`."""
 
     def compose(*overrides: str) -> Config:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import tiny_overrides_in
+from support.tiny import compose_once, tiny_overrides_in
 
 from ds2.audio.features import Features
-from ds2.commands.compose import compose_config
 from ds2.config.schema import AlphabetConfig, Config, ConvConfig, FeaturesConfig, ModelConfig
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, prepare_model
@@ -73,5 +72,5 @@ def tone_run(tone_manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         "train.epochs=25",
         "train.evaluate_every_epochs=25",
     ]
-    assert train(compose_config(overrides), folder / "run") == 0
+    assert train(compose_once(*overrides), folder / "run") == 0
     return folder / "run"

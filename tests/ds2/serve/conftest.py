@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support.serving import WAIT_S, Running, until
-from support.tiny import tiny_overrides_in, write_untrained
+from support.tiny import compose_once, tiny_overrides_in, write_untrained
 
-from ds2.config.schema import Config, DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.serve.engine import LocalRecogniser
@@ -63,9 +63,7 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture(scope="module")
-def shared(
-    tone_manifest: Path, compose_once: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Running]]:
+def shared(tone_manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
     """Return a server with the usual limits that has no session; it ends with the file, as its start takes a while."""
     folder, started = tmp_path_factory.mktemp("shared"), dict[str, Running]()
     model = write_untrained(compose_once(*tiny_overrides_in(folder, tone_manifest)), folder / "model.safetensors")

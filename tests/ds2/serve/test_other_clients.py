@@ -396,9 +396,9 @@ def sent(running: Running, data: bytes) -> list[dict[str, Any]]:
     ],
 )
 def test_what_is_no_event_of_wyoming_is_an_error_event(
-    serve: Callable[..., Running], data: bytes, message: str
+    shared: Callable[..., Running], serve: Callable[..., Running], data: bytes, message: str
 ) -> None:
-    running = serve(idle_s=1.0 if "nothing came" in message else 60.0)
+    running = serve(idle_s=1.0) if "nothing came" in message else shared()
     [error] = sent(running, data)
     assert error["type"] == "error" and message in error["data"]["text"]
     assert running.metric("ds2_sessions") == 0

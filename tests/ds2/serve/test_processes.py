@@ -30,10 +30,10 @@ from support.serving import (
     wav,
     words,
 )
-from support.tiny import tiny_overrides_in, write_untrained
+from support.tiny import compose_once, tiny_overrides_in, write_untrained
 from websockets.exceptions import ConnectionClosed
 
-from ds2.config.schema import Config, ConfigError, DecodeConfig
+from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.serve.http import bind, listen, listen_shared, share
@@ -42,9 +42,7 @@ from ds2.serve.processes import END_S, Workers
 
 
 @pytest.fixture(scope="module")
-def running(
-    tone_manifest: Path, compose_once: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Running, Workers]]:
+def running(tone_manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Workers]]:
     """A server with two workers that takes 40 sessions; all tests share it, as it takes seconds to start."""
     folder = tmp_path_factory.mktemp("workers")
     model = write_untrained(compose_once(*tiny_overrides_in(folder, tone_manifest)), folder / "model.safetensors")

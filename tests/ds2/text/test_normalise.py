@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support.tiny import compose_once
 
-from ds2.commands.compose import compose_config
 from ds2.text.alphabet import Alphabet, AlphabetError, drop_punctuation, fold, lower, upper
 
 
 def alphabet(*overrides: str) -> Alphabet:
-    return Alphabet.from_config(compose_config([*overrides, "run_dir=x"]).alphabet)
+    return Alphabet.from_config(compose_once(*overrides, "run_dir=x").alphabet)
 
 
 @pytest.mark.parametrize(

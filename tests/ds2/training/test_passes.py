@@ -12,9 +12,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.tiny import compose_once
 
 from ds2.audio.spec_augment import apply_masks, warp_frequency, warp_time
-from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.data.loader import Batch
 from ds2.data.manifest import read_manifest
@@ -501,7 +501,7 @@ def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> Non
 
 def use(overrides: Sequence[str], comm: Any, *why_not: str | None) -> bool:
     """What `use_graphs` says of a run with these overrides."""
-    config = compose_config(["run_dir=x", *overrides])
+    config = compose_once("run_dir=x", *overrides)
     return use_graphs(config, comm, why_sums_are_launched(config, comm), *(why_not or (None,)))
 
 
@@ -631,9 +631,9 @@ def test_layers_side_by_side_where_they_cannot_be_are_refused_with_the_reason(
     overrides: tuple[str, ...], reason: str
 ) -> None:
     for choice in ("auto", "off"):
-        config = compose_config(["run_dir=x", f"train.wavefront={choice}", *overrides])
+        config = compose_once("run_dir=x", f"train.wavefront={choice}", *overrides)
         assert choose_wavefront(config, "bf16", torch.device("cpu"), graphed=True) is None
-    config = compose_config(["run_dir=x", "train.wavefront=on", *overrides])
+    config = compose_once("run_dir=x", "train.wavefront=on", *overrides)
     expected = rf"train\.wavefront=on cannot run: {re.escape(reason)}.*set train\.wavefront=auto or off"
     with pytest.raises(ConfigError, match=expected):
         choose_wavefront(config, "bf16", torch.device("cpu"), graphed=True)
