@@ -30,7 +30,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from ds2.recognition.open_segments import Endpoints
-from ds2.serve.http import WebSocketConnection
+from ds2.serve.http import HttpConnection, WebSocketConnection
 from ds2.serve.limits import Limits
 from ds2.serve.protocols.vosk import Vosk
 
@@ -209,6 +209,27 @@ def test_many_small_messages_keep_nobody_else_waiting() -> None:
         return turns
 
     assert asyncio.run(turns_of_others(100)) >= 100
+
+
+@pytest.mark.parametrize("kind", [HttpConnection, WebSocketConnection])
+def test_little_of_a_client_is_read_at_a_time(
+    serve: Callable[..., Running], kind: type[HttpConnection] | type[WebSocketConnection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of a client that sends pings or chunks of a byte without end, 256 KiB at a time took all others a second each."""
+    parse, sizes = Mock(wraps=kind.data_received), list[int]()
+    monkeypatch.setattr(kind, "data_received", lambda self, data: sizes.append(len(data)) or parse(self, data))
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    upload = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+    upload += b"Content-Type: multipart/form-data; boundary=x\r\n\r\n%x\r\n%b\r\n" % (len(part), part)
+    head, unit = (upload, b"1\r\nx\r\n") if kind is HttpConnection else (UPGRADE, b"\x89\x80" + bytes(4))
+    with socket.create_connection(("127.0.0.1", serve().port)) as raw:
+        raw.sendall(head)
+        if kind is WebSocketConnection:
+            assert raw.recv(4096).startswith(b"HTTP/1.1 101")
+        raw.sendall(unit * 30_000)
+        until(lambda: sum(sizes) >= 1 << 17)
+    assert max(sizes) <= 1 << 14
 
 
 def test_fragments_of_a_message_are_joined(serve: Callable[..., Running]) -> None:
