@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.augment import speed_range
-from ds2.audio.features import Features
 from ds2.config.schema import BatchingConfig, Config, ConfigError
 from ds2.data.loader import Batch, pad_rows, plan_epoch, rank_part
 from ds2.data.manifest import Utterance
@@ -232,11 +231,9 @@ class MemoryProbe:
     """Measures the memory of both passes of training, on made-up audio and a second model with fresh weights.
 
     Args:
-        alphabet, features: of the run, the latter on the device.
+        alphabet, inputs: of the run.
         autocast: to bfloat16.
-        padded: as steps as CUDA graphs need it.
         crf: of `train.objective=ctc_crf`.
-        phones: of each utterance, for intermediate classifiers.
     """
 
     def __init__(
@@ -244,27 +241,25 @@ class MemoryProbe:
         config: Config,
         utterances: Sequence[Utterance],
         alphabet: Alphabet,
-        features: Features,
+        inputs: InputMaker,
         *,
         autocast: bool,
-        padded: bool,
         crf: Crf | None = None,
-        phones: Sequence[Tensor] = (),
     ) -> None:
-        device = features.mean.device
+        device, bins = inputs.device, inputs.features.bins
         self._config, self._utterances, self._alphabet, self._device = config, utterances, alphabet, device
+        self._inputs = inputs
         self._slowest = min(1.0, speed_range(config.augment)[0])
         longest = self._samples(max(u.duration_s for u in utterances))
         self._noise = 0.01 * torch.randn(longest, generator=torch.Generator().manual_seed(0))
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         with torch.random.fork_rng(devices=[device]):
-            model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s).to(device)
+            model = AcousticModel(config.model, bins, len(alphabet), config.features.step_s).to(device)
         freeze(model, config.train.freeze)
-        features = copy.deepcopy(features)
+        features = copy.deepcopy(inputs.features)
         self._gradients = build_gradients(config, model, Communicator(device), autocast=autocast)
         self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast, crf=crf)
-        self._inputs = InputMaker(features, model, config, padded=padded, phones=phones)
         self._own_bytes = torch.cuda.memory_allocated(device) - before
         shapes = [shape for p in model.parameters() for shape in state_shapes(config.optim, p).values()]
         self._optimizer_bytes = 4 * sum(shape.numel() for shape in shapes)  # made by the first step

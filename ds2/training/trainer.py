@@ -148,10 +148,8 @@ class Trainer:
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
         self._why_no_kernels = why_no_kernels(self.comm)
         self._prepare_steps()
-        parts = (config, self.utterances, self.alphabet, self.features)
-        self.memory_probe = partial(
-            MemoryProbe, *parts, autocast=autocast, padded=self.inputs.padded, crf=self.crf, phones=self.phones
-        )
+        parts = (config, self.utterances, self.alphabet, self.inputs)
+        self.memory_probe = partial(MemoryProbe, *parts, autocast=autocast, crf=self.crf)
         self.batching = device_tuning.choose_batching(
             config, self.progress, self.comm, self.durations_s, self.memory_probe
         )
