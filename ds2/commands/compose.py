@@ -221,11 +221,9 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
 
 def _to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
     try:
-        for key, (_, kind) in convert.declared_settings().items():
-            if kind is float and type(value := OmegaConf.select(composed, key)) in (int, str):
-                with suppress(ValueError, OverflowError):  # run_dir=runs/${optim.learning_rate} has 1.0 for 1
-                    OmegaConf.update(composed, key, float(value))
-        return convert.to_config(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+        # References find values as settings have them: ${optim.learning_rate} is 1.0 for 1.
+        typed = OmegaConf.create(convert.with_types(OmegaConf.to_container(composed)))
+        return convert.to_config(OmegaConf.to_container(typed, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         _raise_explained(error, overrides)
 

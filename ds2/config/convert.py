@@ -85,25 +85,28 @@ def declared_settings() -> dict[str, tuple[Field[Any], Any]]:
     return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
 
 
-def _from_words(kind: Any, value: Any) -> Any:
+def with_types(value: Any, kind: Any = Config) -> Any:
     """Return the plain value of a setting or section with words and numbers as its type has them.
 
-    Words are on, off and the like for bools, and numbers that were quoted or come from the environment.
+    Words are on, off and the like for bools, and numbers that were quoted or come from the environment. Entries of
+    model.convs get the defaults that they leave out.
     """
     inner = get_args(kind)[-1] if get_args(kind) else None
     if isinstance(value, dict):
+        value = (asdict(ConvConfig()) if kind is ConvConfig else {}) | value
         kinds = {setting.name: hint for setting, hint in _fields(kind)} if is_dataclass(kind) else {}
         # YAML has read names such as true and 1.50 as other types, and how they were written is lost: refused.
         names = {name: str(name) if kinds or type(name) is int else name for name in value}
-        return {names[name]: _from_words(kinds.get(name, inner), entry) for name, entry in value.items()}
+        return {names[name]: with_types(entry, kinds.get(name, inner)) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_from_words(inner, entry) for entry in value]
+        return [with_types(entry, inner) for entry in value]
     if kind is bool and isinstance(value, str):
         return _BOOLS.get(value.lower(), value)
     if kind is str and isinstance(value, int | float):
         return str(value)
-    with suppress(ValueError):
-        return kind(value) if kind in (int, float) and isinstance(value, str) else value
+    if (kind in (int, float) and isinstance(value, str)) or (kind is float and type(value) is int):
+        with suppress(ValueError, OverflowError):
+            return kind(value)
     return value
 
 
@@ -114,7 +117,7 @@ def to_config(values: object) -> Config:
         ConfigError: an unknown key (such as Hydra's `+key=value`), or a wrong type.
     """
     try:
-        return _build(_from_words(Config, values))
+        return _build(with_types(values))
     except FieldError as error:
         key = error.field.removeprefix("config.")
         raise ConfigError(f"{key}: {expected(key, error.value)}") from error

@@ -315,6 +315,11 @@ def test_a_number_that_names_a_folder_is_written_in_one_way(written: str, shown:
     assert config.run_dir == f"runs/{shown}"
 
 
+def test_defaults_of_a_convolution_can_be_referred_to() -> None:
+    config = compose_config(["recipe=an4_demo", "run_dir=${model.convs.0.causal}-${model.convs.1.channels}"])
+    assert config.run_dir == "False-16"
+
+
 @pytest.mark.parametrize("key", ["optim.learning_rate", "train.max_minutes", "model.dropout", "train.epochs"])
 def test_a_number_too_large_for_a_float_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
