@@ -308,7 +308,7 @@ def _log_window(trainer: Trainer, run_log: RunLog, window: LogWindow, rate: floa
     """Log the scalars of the steps of a window, whose learning rate is that of the last; returns them."""
     values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm, trainer.comm.world)
     if trainer.noise is not None:
-        values["noise_scale"] = trainer.noise.end_window()
+        values["noise_scale"] = trainer.noise.end_window(trainer.progress)
     trainer.logged = run_log.scalars("train", trainer.progress.step, values)
     return values
 

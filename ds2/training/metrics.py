@@ -282,7 +282,6 @@ class NoiseScale:
         self._sum = [torch.zeros_like(gradient) for gradient in gradients]
         self._squares: list[float] = []
         self._utterances = 0
-        self._noise = self._signal = 0.0
 
     def add(self, norm: float, utterances: int) -> None:
         """Count a step whose gradient has this norm, of a batch of so many utterances."""
@@ -290,14 +289,14 @@ class NoiseScale:
         self._squares.append(norm**2)
         self._utterances += utterances
 
-    def end_window(self) -> float:
-        """Return the estimate, NaN while noise hides the gradient; reads the device once."""
+    def end_window(self, progress: Progress) -> float:
+        """Return the estimate by averages in `progress`, NaN where noise hides the gradient; waits for the device."""
         k = len(self._squares)
         if k > 1:
             batch, square = self._utterances / k, sum(self._squares) / k
             of_mean = float(torch.stack(torch._foreach_norm(self._sum)).square().sum()) / k**2
-            self._noise = _DECAY * self._noise + batch * (square - of_mean) * k / (k - 1)
-            self._signal = _DECAY * self._signal + (k * of_mean - square) / (k - 1)
+            progress.noise = _DECAY * progress.noise + batch * (square - of_mean) * k / (k - 1)
+            progress.signal = _DECAY * progress.signal + (k * of_mean - square) / (k - 1)
             torch._foreach_zero_(self._sum)
             self._squares, self._utterances = [], 0
-        return self._noise / self._signal if self._signal > 0 else float("nan")
+        return progress.noise / progress.signal if progress.signal > 0 else float("nan")

@@ -62,6 +62,8 @@ class Progress:
     best_epoch: int = 0
     dev_set: str = ""  # digest of the utterances that the best scores are of; '' in old files
     phones: str = ""  # the labels, where alphabet.lexicon decides them; '' in old files
+    noise: float = 0.0  # this and the next: averages of `NoiseScale`
+    signal: float = 0.0
     elapsed_s: float = 0.0
     audio_s: float = 0.0
     budget_s: float = 0.0  # of a batch, as `batching.auto` found it; 0: not looked for

@@ -19,9 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ds2.commands.common import report_errors
 from ds2.config.schema import Config
+from ds2.system.tensor_file import read_metadata
 from ds2.training import loop
 from ds2.training.loop import train
 from ds2.training.metrics import NoiseScale, RunLog
+from ds2.training.state import Progress
 
 
 def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> None:
@@ -100,20 +102,21 @@ def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
     generator = torch.Generator().manual_seed(1)
     mean, deviation, batch = torch.full((400,), 0.5), 2.0, 8
     gradients = [torch.zeros(300), torch.zeros(100)]
-    noise = NoiseScale(gradients)
-    assert math.isnan(noise.end_window())
+    noise, progress = NoiseScale(gradients), Progress()
+    assert math.isnan(noise.end_window(progress))
     for _ in range(40):
         for _ in range(10):
             drawn = mean + deviation / batch**0.5 * torch.randn(400, generator=generator)
             gradients[0].copy_(drawn[:300])
             gradients[1].copy_(drawn[300:])
             noise.add(float(drawn.norm()), batch)
-        found = noise.end_window()
+        found = noise.end_window(progress)
     # tr(S) / |G|^2 = 400 deviation^2 / (400 mean^2) = 16. A window's |G|^2 has about the variance of |mean g|^2, that
     # is 4 |G|^2 v / k + 2 n v^2 / k^2 with v = deviation^2 / batch; the windows' average has 1 / 19 of it, tr(S) less.
     v, k, square = deviation**2 / batch, 10, 100.0
     spread = math.sqrt((4 * square * v / k + 2 * 400 * v**2 / k**2) / 19) / square
     assert found == pytest.approx(16, rel=4 * spread)
+    assert NoiseScale(gradients).end_window(progress) == found  # a run that goes on keeps the averages
 
 
 def test_a_run_logs_it_and_shows_it_in_tensorboard(tiny_config: Callable[..., Config]) -> None:
@@ -121,6 +124,8 @@ def test_a_run_logs_it_and_shows_it_in_tensorboard(tiny_config: Callable[..., Co
     assert train(config, Path(config.run_dir)) == 0
     found = [event["noise_scale"] for event in events(Path(config.run_dir), "train")]
     assert len(found) == 3 and any(value is not None and value > 0 for value in found)
+    progress = read_metadata(Path(config.run_dir) / "trainer.safetensors")["progress"]
+    assert (progress["noise"] / progress["signal"] if progress["signal"] > 0 else None) == found[-1] != 0
     board = EventAccumulator(f"{config.run_dir}/tensorboard").Reload()
     shown = [s.value for s in board.Scalars("train/noise_scale") if math.isfinite(s.value)]
     assert shown == pytest.approx([value for value in found if value is not None], rel=1e-6)  # float32 there
