@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def write_tones(path: Path, text: str, rng: np.random.Generator) -> float:
 
 
 _CACHES = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_looked_through_once() -> Iterator[None]:
+    """Freeze what the tests of a file leave, such as imports and reports: each training and server looks through it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
