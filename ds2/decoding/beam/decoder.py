@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -51,13 +50,11 @@ class BatchedBeamSearch:
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.fusion, self.options = fusion, options
         self.kernel = KernelSearch(fusion, options) if fusion.device.type == "cuda" else None
-
-    @cached_property
-    def streams(self) -> TorchStreams | KernelStreams:
-        """The search of streams, by the kernel if it takes them."""
-        if self.kernel is not None and self.kernel.fits(1):
-            return KernelStreams(self.kernel, self.options)
-        return TorchStreams(self.fusion, self.options)
+        self.streams: TorchStreams | KernelStreams = (  # made here, as threads may start the first ones together
+            KernelStreams(self.kernel, options)
+            if self.kernel is not None and self.kernel.fits(1)
+            else TorchStreams(fusion, options)
+        )
 
     def search(self, log_probs: Tensor, lengths: Tensor, root: int = ROOT) -> NBest:
         """Find the best label sequences of whole utterances, with one launch of the kernel if it takes them.

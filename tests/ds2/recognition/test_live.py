@@ -17,7 +17,7 @@ from torch import Tensor
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.beam.decoder import BeamDecoder, BeamStream
-from ds2.decoding.beam.kernel_search import KernelSearch
+from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.inference.runner import BlockOutput, Slot
 from ds2.model.checkpoint import load_model
@@ -276,6 +276,7 @@ def test_results_come_with_the_step_of_the_search_where_that_saves_a_wait(
     decoder = recogniser.decoder
     assert isinstance(decoder, BeamDecoder)
     decoder.search.kernel = KernelSearch(decoder.search.fusion, decode)
+    decoder.search.streams = KernelStreams(decoder.search.kernel, decode)
     best, waits = decoder.best, list[int]()
 
     def counted_best(streams: Sequence[BeamStream], *, words: bool = False) -> list[Hypothesis]:

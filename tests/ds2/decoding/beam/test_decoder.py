@@ -213,3 +213,8 @@ def test_without_times_no_frame_is_kept(tmp_path: Path) -> None:
     assert all(stream.aligner.pending_frames == 0 for stream in streams)
     assert all(h.text and not h.words for h in nbest[0])
     assert nbest == decoder.decode(speechlike(60, 2, 4), torch.tensor([60, 9]))
+
+
+def test_the_search_of_streams_is_there_before_threads_start_some(tmp_path: Path) -> None:
+    """Made by the first stream, two threads could have tables each: streams would get slots of the wrong ones."""
+    assert "streams" in vars(make(*CASES["words"], tmp_path).search)

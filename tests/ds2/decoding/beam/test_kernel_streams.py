@@ -40,6 +40,7 @@ def by_kernel(case: str, folder: Path, where: str, monkeypatch: pytest.MonkeyPat
         kernel_on_cpu.patch(monkeypatch)
     found = BeamDecoder(alphabet, options, lm, 0.02, torch.device(where))
     found.search.kernel = KernelSearch(found.search.fusion, options)
+    found.search.streams = KernelStreams(found.search.kernel, options)
     return found, wanted
 
 
