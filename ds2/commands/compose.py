@@ -166,9 +166,14 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key or group choice (the message suggests one), a wrong type, or values that
             contradict each other.
     """
+    return compose_settings(overrides)[0]
+
+
+def compose_settings(overrides: Sequence[str]) -> tuple[Config, str, str]:
+    """As `compose_config`, but for what it returns, which is that of `read_config`."""
     composed = _compose(overrides)
     warn_of_repeated(overrides)
-    return read_config(composed, overrides)[0]
+    return read_config(composed, overrides)
 
 
 def warn_of_repeated(overrides: Sequence[str]) -> None:

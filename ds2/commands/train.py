@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from ds2.commands import compose
 from ds2.commands.common import report_errors
 from ds2.config.convert import documented_keys
-from ds2.config.schema import ConfigError
+from ds2.config.schema import Config, ConfigError
 from ds2.distributed.launcher import launched
 from ds2.system import UserError
 from ds2.system.files import new_figure, read_log, save_picture, write_text
@@ -62,7 +62,9 @@ def run(arguments: Sequence[str]) -> int:
         print(help_text(compose.split_config_dirs(arguments)[1]), end="")
         return 0
     options, overrides = options_and_overrides(compose.with_search_path(arguments))
-    config = compose.compose_config(compose.first_of_sweep(overrides) if is_sweep(options) else overrides)
+    settings = compose.compose_settings(compose.first_of_sweep(overrides) if is_sweep(options) else overrides)
+    if not options and not any(override.lstrip("+~").startswith("hydra") for override in overrides):
+        return _train(*settings)  # `hydra.main` would compose the same once more
     if is_sweep(options):
         compose.check_sweep(overrides)
     jobs: list[Job] = []
@@ -82,7 +84,8 @@ def run(arguments: Sequence[str]) -> int:
                 raise ConfigError(
                     f"{name} and {twins[0]} of this sweep have one folder, {folder}: train them as runs of their own"
                 )
-            return _train(composed)
+            run_dir = folder if facts.mode == RunMode.MULTIRUN else None
+            return _train(*compose.read_config(composed, list(facts.overrides.task), run_dir))
 
         status = report_errors(train)
         jobs.append(Job(name or ALL, folder / "refused" if twins else folder, status))
@@ -96,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     sys.argv = ["ds2 train", *options, *compose.hydra_overrides(overrides), *naming]
     hydra.main(config_path=str(compose.config_dir()), config_name=compose.PRIMARY_CONFIG, version_base="1.3")(job)()
     if is_sweep(options) and jobs and launched().rank == 0:
-        print(finish(jobs[0].run_dir.parent, jobs, config.train.metric))
+        print(finish(jobs[0].run_dir.parent, jobs, settings[0].train.metric))
         if remaining:
             print(f"stopped before {', '.join(remaining)}: the same command goes on")
     return max((job.status for job in jobs), default=0)
@@ -108,12 +111,10 @@ def fit(overrides: Sequence[str]) -> Path:
         raise ConfigError("train(...) takes overrides as on the command line: train('recipe=an4', 'run_dir=runs/an4')")
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train(...) handles signals: call it in the main thread, or in a process of its own")
-    config = compose.compose_config(overrides)
-    from ds2.training.loop import train
-
-    if train(config, Path(config.run_dir)):
+    settings = compose.compose_settings(overrides)
+    if _train(*settings):
         raise KeyboardInterrupt("training was stopped and saved; the same call goes on from there")
-    return Path(config.run_dir)
+    return Path(settings[0].run_dir)
 
 
 def is_sweep(options: Sequence[str]) -> bool:
@@ -121,10 +122,7 @@ def is_sweep(options: Sequence[str]) -> bool:
     return not {"-m", "--multirun"}.isdisjoint(options)
 
 
-def _train(composed: DictConfig) -> int:
-    job = HydraConfig.get()
-    run_dir = Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN else None
-    config, replaced, differing = compose.read_config(composed, list(job.overrides.task), run_dir)
+def _train(config: Config, replaced: str, differing: str) -> int:
     if replaced:
         log.info("as in %s: %s", config.checkpoint.init_from, replaced)
     if differing:

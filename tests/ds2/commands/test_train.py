@@ -7,7 +7,9 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
+import hydra
 import pytest
 import yaml
 
@@ -71,6 +73,21 @@ def test_other_options_are_refused_with_the_way_out(
 ) -> None:
     assert main(["train", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_hydra_composes_once_unless_it_is_asked_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed, trained = Mock(wraps=hydra.compose), Mock(return_value=0)
+    monkeypatch.setattr("ds2.commands.compose.compose", composed)
+    monkeypatch.setattr("ds2.training.loop.train", trained)
+    monkeypatch.setattr(hydra, "main", as_hydra := Mock())
+    assert main(["train", "recipe=an4", f"run_dir={tmp_path}"]) == 0
+    ((config, run_dir), _) = trained.call_args
+    assert (config.data.train != [], run_dir, config.run_dir) == (True, tmp_path, str(tmp_path))
+    composed.assert_called_once()
+    as_hydra.assert_not_called()
+    for asked in ("hydra.job.chdir=false", "hydra/launcher=basic"):
+        assert main(["train", f"run_dir={tmp_path}", asked]) == 0
+    assert as_hydra.call_count == 2
 
 
 def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
