@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import re
 import runpy
 import shlex
@@ -14,9 +13,10 @@ from typing import NoReturn
 
 import pytest
 from support.paths import ROOT
+from support.tiny import compose_once
 
 from ds2.cli import COMMANDS, main
-from ds2.commands.compose import compose_config, first_of_sweep, with_search_path
+from ds2.commands.compose import first_of_sweep, with_search_path
 from ds2.commands.train import options_and_overrides
 
 LOG = ROOT / "docs" / "log"  # history: its commands and paths are those of their commits
@@ -94,12 +94,6 @@ def settings_of(words: list[str]) -> list[str]:
     return []
 
 
-@functools.cache
-def compose(settings: tuple[str, ...]) -> None:
-    """Compose settings that a page shows; pages show the same ones."""
-    compose_config([*first_of_sweep(settings), "run_dir=unused"])
-
-
 @pytest.fixture(autouse=True)
 def parsers_that_only_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each parser stop where it has parsed, in a folder with the reader's own recipe and alphabet."""
@@ -165,8 +159,8 @@ def test_all_commands_of_a_page(page: Path, capsys: pytest.CaptureFixture[str]) 
     for command in dict.fromkeys(shown(page)):
         try:
             settings = settings_of([word for word in shlex.split(command) if word not in ("...", "…")])
-            if here := tuple(setting for setting in settings if not setting.startswith(FILES_OF_OTHERS)):
-                compose(here)
+            if here := [setting for setting in settings if not setting.startswith(FILES_OF_OTHERS)]:
+                compose_once(*first_of_sweep(here), "run_dir=unused")
         except (Exception, SystemExit) as error:
             wrong[command] = " ".join([repr(error), *capsys.readouterr().err.strip().splitlines()[-1:]])
     assert not wrong, "\n".join(f"{command}\n    {reason}" for command, reason in wrong.items())

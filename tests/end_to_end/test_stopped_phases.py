@@ -15,6 +15,7 @@ import torch
 from support.launch import mpirun
 from support.rank_runs import arguments, clean
 from support.run_log import losses
+from support.tiny import compose_once, tiny_overrides_in
 
 from ds2.audio.features import Features
 from ds2.cli import main
@@ -76,6 +77,14 @@ def test_an_importer_ends_at_once(tiny_config: MakeConfig, tmp_path: Path, monke
     assert calls == ["prepare"] and not (tmp_path / "run" / "log.jsonl").exists()
 
 
+@pytest.fixture(scope="module")
+def whole(tone_manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of two epochs that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(compose_once(*tiny_overrides_in(folder, tone_manifest), "train.epochs=2"), folder / "run")
+    return folder / "run"
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "steps"),
     [
@@ -87,10 +96,15 @@ def test_an_importer_ends_at_once(tiny_config: MakeConfig, tmp_path: Path, monke
     ids=["evaluation", "saving", "best-model", "last-model"],
 )
 def test_evaluation_and_saving_end_and_lose_no_step(
-    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, steps: int
+    tiny_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: Path,
+    owner: Any,
+    name: str,
+    steps: int,
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(tiny_config("train.epochs=2"), whole)
+    broken = tmp_path / "broken"
     signalled(monkeypatch, owner, name)
     assert train(tiny_config("train.epochs=2"), broken) == 143
     assert load(broken / "trainer.safetensors")[1]["progress"]["step"] == steps

@@ -49,20 +49,20 @@ def test_every_error_derives_from_the_one_that_users_can_mend(error: type[Except
     assert issubclass(error, UserError)
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
 @pytest.mark.parametrize("error", CLASSES, ids=lambda c: c.__name__)
 def test_every_error_is_one_line_and_status_2_of_every_command(
-    error: type[UserError], command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: type[UserError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: list[str]) -> int:
         raise error.__new__(error, "what was given, what is allowed, the way out")
 
-    stand_in = ModuleType(f"ds2.commands.{command}")
-    stand_in.run = fail  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    assert cli.main([command]) == 2
-    printed = capsys.readouterr()
-    assert printed.err == "ds2: what was given, what is allowed, the way out\n" and printed.out == ""
+    for command in cli.COMMANDS:
+        stand_in = ModuleType(f"ds2.commands.{command}")
+        stand_in.run = fail  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+        assert cli.main([command]) == 2, command
+        printed = capsys.readouterr()
+        assert printed.err == "ds2: what was given, what is allowed, the way out\n" and printed.out == "", command
 
 
 NUMBERS = (
