@@ -74,6 +74,12 @@ def empty(folder: Path) -> Path:
     return folder / "x.wav"
 
 
+def copy_of_more_bits(folder: Path) -> Path:
+    samples, _ = soundfile.read(folder / "train0.wav")
+    soundfile.write(folder / "x.wav", samples - 1e-6, RATE_HZ, subtype="FLOAT")  # some round to -0.0
+    return folder / "x.wav"
+
+
 AUDIO_FAULTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "missing": (lambda folder: folder / "x.wav", "error", "unreadable"),
     "truncated": (truncated, "error", "unreadable"),
@@ -89,6 +95,7 @@ AUDIO_FAULTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "longer than its manifest says": (lambda folder: write(folder / "x.wav", noise(50, 3.0)), "warning", "duration"),
     "copy in another part": (lambda folder: write(folder / "x.wav", noise(8)), "error", "duplicate"),
     "copy in its part": (lambda folder: write(folder / "x.wav", noise(0)), "warning", "duplicate"),
+    "copy of more bits": (copy_of_more_bits, "warning", "duplicate"),
 }
 
 
