@@ -68,11 +68,6 @@ def largest_budget(
 ) -> float:
     """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
 
-    The memory of a batch is nearly linear in its padded audio (activations) plus a constant (weights, workspaces). The
-    search starts with a few utterances a rank, or one if these do not fit, and goes up the line through the last
-    trials, at most `_GROWTH`-fold each time, until the largest that fits and the smallest that does not are close.
-    Passes over n times the audio take at most n times as long, which bounds what can be tried in the time left.
-
     Args:
         durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
         batching: whose buckets and order count.
@@ -85,14 +80,34 @@ def largest_budget(
     """
     longest_s = float(durations_s.max())
     max_s = min(max_s, longest_s * len(durations_s))  # the latter is all in one batch
+
+    def need(budget_s: float) -> float:
+        return _bytes_of_budget(budget_s, durations_s, batching, seed, world, measure)
+
+    fits_s = _largest_that_fits(need, min(max_s, longest_s * world), max_s, available_bytes)
+    if not fits_s:
+        raise ConfigError(
+            f"batching=auto: not even one utterance of {longest_s:.1f} s a rank fits the GPU's memory: "
+            "lower data.max_duration_s, or choose a smaller model"
+        )
+    return float(f"{_round_down(fits_s):g}")
+
+
+def _largest_that_fits(need: Callable[[float], float], min_s: float, max_s: float, available_bytes: float) -> float:
+    """Return the largest budget found that needs no more than the available bytes; 0 if even the least needs more.
+
+    The memory of a batch is nearly linear in its padded audio (activations) plus a constant (weights, workspaces). The
+    search starts with a few utterances a rank, or one if these do not fit, and goes up the line through the last
+    trials, at most `_GROWTH`-fold each time, until the largest that fits and the smallest that does not are close.
+    Passes over n times the audio take at most n times as long, which bounds what can be tried in the time left.
+    """
     started = time.monotonic()
     measured: list[tuple[float, float]] = []  # budgets, and the bytes that they need
     fits_s, fails_s, rate = 0.0, float("inf"), 0.0
-    min_s = min(max_s, longest_s * world)
     budget_s = min(max_s, _FIRST * min_s)
     for trial in range(1, _TRIALS + 1):
         began = time.monotonic()
-        size = _bytes_of_budget(budget_s, durations_s, batching, seed, world, measure)
+        size = need(budget_s)
         ended = time.monotonic()
         log.info(
             "batching=auto: trial %d, %.0f s of audio: %.2f GB of %.2f, in %.1f s",
@@ -106,10 +121,7 @@ def largest_budget(
             budget_s = min_s
             continue
         if not fits_s:
-            raise ConfigError(
-                f"batching=auto: not even one utterance of {longest_s:.1f} s a rank fits the GPU's memory: "
-                "lower data.max_duration_s, or choose a smaller model"
-            )
+            break
         if np.isfinite(size):
             measured.append((budget_s, size))
         rate = max(rate, budget_s / max(ended - began, 1e-6))
@@ -123,7 +135,7 @@ def largest_budget(
         if budget_s < 1.02 * fits_s:
             log.warning("batching=auto: ended after %.0f s, before all that fits was found", ended - started)
             break
-    return float(f"{_round_down(fits_s):g}")
+    return fits_s
 
 
 def _bytes_of_budget(
