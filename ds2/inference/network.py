@@ -122,9 +122,7 @@ class BlockNetwork:
 
     def output_frames(self, frames: int) -> int:
         """Output frames of a stream of so many feature frames."""
-        for level in self.convs:
-            frames = output_size(frames, level.window.stride)
-        return frames
+        return output_size(frames, self.block_frames // self.frames)
 
     def valid_span(self, block: int, ends: int) -> tuple[int, int]:
         """The first and one past the last frame of a block's output that belong to the stream."""

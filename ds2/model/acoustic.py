@@ -154,9 +154,7 @@ class AcousticModel(nn.Module):
 
     def output_frames(self, frames: Size) -> Size:
         """Output frames for a number, or a tensor of numbers, of feature frames."""
-        for conv in self.config.convs:
-            frames = output_size(frames, conv.stride[1])
-        return frames
+        return output_size(frames, self.time_stride)
 
     def forward(self, features: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run whole utterances.
