@@ -12,14 +12,14 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
-from ds2.decoding.hypothesis import within, word_record
+from ds2.decoding.hypothesis import clip_words, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import Interval, text_grid
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcripts import AlignedTranscript, align_utterances, suspicious
 from ds2.system.files import check_writable, write_json_lines, write_text
-from ds2.system.plain import counted
+from ds2.system.plain import counted, grouped
 
 _SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times
 
@@ -48,9 +48,8 @@ def run(arguments: Sequence[str]) -> None:
     device = resolve_device(args.device)
     loaded = load_model(file, device)
     utterances = scored_utterances(args.manifests, loaded.alphabet)
-    recordings: dict[Path, list[int]] = {}  # positions of the utterances of each, in order of time
-    for index in sorted(range(len(utterances)), key=lambda i: utterances[i].offset_s):
-        recordings.setdefault(utterances[index].audio_filepath, []).append(index)
+    in_time = sorted(range(len(utterances)), key=lambda index: utterances[index].offset_s)
+    recordings = grouped(in_time, lambda index: utterances[index].audio_filepath)
     if args.textgrid:
         _check_overlaps(utterances, recordings)
         common = os.path.commonpath([audio.parent for audio in recordings])  # speakers may have files of one name
@@ -66,7 +65,7 @@ def run(arguments: Sequence[str]) -> None:
                 "duration": u.duration_s,
                 "text": u.text,
                 "surprise": a.surprise if math.isfinite(a.surprise) else None,
-                "words": [word_record(word) for word in within(a.words, u.duration_s)],
+                "words": [word_record(word) for word in clip_words(a.words, u.duration_s)],
             }
             for u, a in zip(utterances, aligned, strict=True)
         )

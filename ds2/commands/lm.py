@@ -310,7 +310,7 @@ def _tune(args: argparse.Namespace) -> None:
             f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
             f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"
         )
-        tuning.draw(trials, best, picture)
+        tuning.plot(trials, best, picture)
         print(f"wrote {picture}")
 
 

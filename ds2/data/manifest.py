@@ -16,7 +16,7 @@ import numpy as np
 from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.system import UserError
 from ds2.system.files import new_figure, new_text, read_byte_lines, save_picture
-from ds2.system.plain import counted, first_of, parse_object, short_repr, shortened
+from ds2.system.plain import counted, first_of, grouped, parse_object, short_repr, shortened
 from ds2.system.signals import time_limit
 
 log = logging.getLogger(__name__)
@@ -259,9 +259,7 @@ def split(
     """
     if len(shares) < 2 or not all(0 < share < float("inf") for share in shares.values()):
         raise ManifestError(f"shares {dict(shares)}: two parts or more, each with a share above 0: train=0.9 dev=0.1")
-    groups: dict[str, list[int]] = defaultdict(list)
-    for index, utterance in enumerate(utterances):
-        groups[_GROUPS[by](utterance)].append(index)
+    groups = grouped(range(len(utterances)), lambda index: _GROUPS[by](utterances[index]))
     if by == "speaker" and "" in groups:
         raise ManifestError(
             f"{len(groups[''])} of {len(utterances)} utterances have no speaker: write one into the manifest, or "

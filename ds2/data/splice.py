@@ -27,6 +27,7 @@ from ds2.data.shards import MANIFEST
 from ds2.system import UserError
 from ds2.system.files import name_errors
 from ds2.system.machine import usable_cores
+from ds2.system.plain import grouped
 from ds2.system.signals import worker_processes
 from ds2.system.terminal import ProgressBar
 
@@ -131,9 +132,7 @@ class Splicer:
                 "transcripts: train it longer, or take one of the language and alphabet of the recordings"
             )
         self.audio, self.rate_hz = audio, audio.sample_rate_hz
-        by_speaker: dict[str, list[LabelledRecording]] = {}
-        for recording in recordings:
-            by_speaker.setdefault(recording.speaker, []).append(recording)
+        by_speaker = grouped(recordings, lambda recording: recording.speaker)
         self.banks = {speaker: _Bank(own, self.rate_hz) for speaker, own in by_speaker.items()}
         self.seconds = {speaker: sum(r.duration_s for r in own) for speaker, own in by_speaker.items()}
         self.everyone = _Bank(recordings, self.rate_hz)

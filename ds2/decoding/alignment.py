@@ -47,11 +47,17 @@ class Alignment:
         return list(zip(self.labels, *columns, strict=True))
 
 
-def skips(states: Tensor) -> Tensor:
-    """Return (B, S) bool: labels of CTC states that a path may enter without the blank before (Graves et al. 2006)."""
-    result = torch.zeros_like(states, dtype=torch.bool)
-    result[:, 2:] = (states[:, 2:] != BLANK) & (states[:, 2:] != states[:, :-2])
+def no_skips(states: Tensor) -> Tensor:
+    """Return (B, S) bool: CTC states, of these labels, that paths enter from the one before only (Graves et al.)."""
+    result = torch.ones_like(states, dtype=torch.bool)
+    result[:, 2:] = (states[:, 2:] == BLANK) | (states[:, 2:] == states[:, :-2])
     return result
+
+
+def scores_before(scores: Tensor, no_skip: Tensor) -> Tensor:
+    """Return scores (3, B, S) of states before each: itself, the one before, and, but for `no_skip`, that before it."""
+    padded = torch.nn.functional.pad(scores, (2, 0), value=-math.inf)
+    return torch.stack([scores, padded[:, 1:-1], padded[:, :-2].masked_fill(no_skip, -math.inf)])
 
 
 def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
@@ -75,7 +81,7 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
     for row, target in zip(states, targets, strict=True):
         row[1 : 2 * len(target) : 2] = torch.tensor(list(target), dtype=torch.int64)
     emitted = log_probs.gather(2, states.to(device).expand(frames, -1, -1))  # (T, B, S)
-    barred = ~skips(states).to(device)
+    no_skip = no_skips(states).to(device)
     score = torch.full(states.shape, -math.inf, device=device)
     moves = torch.empty(emitted.shape, dtype=torch.uint8, device=device)
     ends = torch.tensor([2 * len(target) for target in targets], device=device)
@@ -87,9 +93,7 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
             score[:, :2] = emitted[0, :, :2]
             moves[0] = _STAY
         else:
-            one = torch.nn.functional.pad(score, (1, 0), value=-math.inf)[:, :-1]
-            two = torch.nn.functional.pad(score, (2, 0), value=-math.inf)[:, :-2].masked_fill_(barred, -math.inf)
-            score, moves[frame] = torch.stack([score, one, two]).max(0)
+            score, moves[frame] = scores_before(score, no_skip).max(0)
             score = score + emitted[frame]
         final = torch.stack([score[rows, ends], score[rows, (ends - 1).clamp(min=0)]])
         finals = torch.where(last_frames == frame, final, finals)

@@ -40,12 +40,15 @@ def start_copy(*tensors: Tensor) -> Callable[[], list[NDArray[Any]]]:
 
 
 class Decoder(Protocol):
-    """Decodes batches of utterances, and streams."""
+    """Decodes batches of utterances, and streams: chunks of any length give the bits of the whole.
+
+    What is computed of a frame must therefore not depend on its place in a tensor, as exp and log of float32 on a CPU.
+    """
 
     hot_characters: frozenset[str] = frozenset()  # that hot words of a session may have; empty: it takes no hot words
 
     def start(self, hot_words: HotWords | None = None) -> Any:
-        """Begin a stream and return what the decoder keeps of it; the result of its chunks is that of the whole.
+        """Begin a stream and return its state, which `step` changes.
 
         Args:
             hot_words: words and phrases to prefer in it, and the bonus of each, natural log.
@@ -69,7 +72,7 @@ class Decoder(Protocol):
     def step_and_best(
         self, streams: Sequence[Any], log_probs: Tensor, lengths: Tensor, wanted: Sequence[int]
     ) -> list[Hypothesis] | None:
-        """`step`; return `best` of the streams at the indices `wanted`, None where it would be another wait."""
+        """`step`, and `best` of the streams at the indices `wanted`; None where that waits for the device once more."""
         self.step(streams, log_probs, lengths)
         return None
 

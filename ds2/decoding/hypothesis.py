@@ -30,7 +30,7 @@ class Word:
     confidence: float
 
 
-def within(words: tuple[Word, ...], duration_s: float) -> tuple[Word, ...]:
+def clip_words(words: tuple[Word, ...], duration_s: float) -> tuple[Word, ...]:
     """Return the words so that they end with their audio: the last output frame may reach beyond it."""
     if not words or words[-1].end_s <= duration_s:
         return words
@@ -48,9 +48,9 @@ def word_record(word: Word) -> dict[str, str | float]:
     return {"text": word.text, **times, "confidence": round(word.confidence, 4)}
 
 
-def measured(word: Word, after_s: float = 0.0) -> dict[str, float]:
-    """Return times and confidence of a word for JSON, by the names of OpenAI and Deepgram; times count from earlier."""
-    start, end = round(after_s + word.start_s, 3), round(after_s + word.end_s, 3)
+def times_record(word: Word, offset_s: float = 0.0) -> dict[str, float]:
+    """Return times and confidence of a word for JSON, by the names of OpenAI and Deepgram; the times with an offset."""
+    start, end = round(offset_s + word.start_s, 3), round(offset_s + word.end_s, 3)
     return {"start": start, "end": end, "confidence": round(word.confidence, 4)}
 
 

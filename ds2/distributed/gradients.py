@@ -14,6 +14,7 @@ from ds2_ops.recurrent.deferred import DeferredGradients, Factors, GradientSink,
 from torch import Tensor
 
 from ds2.distributed.communicator import Communicator, Moment, Pending
+from ds2.system.plain import grouped
 
 MakeCopies = Callable[[], tuple[Tensor, ...]]
 TakeGradients = Callable[[Sequence[Tensor | None]], None]
@@ -284,7 +285,9 @@ class Bucket:
         def add() -> None:
             if missing:
                 torch._foreach_zero_(missing)
-            for group in _groups_of_one_kind(first):
+            # torch copies gradients of one type and contiguity in one launch.
+            kinds = grouped(first, lambda pair: (pair[1].dtype, pair[1].is_contiguous()))
+            for group in kinds.values():
                 torch._foreach_copy_([part for part, _ in group], [gradient for _, gradient in group])
             if further:
                 converted = [gradient.to(part.dtype) for part, gradient in further]
@@ -393,11 +396,3 @@ def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
         if gap := -tensor.numel() % _ALIGNED:
             pieces.append(tensor.new_zeros(gap))
     return torch.cat(pieces)
-
-
-def _groups_of_one_kind(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """The (part, gradient) pairs by the gradients' type and contiguity: torch copies such a group in one launch."""
-    groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
-    for part, gradient in pairs:
-        groups.setdefault((gradient.dtype, gradient.is_contiguous()), []).append((part, gradient))
-    return list(groups.values())

@@ -24,8 +24,8 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a batch in between takes the
 _CPU_FILE_S = 8.0  # audio of a file that a CPU takes at once; recurrent layers skip what is past its end
 _PIECE_FRAMES = 44  # output frames that a layer runs at once where others run at its side
 _FILE_PIECES = 8  # of a block of a file
-# What a batch has of each stream: row of samples, blocks that have run, feature frames of the stream and of this block.
-# Here of a row without a stream, which runs on slot 0.
+# A batch has four numbers of each stream: its row of samples, blocks that have run, feature frames of the stream and of
+# this block. These are the numbers of a row without a stream, which runs on slot 0.
 _EMPTY_ROW = 0, 0, UNBOUNDED, 0
 _NUMBERS = len(_EMPTY_ROW)
 

@@ -17,6 +17,7 @@ import torch
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import END, NGram
 from ds2.system import UserError
+from ds2.system.plain import grouped
 from ds2.text.pronunciations import Phones, Pronunciations
 
 Unit = tuple[str, Phones]  # a letter and its phones
@@ -124,9 +125,7 @@ def _align(pairs: Sequence[tuple[str, Phones]], scores: Mapping[Unit, float]) ->
     keys, logs = np.array([-1, *units]), np.array([_UNSEEN, *scores.values()])
     order = np.argsort(keys)
     keys, logs = keys[order], logs[order]
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, (word, phones) in enumerate(pairs):
-        groups.setdefault((len(word), len(phones)), []).append(index)
+    groups = grouped(range(len(pairs)), lambda index: (len(pairs[index][0]), len(pairs[index][1])))
     aligned: list[list[Unit]] = [[] for _ in pairs]
     shared: dict[Unit, Unit] = {}  # one object for each unit: a million would keep the garbage collector busy
     for (_, columns), group in groups.items():

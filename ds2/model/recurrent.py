@@ -36,7 +36,7 @@ _TORCH: dict[str, tuple[Callable[..., nn.Module], Callable[..., Sequence[Tensor]
 }
 _PARAMETERS = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
-Carry = tuple[Tensor, ...]  # from frame to frame: h (B, H), of an LSTM c too
+Carry = tuple[Tensor, ...]  # from frame to frame: h (B, H), and c of a cell that has one
 
 
 @dataclass(frozen=True)

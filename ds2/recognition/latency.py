@@ -22,7 +22,7 @@ from ds2.system.files import read_byte_lines
 from ds2.system.plain import counted, parse_object
 
 _STREAMS = 32  # in one batch
-End = tuple[str, float]
+WordEnd = tuple[str, float]
 """A word and where it ends, seconds from the start of its utterance."""
 
 
@@ -61,7 +61,7 @@ def measure_latency(
     recogniser: Recogniser,
     utterances: Sequence[Utterance],
     references: Sequence[Sequence[str]],
-    ends: Sequence[Sequence[End]],
+    ends: Sequence[Sequence[WordEnd]],
     data: DataConfig,
 ) -> Latency:
     """Stream utterances and measure when each word that is right in the final text was shown; errors as `Session`.
@@ -112,7 +112,7 @@ def _stream(
 
 
 def word_delays(
-    reference: Sequence[str], ends: Sequence[End], history: Sequence[tuple[float, Sequence[str]]]
+    reference: Sequence[str], ends: Sequence[WordEnd], history: Sequence[tuple[float, Sequence[str]]]
 ) -> Iterator[tuple[float, float, float]]:
     """Yield for each word that is right when it was first shown, since when it stays, and its end, in seconds.
 
@@ -144,13 +144,13 @@ def _pairs(reference: Sequence[str], words: Sequence[str], *, same: bool) -> Ite
         i, j = i + (edit != INSERTION), j + (edit != DELETION)
 
 
-def aligned_ends(recogniser: Recogniser, loader: SpeechLoader) -> list[list[End]]:
+def aligned_ends(recogniser: Recogniser, loader: SpeechLoader) -> list[list[WordEnd]]:
     """Return where each word of the loader's transcripts ends by a forced alignment of the model itself.
 
     The end is that of the frames of the word's last label. A model that writes its labels late has late ends too.
     Where the recogniser writes phones, each phone is a word. Errors as `Recogniser.logits`.
     """
-    ends: dict[int, list[End]] = {}
+    ends: dict[int, list[WordEnd]] = {}
     for indices, log_probs, lengths, targets, texts in transcript_batches(recogniser, loader):
         joined = () if recogniser.writes_phones else texts
         aligned = align_batch(log_probs, lengths, targets, recogniser.alphabet, recogniser.frame_s, joined)
@@ -163,9 +163,9 @@ class WordEnds:
     """Where words end, by a file of `ds2 align --out`, of another model say."""
 
     path: Path
-    ends: dict[tuple[str, float], list[End]]  # by the path of the audio and the offset, seconds
+    ends: dict[tuple[str, float], list[WordEnd]]  # by the path of the audio and the offset, seconds
 
-    def of(self, utterances: Sequence[Utterance]) -> list[list[End]]:
+    def of(self, utterances: Sequence[Utterance]) -> list[list[WordEnd]]:
         """Return the ends of the words of each utterance; raises ConfigError for one that the file lacks."""
         keys = [(str(u.audio_filepath), round(u.offset_s, 3)) for u in utterances]
         missing = [u.name for u, key in zip(utterances, keys, strict=True) if key not in self.ends]
@@ -184,7 +184,7 @@ def read_ends(path: Path) -> WordEnds:
         UserError: the file cannot be read.
         ConfigError: a line that such a file does not have.
     """
-    known: dict[tuple[str, float], list[End]] = {}
+    known: dict[tuple[str, float], list[WordEnd]] = {}
     for number, line in read_byte_lines(path):
         try:
             record = parse_object(line)

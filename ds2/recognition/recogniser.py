@@ -23,7 +23,7 @@ from ds2.config.schema import BatchingConfig, ConfigError, DecodeConfig
 from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder
-from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word, within
+from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word, clip_words
 from ds2.decoding.keywords import KeywordDecoder
 from ds2.decoding.methods import make_decoder
 from ds2.decoding.phrase_search import PhraseDecoder
@@ -304,7 +304,7 @@ class Recogniser(Pipeline):
                 named = ", ".join(utterances[indices[row]].name for row in error.rows)
                 raise DecodeError(f"{named}: {error}" if named else str(error)) from error
             for index, row in zip(indices, rows, strict=True):
-                hypotheses[index] = replace(row, words=within(row.words, utterances[index].duration_s))
+                hypotheses[index] = replace(row, words=clip_words(row.words, utterances[index].duration_s))
         parts = comm.allgather(hypotheses, (Hypothesis, Word))
         hypotheses = {index: hypothesis for part in parts for index, hypothesis in part.items()}
         return [hypotheses[index] for index in range(len(utterances))]
@@ -438,7 +438,7 @@ def _transcribe_windows(
                 decoder.step([stream], logits.float().log_softmax(2), torch.tensor([len(logits)]))
         hypothesis = decoder.finish([stream])[0][0]
     duration_s = cut.samples / pipeline.features.sample_rate_hz
-    return Transcript(duration_s, replace(hypothesis, words=within(hypothesis.words, duration_s)))
+    return Transcript(duration_s, replace(hypothesis, words=clip_words(hypothesis.words, duration_s)))
 
 
 def _with_bonuses(phrases: HotPhrases | None) -> HotWords | None:

@@ -23,19 +23,20 @@ from ds2.audio.features import Features
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.schema import Config
 from ds2.decoding.decoder import Decoder, start_copy, unwrapped
-from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word, within
+from ds2.decoding.hypothesis import EMPTY, Hypothesis, Word, clip_words
 from ds2.decoding.phrases import HotWords
 from ds2.inference.runner import BlockRunner
 from ds2.model.acoustic import AcousticModel
 from ds2.model.structure import lookahead_parts_ms
 from ds2.recognition.open_segments import PAUSE_S, Endpoints, OpenSegments, Segment
 from ds2.system import UserError
+from ds2.system.plain import grouped
 from ds2.text.alphabet import Alphabet
 
 BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
 MAX_BLOCK_S = 600.0  # longer ones would take gigabytes
 Item = TypeVar("Item")
-Failed = Callable[[Any, Exception], object]  # called with a session and its error
+OnError = Callable[[Any, Exception], object]  # called with a session and its error
 _MAX_AT_ONCE = 256  # sessions in one call of the model
 
 
@@ -317,30 +318,27 @@ class LiveSession(Session):
 
 
 def raise_failure(session: Any, error: Exception) -> None:
-    """Raise the error of a session: the default of `failed` in `decode_sessions` and the other functions."""
+    """Raise the error of a session: the default of `on_error` in `decode_sessions` and the other functions."""
     raise error
 
 
-def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure) -> None:
+def decode_sessions(sessions: Sequence[Session], on_error: OnError = raise_failure) -> None:
     """Run the next block of each session that is ready; those of one pipeline and block length share a batch.
 
     Args:
-        failed: called with each session whose block raises, and with its error; the others of its batch go on as
+        on_error: called with each session whose block raises, and with its error; the others of its batch go on as
             without it.
     """
-    groups: dict[int, list[Session]] = {}
-    for session in sessions:
-        if session.is_ready():
-            groups.setdefault(id(session.runner), []).append(session)
     failures: list[tuple[Session, Exception]] = []
-    for group in groups.values():
+    ready = [session for session in sessions if session.is_ready()]
+    for group in grouped(ready, lambda session: id(session.runner)).values():
         blocks = [(session, session.blocks.popleft()) for session in group]
         for first in range(0, len(blocks), _MAX_AT_ONCE):
             batch = blocks[first : first + _MAX_AT_ONCE]
             add_levels(batch)
-            _forward(batch, lambda session, error: failures.append((session, error)))
-    for session, error in failures:  # at the end, as `failed` may raise
-        failed(session, error)
+            _run_blocks(batch, lambda session, error: failures.append((session, error)))
+    for session, error in failures:  # at the end, as `on_error` may raise
+        on_error(session, error)
 
 
 def add_levels(blocks: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
@@ -359,13 +357,13 @@ def add_levels(blocks: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
 
 
 def run_contained(
-    items: Sequence[Item], run: Callable[[Sequence[Item]], None], failed: Callable[[Item, Exception], object]
+    items: Sequence[Item], run: Callable[[Sequence[Item]], None], on_error: Callable[[Item, Exception], object]
 ) -> None:
     """Run a batch; if it raises, run its halves, and so on, until items that fail are alone.
 
     Args:
         run: raises before it changes any of the items that it is called with.
-        failed: called with each item that fails alone, and with its error.
+        on_error: called with each item that fails alone, and with its error.
     """
     if not items:
         return
@@ -373,14 +371,14 @@ def run_contained(
         run(items)
     except Exception as error:
         if len(items) == 1:
-            failed(items[0], error)
+            on_error(items[0], error)
             return
         middle = len(items) // 2
-        run_contained(items[:middle], run, failed)
-        run_contained(items[middle:], run, failed)
+        run_contained(items[:middle], run, on_error)
+        run_contained(items[middle:], run, on_error)
 
 
-def _forward(blocks: Sequence[tuple[Session, NDArray[np.float32]]], failed: Failed) -> None:
+def _run_blocks(blocks: Sequence[tuple[Session, NDArray[np.float32]]], on_error: OnError) -> None:
     """Run model and decoder on one block of each session."""
     decoded: set[int] = set()  # sessions that were decoded before a later part of their batch raised
 
@@ -393,15 +391,15 @@ def _forward(blocks: Sequence[tuple[Session, NDArray[np.float32]]], failed: Fail
         for output in outputs:
             rows = [sessions[row] for row in output.rows]
             decoded.update(map(id, rows))
-            decode_logits(rows, output.logits, output.lengths, failed)
+            decode_logits(rows, output.logits, output.lengths, on_error)
 
     with blocks[0][0].pipeline.lock:
-        run_contained(blocks, run, lambda item, error: failed(item[0], error))
+        run_contained(blocks, run, lambda item, error: on_error(item[0], error))
 
 
 @torch.inference_mode()
 def decode_logits(
-    sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int], failed: Failed = raise_failure
+    sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int], on_error: OnError = raise_failure
 ) -> None:
     """Decode the next frames of sessions of one pipeline; those with the same `batch_key` share a batch.
 
@@ -420,7 +418,7 @@ def decode_logits(
 
     def fail(row: int, error: Exception) -> None:
         broken.add(row)
-        failed(sessions[row], error)
+        on_error(sessions[row], error)
 
     def step(rows: Sequence[int]) -> None:
         selected = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
@@ -434,10 +432,7 @@ def decode_logits(
         for at, hypothesis in zip(wanted, best or [], strict=best is not None):
             own[at].partial = hypothesis
 
-    rows_by_key: dict[tuple[int, Decoder], list[int]] = {}
-    for row, session in enumerate(sessions):
-        rows_by_key.setdefault(session.batch_key, []).append(row)
-    for rows in rows_by_key.values():
+    for rows in grouped(range(len(sessions)), lambda row: sessions[row].batch_key).values():
         run_contained(rows, step, fail)
     [quiet] = quiet_copy()
     quiet_before, quiet_after = quiet_at_ends(quiet, frames)
@@ -452,9 +447,9 @@ def decode_logits(
         )
         ended.extend(live for live, end in zip(lives, ends.tolist(), strict=True) if end)
 
-    open_segments = [(row, s) for row, s in enumerate(sessions) if isinstance(s, LiveSession) and row not in broken]
-    run_contained(open_segments, update, lambda item, error: fail(item[0], error))
-    hypotheses = _by_decoder(ended, _final, failed)
+    live_rows = [(row, s) for row, s in enumerate(sessions) if isinstance(s, LiveSession) and row not in broken]
+    run_contained(live_rows, update, lambda item, error: fail(item[0], error))
+    hypotheses = _by_decoder(ended, _final, on_error)
     for session in ended:
         if id(session) in hypotheses:
             session.end_segment(hypotheses[id(session)])
@@ -467,16 +462,16 @@ def quiet_at_ends(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> tuple
     return np.where(has_loud, loud.argmax(0), lengths), np.where(has_loud, loud[::-1].argmax(0) - padding, lengths)
 
 
-def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list[Hypothesis]:
-    """Return `Session.result` of each session, in one batch; empty if it failed (`failed`: see `decode_sessions`).
+def results(sessions: Sequence[Session], on_error: OnError = raise_failure) -> list[Hypothesis]:
+    """Return `Session.result` of each session, in one batch; empty if it failed (`on_error`: see `decode_sessions`).
 
     Sessions with `wants_words` get words too; their times count from the start of the open segment.
     """
     hypotheses = {id(s): s.partial for s in sessions if s.partial is not None and not s.wants_words}
     wanting = [session for session in sessions if session.wants_words]
-    hypotheses |= _by_decoder(wanting, lambda decoder, streams: decoder.best(streams, words=True), failed)
+    hypotheses |= _by_decoder(wanting, lambda decoder, streams: decoder.best(streams, words=True), on_error)
     others = [session for session in sessions if not session.wants_words and session.partial is None]
-    hypotheses |= _by_decoder(others, lambda decoder, streams: decoder.best(streams), failed)
+    hypotheses |= _by_decoder(others, lambda decoder, streams: decoder.best(streams), on_error)
     return [hypotheses.get(id(session), EMPTY) for session in sessions]
 
 
@@ -486,12 +481,12 @@ def final_results(sessions: Sequence[Session]) -> list[Hypothesis]:
     return [hypotheses[id(session)] for session in sessions]
 
 
-def finish_segments(sessions: Sequence[LiveSession], failed: Failed = raise_failure) -> None:
+def finish_segments(sessions: Sequence[LiveSession], on_error: OnError = raise_failure) -> None:
     """Make the open segments of live sessions final, after `input_finished` and all blocks; sources may go on.
 
-    `failed`: as for `decode_sessions`.
+    `on_error`: as for `decode_sessions`.
     """
-    hypotheses = _by_decoder(sessions, _final, failed)
+    hypotheses = _by_decoder(sessions, _final, on_error)
     for live in sessions:
         if id(live) in hypotheses:
             live.end_segment(hypotheses[id(live)])
@@ -503,21 +498,18 @@ def _final(decoder: Decoder, streams: Sequence[Any]) -> list[Hypothesis]:
 
 
 def _by_decoder(
-    sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]], failed: Failed
+    sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]], on_error: OnError
 ) -> dict[int, Hypothesis]:
     """Return the hypothesis of each session that does not fail, by id; those with one `batch_key` share a batch."""
-    groups: dict[tuple[int, Decoder], list[Session]] = {}
-    for session in sessions:
-        groups.setdefault(session.batch_key, []).append(session)
     hypotheses: dict[int, Hypothesis] = {}
 
     def run(group: Sequence[Session]) -> None:
         decodings = [session.decoding for session in group]
         for session, hypothesis in zip(group, read(group[0].decoder, decodings), strict=True):
-            words = within(hypothesis.words, session.end_s) if hypothesis.words else ()
+            words = clip_words(hypothesis.words, session.end_s) if hypothesis.words else ()
             hypotheses[id(session)] = replace(hypothesis, words=words) if words else hypothesis
 
-    for group in groups.values():
+    for group in grouped(sessions, lambda session: session.batch_key).values():
         with group[0].pipeline.lock:
-            run_contained(group, run, failed)
+            run_contained(group, run, on_error)
     return hypotheses

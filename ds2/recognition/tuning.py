@@ -152,7 +152,7 @@ class KeywordTrial:
 
     bonus: float
     recall: float  # share of those that were said
-    alarms: float  # false ones an hour of one keyword; half a one more in all, so that it is never 0
+    alarms: float  # false ones an hour of one keyword; half an alarm is added to all, so that it is never 0
 
 
 def tune_keywords(dev: DevLogProbs, options: DecodeConfig) -> list[KeywordTrial]:
@@ -180,8 +180,8 @@ def tune_keywords(dev: DevLogProbs, options: DecodeConfig) -> list[KeywordTrial]
     return trials
 
 
-def draw(trials: Sequence[TuningTrial], chosen: TuningTrial, path: Path) -> None:
-    """Draw the WER over alpha and beta at the beam of most points; raises as `new_figure` and `save_picture`."""
+def plot(trials: Sequence[TuningTrial], chosen: TuningTrial, path: Path) -> None:
+    """Plot the WER over alpha and beta at the beam of most points; raises as `new_figure` and `save_picture`."""
     beam = trials[0].beam
     points = [(t.alpha, t.beta, 100 * t.errors.rate) for t in trials if t.beam == beam]
     alphas, betas, rates = zip(*points, strict=True)

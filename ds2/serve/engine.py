@@ -11,7 +11,6 @@ import os
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from ds2.serve.client import EngineClient, SessionSettings, StreamResult, resolv
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.phrases import PhraseReader
 from ds2.system import UserError
-from ds2.system.plain import counted
+from ds2.system.plain import counted, grouped
 
 log = logging.getLogger(__name__)
 transcripts = logging.getLogger("ds2.serve.transcripts")
@@ -294,10 +293,7 @@ def _deliver(answers: Answers) -> None:
 
     If that fails, all get an error instead. Of two answers to a chunk, one who waits takes the first.
     """
-    by_deliver: defaultdict[Callable[[Answers], None], list[tuple[Chunk, StreamResult | Exception]]] = defaultdict(list)
-    for chunk, answer in answers:
-        by_deliver[chunk.deliver].append((chunk, answer))
-    for deliver, own in by_deliver.items():
+    for deliver, own in grouped(answers, lambda answer: answer[0].deliver).items():
         for chunk, _ in own:
             chunk.answered = True
         try:
@@ -369,10 +365,8 @@ class LocalRecogniser(EngineClient):
 
 def _resolve_in_loops(answers: Answers) -> None:
     """Resolve the futures of chunks; each event loop wakes up once for all answers of a batch."""
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = defaultdict(list)
-    for chunk, answer in answers:
-        by_loop[chunk.call.get_loop()].append((chunk.call, answer))
-    for loop, own in by_loop.items():
+    calls: list[tuple[asyncio.Future[Any], Any]] = [(chunk.call, answer) for chunk, answer in answers]
+    for loop, own in grouped(calls, lambda call: call[0].get_loop()).items():
         try:
             loop.call_soon_threadsafe(resolve, own)
         except RuntimeError:  # the loop has ended, and all its futures with it

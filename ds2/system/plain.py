@@ -1,4 +1,4 @@
-"""JSON and YAML values to dataclasses, with checks of types and field names; values and words for messages."""
+"""JSON and YAML values to dataclasses, with checks of types and field names; words for messages; groups of values."""
 
 import dataclasses
 import difflib
@@ -6,12 +6,13 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from ds2.system import UserError
 
 T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 TYPE_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 _SHOWN = 60
 
@@ -129,6 +130,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def first_of(texts: Sequence[str], most: int, more: str = "") -> list[str]:
     """Return the first texts of a list, for a message; if there are others, `... and N more` is the last."""
     return [*texts[:most], *([f"... and {len(texts) - most} more{more}"] if len(texts) > most else [])]
+
+
+def grouped(values: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
+    """Return the values of each key, in order."""
+    groups: dict[Key, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def did_you_mean(word: str, allowed: Iterable[object], cutoff: float = 0.6) -> str:

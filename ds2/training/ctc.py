@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds2.config.schema import TrainConfig
 from ds2.data.manifest import Utterance
-from ds2.decoding.alignment import skips
+from ds2.decoding.alignment import no_skips, scores_before
 from ds2.lm.label_graph import LabelScorer, label_graph, label_model
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import BLANK, Alphabet
@@ -211,14 +211,12 @@ def _log_alpha(emitted: Tensor, states: Tensor, frames: Tensor, label_lengths: T
         states: (B, S) labels.
         frames, label_lengths: (B,) on the CPU.
     """
-    barred = ~skips(states)
+    no_skip = no_skips(states)
     log_alpha = torch.full_like(emitted, -torch.inf)
     log_alpha[:, 0, :2] = emitted[:, 0, :2]
     for frame in range(1, emitted.shape[1]):
-        before = log_alpha[:, frame - 1]
-        one = F.pad(before, (1, 0), value=-torch.inf)[:, :-1]
-        two = F.pad(before, (2, 0), value=-torch.inf)[:, :-2].masked_fill(barred, -torch.inf)
-        log_alpha[:, frame] = torch.logsumexp(torch.stack([before, one, two]), 0) + emitted[:, frame]
+        before = scores_before(log_alpha[:, frame - 1], no_skip)
+        log_alpha[:, frame] = before.logsumexp(0) + emitted[:, frame]
     rows = torch.arange(len(states), device=states.device)
     last = log_alpha[rows, (frames.to(states.device) - 1).clamp(min=0)]
     ends = 2 * label_lengths.to(states.device)[:, None]

@@ -31,7 +31,7 @@ _STUCK_CER = 0.75  # a model that writes blanks, or the same few letters, has mo
 
 
 @dataclass
-class Observed:
+class RankResults:
     """What one rank has seen of an evaluation."""
 
     loss: float = 0.0  # of all its utterances that have an alignment, in nats
@@ -77,7 +77,7 @@ class DevEvaluator:
         """
         decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
         parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
-        observed, share = Observed(), len(self.utterances) / comm.world  # of this rank, about
+        observed, share = RankResults(), len(self.utterances) / comm.world  # of this rank, about
 
         def watch(indices: Sequence[int], logits: Tensor, lengths: Tensor) -> None:
             self.observe(observed, comm, indices, logits, lengths)
@@ -102,7 +102,7 @@ class DevEvaluator:
         return scores
 
     def observe(
-        self, observed: Observed, comm: Communicator, indices: Sequence[int], logits: Tensor, lengths: Tensor
+        self, observed: RankResults, comm: Communicator, indices: Sequence[int], logits: Tensor, lengths: Tensor
     ) -> None:
         """Take the logits (T', B, V) of the utterances at `indices`, with lengths (B,) on the CPU.
 
@@ -120,7 +120,7 @@ class DevEvaluator:
                 probabilities = logits[: int(lengths[row]), row].float().softmax(1)
                 observed.alignments[index] = probabilities[:, self._labels[index]].t().cpu().numpy()
 
-    def log(self, run_log: RunLog, step: int, texts: Sequence[str], observed: Observed, comm: Communicator) -> float:
+    def log(self, run_log: RunLog, step: int, texts: Sequence[str], observed: RankResults, comm: Communicator) -> float:
         """Log the shown utterances; return the mean loss of an utterance in nats.
 
         Args:

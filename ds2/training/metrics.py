@@ -22,7 +22,7 @@ from ds2.system.files import atomic_file, name_errors
 from ds2.training.state import Progress
 
 _ALIGNMENT_ROW_PIXELS = 6
-Logged = tuple[str, int, Mapping[str, float]]  # a group of numbers, their step, and the numbers by name
+LoggedScalars = tuple[str, int, Mapping[str, float]]  # a group of numbers, their step, and the numbers by name
 _DECAY = 0.9  # of the weight of a window in the running averages, from window to window
 
 
@@ -157,7 +157,7 @@ class RunLog:
             self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._jsonl.flush()
 
-    def scalars(self, group: str, step: int, values: Mapping[str, float]) -> Logged:
+    def scalars(self, group: str, step: int, values: Mapping[str, float]) -> LoggedScalars:
         """Log numbers to both places; returns them."""
         self.event(group, step, values)
         if self.writes:

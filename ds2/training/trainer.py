@@ -41,7 +41,7 @@ from ds2.training.ctc import Crf
 from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import MemoryProbe, adopt_measurements, check_batching
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches, phones_of
-from ds2.training.metrics import Logged, NoiseScale, RunLog, StepTimer
+from ds2.training.metrics import LoggedScalars, NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, freeze, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, build_gradients, use_graphs, why_sums_are_launched
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
@@ -109,7 +109,7 @@ def ranks_with_state(commits: Sequence[int]) -> list[int]:
 class Trainer:
     """The state of a run on one device, its steps and its evaluations."""
 
-    logged: Logged | None = None  # of the last step that was logged, on all ranks; None: no step was taken or read
+    logged: LoggedScalars | None = None  # of the last step that was logged, on all ranks; None: none was taken or read
     grad_norm = 0.0  # of the last step
     extra_sums: Sequence[float] = ()  # over ranks, of the last step's extra counts
 

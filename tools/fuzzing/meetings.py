@@ -403,7 +403,7 @@ FAULTS = planted(
     ("the rest of a batch that ranks cannot share evenly is lost", inputs, "rank_part", "batch[rank::world]",
      "batch[rank * (len(batch) // world) : (rank + 1) * (len(batch) // world)]"),
     ("an evaluation counts what one before it, cut off, has counted", DevEvaluator, "evaluate",
-     "observed, share = Observed(),", 'observed, share = vars(self).setdefault("observed", Observed()),'),
+     "observed, share = RankResults(),", 'observed, share = vars(self).setdefault("observed", RankResults()),'),
 )  # each must be detected  # fmt: skip
 
 

@@ -589,8 +589,8 @@ FAULTS = planted(
     ("numbers of clients have no bounds", vosk, "check_number", lambda value, *_: value),
     ("phrases are read in the event loop", PhraseReader, "run", "await", "work(*arguments) if work else await"),
     ("phrases have no bound", phrases, "_check_size", lambda *_: None),
-    ("one failure in a batch fails all", sessions, "run_contained", "if len(items) == 1:\n            failed",
-     "if items:\n            for one in items[1:]: failed(one, error)\n            failed"),
+    ("one failure in a batch fails all", sessions, "run_contained", "if len(items) == 1:\n            on_error",
+     "if items:\n            for one in items[1:]: on_error(one, error)\n            on_error"),
     ("sessions of clients that left stay open", _CONNECTION, "close_session", lambda _: None),
     ("answers are crossed", engine_client, "resolve", lambda pairs: resolve(
         [(call, answer) for (call, _), (_, answer) in zip(pairs, reversed(pairs), strict=True)])),

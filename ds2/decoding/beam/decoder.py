@@ -237,12 +237,12 @@ class BeamDecoder(Decoder):
         nbest = self._with_words(self._rescored(self._hypotheses(self.search.nbest(beams), streams)), streams)
         return [self._in_words(row) for row in nbest]
 
-    def _with_words(self, nbest: list[list[Hypothesis]], rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
+    def _with_words(self, nbest: list[list[Hypothesis]], streams: Sequence[BeamStream]) -> list[list[Hypothesis]]:
         """Add words with times to the hypotheses of streams, unless the settings want none."""
-        nonempty = [index for index, row in enumerate(rows) if row.frames]
+        nonempty = [index for index, stream in enumerate(streams) if stream.frames]
         if not self.options.times or not nonempty:
             return nbest
-        timed = add_stream_word_times([nbest[i] for i in nonempty], [rows[i].aligner for i in nonempty])
+        timed = add_stream_word_times([nbest[i] for i in nonempty], [streams[i].aligner for i in nonempty])
         by_index = dict(zip(nonempty, timed, strict=True))
         return [by_index.get(index, hypotheses) for index, hypotheses in enumerate(nbest)]
 
@@ -263,76 +263,76 @@ class BeamDecoder(Decoder):
         """Return hypotheses with written words and the network's labels, where the search has labels of its own."""
         return hypotheses if self.pronounced is None else [self.pronounced.in_words(h) for h in hypotheses]
 
-    def _step(self, rows: Sequence[BeamStream], log_probs: Tensor, lengths: Tensor) -> None:
-        parts = [row.state for row in rows]
+    def _step(self, streams: Sequence[BeamStream], log_probs: Tensor, lengths: Tensor) -> None:
+        states = [stream.state for stream in streams]
         longest = len(log_probs) if log_probs.is_cuda else _CPU_FRAMES
         start, counts = 0, lengths.tolist()
         while start < max(counts, default=0):
-            active = [(i, row, count) for i, (row, count) in enumerate(zip(rows, counts, strict=True)) if count > start]
-            until_due = min(row.aligner.due_at - row.aligner.total_frames for _, row, _ in active)
+            active = [(i, streams[i], count) for i, count in enumerate(counts) if count > start]
+            until_due = min(stream.aligner.due_at - stream.aligner.total_frames for _, stream, _ in active)
             end = start + min(longest, until_due)
             clamped = (lengths - start).clamp(0, end - start)
-            self._append(self.search.streams.step(parts, log_probs[start:end], clamped), rows)
-            for index, row, count in active:
-                self._advance(row, log_probs, index, start, min(end, count))
+            self._append(self.search.streams.step(states, log_probs[start:end], clamped), streams)
+            for index, stream, count in active:
+                self._advance(stream, log_probs, index, start, min(end, count))
             if end - start == until_due:
-                due = [i for i, row, count in active if row.aligner.total_frames == row.aligner.due_at]
+                due = [i for i, stream, count in active if stream.aligner.total_frames == stream.aligner.due_at]
                 if due:
-                    self._finalise(parts, rows, due)
+                    self._finalise(states, streams, due)
             start = end
 
-    def _advance(self, row: BeamStream, log_probs: Tensor, index: int, first: int, end: int) -> None:
+    def _advance(self, stream: BeamStream, log_probs: Tensor, index: int, first: int, end: int) -> None:
         """Count the frames of a stream that were searched, and keep them for its word times."""
         if first < end and self.options.times:
-            row.aligner.append(log_probs, index, first, end)
-        row.frames += end - first
+            stream.aligner.append(log_probs, index, first, end)
+        stream.frames += end - first
 
-    def _finalise(self, parts: Sequence[Any], rows: Sequence[BeamStream], due: Sequence[int]) -> None:
+    def _finalise(self, states: Sequence[Any], streams: Sequence[BeamStream], due: Sequence[int]) -> None:
         """Fix the word times of the streams at indices `due`, and drop prefixes that contradict them."""
-        beams = self.search.streams.beams(parts)
+        beams = self.search.streams.beams(states)
         best = [labels[0] for labels in self.search.nbest(beams).labels]
         agrees = torch.ones_like(beams.blank, dtype=torch.bool)
-        shared = [len(rows[index].shared) for index in due]
-        labels = [(*rows[index].shared, *best[index]) for index in due]
-        final_counts = finalise([rows[index].aligner for index in due], labels, shared)
+        shared = [len(streams[index].shared) for index in due]
+        labels = [(*streams[index].shared, *best[index]) for index in due]
+        final_counts = finalise([streams[index].aligner for index in due], labels, shared)
         for index, first, final in zip(due, shared, final_counts, strict=True):
             if final > first:
                 wanted = torch.tensor(best[index][: final - first], dtype=torch.int16, device=self.device)
                 own = beams.labels[index, :, : len(wanted)]
                 agrees[index] = (own == wanted).all(1) & (beams.counts[index] >= len(wanted))
         if not agrees.all():
-            self._append(self.search.streams.mask(parts, agrees), rows)
+            self._append(self.search.streams.mask(states, agrees), streams)
 
-    def _rescored(self, rows: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
-        return rows if self.second_pass is None else self.second_pass(rows)
+    def _rescored(self, nbest: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
+        return nbest if self.second_pass is None else self.second_pass(nbest)
 
-    def _append(self, shared: Sequence[Sequence[int]], rows: Sequence[BeamStream]) -> None:
-        """Append the labels that all prefixes of a stream share to its row."""
-        for row, labels in zip(rows, shared, strict=True):
+    def _append(self, shared: Sequence[Sequence[int]], streams: Sequence[BeamStream]) -> None:
+        """Append the labels that all prefixes of a stream share to it."""
+        for stream, labels in zip(streams, shared, strict=True):
             if labels:
-                row.shared += labels
-                row.text += self._written(tuple(labels))
-                row.fixed_words = max(0, len(row.text.split()) - (not row.text[-1:].isspace()))
+                stream.shared += labels
+                stream.text += self._written(tuple(labels))
+                stream.fixed_words = max(0, len(stream.text.split()) - (not stream.text[-1:].isspace()))
 
-    def _hypotheses(self, nbest: NBest, rows: Sequence[BeamStream]) -> list[list[Hypothesis]]:
-        """Convert label sequences to hypotheses, without word times; `rows` have the first labels of streams."""
+    def _hypotheses(self, nbest: NBest, streams: Sequence[BeamStream]) -> list[list[Hypothesis]]:
+        """Convert label sequences to hypotheses, without word times; `streams` have the first labels."""
         result = []
-        for labels, scores, row in zip(nbest.labels, nbest.scores.tolist(), rows, strict=True):
+        for labels, scores, stream in zip(nbest.labels, nbest.scores.tolist(), streams, strict=True):
             exist = [pair for pair in zip(labels, scores, strict=True) if pair[1][0] > -torch.inf]
-            result.append(_distinct([self._hypothesis(*pair, row) for pair in exist]) if row.frames else [EMPTY])
+            result.append(_distinct([self._hypothesis(*pair, stream) for pair in exist]) if stream.frames else [EMPTY])
         return result
 
-    def _hypothesis(self, labels: Labels, scores: Sequence[float], row: BeamStream) -> Hypothesis:
-        labels, before = (*row.shared, *labels), len(row.shared)
+    def _hypothesis(self, labels: Labels, scores: Sequence[float], stream: BeamStream) -> Hypothesis:
+        labels, before = (*stream.shared, *labels), len(stream.shared)
         if self.lexicon is not None:
-            labels = self._without_unfinished(labels, row.hot)
+            labels = self._without_unfinished(labels, stream.hot)
         if labels and self.alphabet.symbols[labels[-1]].isspace():
             labels = labels[:-1]
-        text = row.text + self._written(labels[before:]) if len(labels) >= before else self._written(labels)
+        text = stream.text + self._written(labels[before:]) if len(labels) >= before else self._written(labels)
         spelled = text.split()
         text = " ".join(spelled) if self.pronounced is None else self.pronounced.text(spelled)
         score, acoustic, log_prob, bonus = scores
-        fixed = min(row.fixed_words, len(spelled))
+        fixed = min(stream.fixed_words, len(spelled))
         return Hypothesis(text, score, labels, (), acoustic, log_prob, bonus, fixed)
 
     def _written(self, labels: Labels) -> str:

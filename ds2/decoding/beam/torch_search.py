@@ -190,7 +190,7 @@ def step(fusion: Fusion, beams: Beams, log_probs: Tensor, prune: float) -> Beams
 
 
 @dataclass(frozen=True)
-class Extended:
+class ExtendedPrefixes:
     """The prefixes after one more frame: float64 log-probs of their alignments."""
 
     blank: Tensor  # (B, K) the prefix itself, ending in a blank
@@ -198,7 +198,7 @@ class Extended:
     longer: Tensor  # (B, K V) the prefix longer by a label; -inf for the blank
 
 
-def extend(fusion: Fusion, beams: Beams, log_probs: Tensor) -> Extended:
+def extend(fusion: Fusion, beams: Beams, log_probs: Tensor) -> ExtendedPrefixes:
     """Extend every prefix by every label of a frame (B, V) float64."""
     space, last, both = fusion.spelling.space, beams.names[..., LAST], beams.acoustic
     sounds = fusion.spelling.sounds
@@ -212,10 +212,10 @@ def extend(fusion: Fusion, beams: Beams, log_probs: Tensor) -> Extended:
         boundary = beams.integers[..., LENGTH] == 0
         label = torch.where(boundary, both + log_probs[:, space, None], label)
         longer[..., space].masked_fill_(boundary, NONE)
-    return Extended(both + log_probs[:, BLANK, None], label, longer.flatten(1))
+    return ExtendedPrefixes(both + log_probs[:, BLANK, None], label, longer.flatten(1))
 
 
-def merge(beams: Beams, extended: Extended) -> Extended:
+def merge(beams: Beams, extended: ExtendedPrefixes) -> ExtendedPrefixes:
     """Add the probability of a longer prefix to the equal prefix that the beam already holds."""
     hashes, parents, last = beams.names.unbind(-1)
     slots = torch.arange(hashes.shape[1], device=hashes.device)
@@ -225,10 +225,10 @@ def merge(beams: Beams, extended: Extended) -> Extended:
     position = parent * labels + last
     label = torch.logaddexp(extended.label, extended.longer.gather(1, position).masked_fill_(~exists, NONE))
     longer = extended.longer.scatter(1, torch.where(exists, position, slots * labels + BLANK), NONE)
-    return Extended(extended.blank, label, longer)
+    return ExtendedPrefixes(extended.blank, label, longer)
 
 
-def prune_beams(fusion: Fusion, beams: Beams, extended: Extended, prune: float) -> Beams:
+def prune_beams(fusion: Fusion, beams: Beams, extended: ExtendedPrefixes, prune: float) -> Beams:
     """Keep the K best halves of prefixes that lie within `prune` of the best."""
     beam, labels = beams.counts.shape[1], extended.longer.shape[1] // beams.counts.shape[1]
     slots = torch.arange(beam, device=beams.counts.device)
@@ -242,25 +242,25 @@ def prune_beams(fusion: Fusion, beams: Beams, extended: Extended, prune: float) 
     selected.scatter_(1, chosen.clamp(max=2 * beam), alive)
     is_longer, is_blank = chosen >= 2 * beam, chosen < beam
     source = torch.where(is_longer, (chosen - 2 * beam) // labels, chosen % beam)
-    by = ((chosen - 2 * beam) % labels).masked_fill(~is_longer, BLANK)
+    added = ((chosen - 2 * beam) % labels).masked_fill(~is_longer, BLANK)
     has_blank, has_label = selected[:, :beam].gather(1, source), selected[:, beam : 2 * beam].gather(1, source)
     alive &= is_blank | is_longer | ~has_blank  # the slot of the blank half holds both
     blank = extended.blank.gather(1, source).masked_fill_(~(alive & is_blank), NONE)
     stays = extended.label.gather(1, source).masked_fill_(~has_label | is_longer, NONE)
     label = torch.where(is_longer, extended.longer.gather(1, (chosen - 2 * beam).clamp_(min=0)), stays)
 
-    integers, floats = fusion.select(beams.integers, beams.floats, word_scores, source, by)
+    integers, floats = fusion.select(beams.integers, beams.floats, word_scores, source, added)
     hashes, parents, last = beams.names.gather(1, source[..., None].expand(-1, -1, 3)).unbind(-1)
-    longer = ((hashes ^ (by + 1) * _PRIMES[0]) * _PRIMES[1]) ^ (hashes >> 29)
+    longer = ((hashes ^ (added + 1) * _PRIMES[0]) * _PRIMES[1]) ^ (hashes >> 29)
     names = [
         torch.where(alive, torch.where(is_longer, longer, hashes), _DEAD_HASH + slots),
         torch.where(is_longer, hashes, parents).masked_fill(~alive, _DEAD_PARENT),
-        torch.where(is_longer, by, last),
+        torch.where(is_longer, added, last),
     ]
     rows = source + beam * torch.arange(len(source), device=source.device)[:, None]
     spelled = beams.labels.flatten(0, 1).index_select(0, rows.flatten()).view_as(beams.labels)
     counts = beams.counts.gather(1, source)
-    spelled.scatter_(2, counts[..., None], by[..., None].short())  # a blank past the end changes nothing
+    spelled.scatter_(2, counts[..., None], added[..., None].short())  # a blank past the end changes nothing
     counts = (counts + is_longer).masked_fill_(~alive, 0)
     label.masked_fill_(~alive, NONE)
     return Beams(blank, label, torch.stack(names, -1), integers, floats, spelled, counts, beams.runs)

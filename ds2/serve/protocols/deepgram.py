@@ -20,7 +20,7 @@ from starlette.datastructures import QueryParams
 
 from ds2.audio.stream import Pcm
 from ds2.config.allowed import Range
-from ds2.decoding.hypothesis import Word, measured
+from ds2.decoding.hypothesis import Word, times_record
 from ds2.decoding.phrases import HotWords
 from ds2.recognition.open_segments import NEVER, Endpoints, Segment
 from ds2.serve.client import SessionSettings
@@ -154,7 +154,7 @@ class Deepgram(Connection):
     def _result(
         self, text: str, start_s: float, duration_s: float, words: Sequence[Word], *, final: bool, from_finalize: bool
     ) -> dict[str, Any]:
-        listed = [{"word": word.text, **measured(word), "punctuated_word": word.text} for word in words]
+        listed = [{"word": word.text, **times_record(word), "punctuated_word": word.text} for word in words]
         confidence = round(sum(round(word.confidence, 4) for word in words) / len(words), 4) if words else 0.0
         model = {"name": "ds2", "version": "ds2", "arch": "ds2"}
         return {

@@ -17,7 +17,7 @@ from typing import Any
 
 from ds2.audio.stream import Pcm
 from ds2.config.allowed import Range
-from ds2.decoding.hypothesis import measured
+from ds2.decoding.hypothesis import times_record
 from ds2.decoding.phrases import OTHERS, HotWords, LexiconError, PhraseError
 from ds2.recognition.open_segments import NEVER, Endpoints, Segment
 from ds2.serve.client import SessionSettings
@@ -146,7 +146,7 @@ class Realtime(Connection):
         words = [word for segment in final for word in segment.hypothesis.words]
         for word in words if self.settings.false_alarms is not None else ():
             if word.text != OTHERS:
-                times = measured(word, self.cleared_s)
+                times = times_record(word, self.cleared_s)
                 keyword = {"id": f"seg_{secrets.token_hex(10)}", "text": word.text, "speaker": "", **times}
                 await self.send(_event(f"{_TRANSCRIPTION}.segment", **keyword, **of_item))
         await self.send(_event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.types import Message
 
 from ds2.audio.read import audio_blocks
-from ds2.decoding.hypothesis import Word, measured
+from ds2.decoding.hypothesis import Word, times_record
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.open_segments import NEVER, Endpoints, Segment
 from ds2.serve.client import EngineClient, EngineSession, SessionSettings
@@ -300,4 +300,4 @@ def _response(
 
 
 def _word(word: Word) -> dict[str, Any]:
-    return {"word": word.text, **measured(word)}  # confidence is our extension
+    return {"word": word.text, **times_record(word)}  # confidence is our extension

@@ -13,7 +13,7 @@ from ds2.decoding.keywords import BONUSES
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram
 from ds2.lm.sentences import SentenceReader
-from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence, tune_keywords
+from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, plot, search, tune_confidence, tune_keywords
 from ds2.scoring.wer import ErrorCounts
 from ds2.system import UserError
 from ds2.text.alphabet import Alphabet
@@ -52,9 +52,9 @@ def test_the_search_finds_weights_that_mend_errors(method: str, tmp_path: Path) 
     assert points[1.0, 0.0].errors == 0
     assert len({(t.alpha, t.beta, t.beam) for t in trials}) == len(trials) > 9
     assert choose(trials).errors.errors == 0
-    draw(trials, choose(trials), tmp_path / "surface.png")
+    plot(trials, choose(trials), tmp_path / "surface.png")
     with pytest.raises(UserError, match="is no kind of picture"):
-        draw(trials, choose(trials), tmp_path / "surface.xyz")
+        plot(trials, choose(trials), tmp_path / "surface.xyz")
     assert (tmp_path / "surface.png").read_bytes().startswith(b"\x89PNG")
 
 

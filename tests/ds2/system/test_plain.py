@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ds2.system.plain import FieldError, UnknownField, counted, first_of, from_plain
+from ds2.system.plain import FieldError, UnknownField, counted, first_of, from_plain, grouped
 
 
 @dataclass
@@ -76,3 +76,7 @@ def test_a_message_names_the_first_of_many() -> None:
     assert first_of(["a", "b"], 2) == ["a", "b"]
     assert first_of(["a", "b", "c", "d"], 2, " of them") == ["a", "b", "... and 2 more of them"]
     assert first_of([], 2) == []
+
+
+def test_groups_have_the_order_of_their_values() -> None:
+    assert list(grouped([3, 1, 4, 1, 5], lambda number: number % 2).items()) == [(1, [3, 1, 1, 5]), (0, [4])]

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ds2.config.schema import Config
-from ds2.training.dev_set import Observed
+from ds2.training.dev_set import RankResults
 from ds2.training.loop import train
 from ds2.training.metrics import RunLog
 from ds2.training.trainer import Trainer
@@ -71,7 +71,7 @@ def test_the_dev_loss_is_the_training_loss_of_the_same_utterances(tiny_config: C
 def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config()
     trainer = Trainer(config, Path(config.run_dir))
-    dev, log, observed, comm = trainer.dev, RunLog(Path(config.run_dir), writes=False), Observed(), trainer.comm
+    dev, log, observed, comm = trainer.dev, RunLog(Path(config.run_dir), writes=False), RankResults(), trainer.comm
     logits = torch.zeros(3, 2, 5)
     dev._labels[0], dev._labels[1] = [1, 1, 1], [1]  # three equal labels need five frames
     dev.observe(observed, comm, [0, 1], logits, torch.tensor([3, 3]))

@@ -87,7 +87,7 @@ def test_each_save_has_the_state_of_its_moment(
     for number in range(2):
         trainer.step(batches, plan[number : number + 1])
         assert saved() > first
-    assert state.listed() is state.listed()
+    assert state.named_tensors() is state.named_tensors()
     state.load(*read_state(tmp_path, trainer.config, state), average_decay=trainer.config.train.average_decay)
     trainer.step(batches, plan[2:3])
     saved()
