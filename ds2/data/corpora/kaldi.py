@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
+from ds2.audio.shard import member_of
 from ds2.data.corpora.common import CorpusEntry, ImporterError, corpus_folder, find_audio, read_lines, to_utterances
 from ds2.data.manifest import Utterance
 from ds2.system.files import write_text
@@ -160,6 +161,8 @@ def _piped_file(source: str, command: str) -> str:
 def _wav_entry(path: Path) -> str:
     if len(str(path).splitlines()) > 1:
         raise ImporterError(f"{str(path)!r} has a line break, which wav.scp cannot hold: rename the file")
+    if member_of(path):
+        raise ImporterError(f"{path} is in a shard, which Kaldi cannot read: export the manifest that it was made from")
     if path.suffix.lower() == ".wav" and not re.search(r"\s", str(path)):
         return str(path)
     return f"ffmpeg -nostdin -v error -i {shlex.quote(str(path))} -f wav - |"

@@ -104,6 +104,10 @@ def test_export_to_kaldi_keeps_speakers_apart(tmp_path: Path) -> None:
     assert lines == ["3 3", "a_b-0 a_b", "a_b-2-1 a_b-2", "a_b-3-2 a_b-3", "a_b-4 a_b"]
 
 
-def test_export_to_kaldi_refuses_names_with_line_breaks(tmp_path: Path) -> None:
-    with pytest.raises(ImporterError, match="has a line break"):
-        export_kaldi([Utterance(tmp_path / "a\nb.wav", 1.0, "a")], tmp_path / "kaldi")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a\nb.wav", "has a line break"), ("0.tar/a.flac", "export the manifest that it was made from")],
+)
+def test_export_to_kaldi_refuses_what_it_cannot_name(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ImporterError, match=message):
+        export_kaldi([Utterance(tmp_path / name, 1.0, "a")], tmp_path / "kaldi")
