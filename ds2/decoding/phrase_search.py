@@ -36,7 +36,7 @@ from ds2.decoding.phrases import (
     compile_phrases,
     refuse_hot_words,
 )
-from ds2.system.plain import short_repr
+from ds2.system.plain import grouped, short_repr
 from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 # Natural log: paths that are less probable than the best one by more are dropped, except the best that may end.
@@ -127,9 +127,7 @@ class PhraseStates:
         spaced, root = self.space >= 0, graph.reached[ROOT]
         keys = [(word.start, 0 if spaced else word.labels[0]) for word in graph.words]
         before: dict[tuple[int, int], list[int]] = {key: [] for key in keys}
-        at_point: dict[int, list[tuple[int, int]]] = {}
-        for key in before:
-            at_point.setdefault(key[0], []).append(key)
+        at_point = grouped(before, lambda key: key[0])
         for word, states in zip(graph.words, after_word.tolist(), strict=True):
             points = graph.reached[word.end]
             for point in points | root if END in points and not spaced else points:

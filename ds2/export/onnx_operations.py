@@ -32,7 +32,7 @@ class OnnxValue:
     """A tensor of the graph with some operators and methods of torch's tensors, which add nodes."""
 
     dtype = torch.float32  # but for counts and conditions
-    shape: Sequence[int]  # of zeros and of the states of a step: (0, H), 0 for any number
+    shape: Sequence[int]  # after `reshape`, and of the states of a step: (0, H), 0 for any number
 
     def __init__(self, graph: OnnxOperations, name: str) -> None:
         self.graph, self.name = graph, name
@@ -165,9 +165,7 @@ class OnnxOperations:
 
     def zeros(self, like: OnnxValue, width: int) -> Value:
         batch = self.node("Unsqueeze", self._size(like, 0), [0])
-        zeros = self.node("Expand", 0.0, self.node("Concat", batch, [width], axis=0))
-        zeros.shape = (0, width)
-        return zeros
+        return self.reshape(self.node("Expand", 0.0, self.node("Concat", batch, [width], axis=0)), (0, width))
 
     def _size(self, x: OnnxValue, axis: int) -> OnnxValue:
         return self.node("Gather", self.node("Shape", x), axis)

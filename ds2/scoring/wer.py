@@ -15,6 +15,7 @@ import numpy as np
 
 from ds2.scoring.statistics import ConfidenceInterval, bootstrap_interval
 from ds2.system import UserError
+from ds2.system.plain import grouped
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 MAX_CELLS = 10**11  # of the table of one utterance, a minute or two
@@ -145,9 +146,7 @@ def _masks(reference: Sequence[Hashable]) -> Callable[[Hashable], int]:
 
     Time and memory are linear in the reference: positions are listed once, and masks are made when they are needed.
     """
-    positions: dict[Hashable, list[int]] = {}
-    for i, token in enumerate(reference):
-        positions.setdefault(token, []).append(i)
+    positions = grouped(range(len(reference)), reference.__getitem__)
     size = len(reference) // 8 + 1
 
     @lru_cache(maxsize=max(1, _MASK_BYTES // size))
