@@ -84,7 +84,7 @@ def import_an4(folder: str | Path, split: str = "train", *, skip_bad: bool = Fal
     if split not in AN4_SPLITS:
         raise ImporterError(f"AN4 has no part {split!r}; one of {', '.join(AN4_SPLITS)}")
     root = corpus_folder(folder, AN4_SOURCE)
-    if not (root / "etc").is_dir() and (root / "an4" / "etc").is_dir():
+    if (root / "an4" / "etc").is_dir():
         root /= "an4"
     if not (root / "etc").is_dir():
         raise ImporterError(f"{root} is not AN4, as it has no folder etc. To get AN4: {AN4_SOURCE}")

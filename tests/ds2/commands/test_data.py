@@ -41,6 +41,9 @@ def test_split_writes_a_manifest_a_part(manifest: Path, capsys: pytest.CaptureFi
     assert "not PART=SHARE" in capsys.readouterr().err
     assert main(["data", "split", str(manifest), "--out", str(out), "--shares", "a=0.8", "b=0.1", "b=0.1"]) == 2
     assert "give each part once" in capsys.readouterr().err
+    assert main(["data", "split", str(manifest), "--out", str(out), "--by", "utterance", "--shares", "a=1", "b=1"]) == 0
+    a, b = ({u.speaker for u in read_manifest(out / f"{part}.jsonl")} for part in "ab")
+    assert a & b, "only speakers are not divided"
 
 
 def test_split_names_the_parts_of_an_earlier_split(manifest: Path, caplog: pytest.LogCaptureFixture) -> None:

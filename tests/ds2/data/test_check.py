@@ -101,8 +101,11 @@ AUDIO_FAULTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 
 def test_channels_that_cancel_each_other_are_named(folder: Path) -> None:
     voice = noise(50)
-    (finding,) = checked(folder, Utterance(write(folder / "x.wav", np.stack([voice, -voice], 1)), 2.0, TEXT)).findings
+    planted, config = Utterance(write(folder / "x.wav", np.stack([voice, -voice], 1)), 2.0, TEXT), Config(run_dir="x")
+    (finding,) = checked(folder, planted, config=config).findings
     assert finding.kind == "silent" and finding.message.endswith("channels may cancel each other: try data.channel=1")
+    config.data.channel = 1
+    assert checked(folder, config=config).findings == []
 
 
 @pytest.mark.parametrize("fault", AUDIO_FAULTS)

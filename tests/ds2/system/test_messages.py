@@ -50,6 +50,10 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert read == value and repr(read) == repr(value)
 
 
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    assert repr(decode(encode(np.float64(0.5)))) == "0.5"
+
+
 @pytest.mark.parametrize("dtype", ["<f4", ">i2", "?", "<i8", "|u1"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2), (2, 0, 4)])
 def test_arrays_and_bytes_beside_each_other_come_back_and_can_be_written(dtype: str, shape: tuple[int, ...]) -> None:

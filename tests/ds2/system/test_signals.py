@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals, worker_processes
+from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals, time_limit, worker_processes
 
 
 def wait(folder: Path, number: int) -> None:
@@ -75,3 +75,9 @@ def test_a_live_source_ends_at_a_signal_after_the_current_item() -> None:
         assert found == [0, 1, 2]
         with pytest.raises(Stopped):  # the second
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_time_limit_ends_with_its_block() -> None:
+    with time_limit(60.0, TimeoutError()):
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "an alarm without a handler would kill the process later"
