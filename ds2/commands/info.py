@@ -116,6 +116,7 @@ def contents(loaded: LoadedModel) -> str:
     """Describe for `ds2 info` what a model file holds besides weights: scores, data, features, labels."""
     config, alphabet, metrics = loaded.config, loaded.alphabet, loaded.metadata["metrics"]
     scores = [f"{name.upper()} {100 * metrics[name]:.2f} %" for name in ("wer", "cer") if name in metrics]
+    dev = loaded.dev if scores else None
     rules = [f"case {alphabet.case}", f"unknown characters {alphabet.unknown}"]
     rules += [f"{key} {value}" for key, value in alphabet.rules().items()]
     if alphabet.replace:
@@ -126,7 +127,7 @@ def contents(loaded: LoadedModel) -> str:
     shown = " ".join(labels[:_LABELS_SHOWN]) + (" ..." if len(labels) > _LABELS_SHOWN else "")
     features, data = config.features, config.data
     rows = {
-        "scores": (", ".join(scores) or "none") + (f" on {loaded.dev.describe()}" if loaded.dev and scores else ""),
+        "scores": (", ".join(scores) or "none") + (f" on {dev.describe()}" if dev else ""),
         "trained": f"epoch {metrics.get('epoch', '?')}, step {metrics.get('step', '?')}, "
         f"commit {str(metrics.get('git_commit', 'unknown'))[:12]}, run folder {config.run_dir}",
         "init from": config.checkpoint.init_from or "nothing",
@@ -138,7 +139,7 @@ def contents(loaded: LoadedModel) -> str:
         "transcripts": ", ".join(rules),
         "decoder": config.decode.method,
     }
-    warning = loaded.dev.warning() if loaded.dev and scores else ""
+    warning = dev.warning() if dev else ""
     return "\n".join(
         [*(f"{key:<12}{value}" for key, value in rows.items()), *([f"warning     {warning}"] if warning else [])]
     )

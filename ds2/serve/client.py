@@ -307,12 +307,10 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         self._numbers, self._unpacker = itertools.count(1), Unpacker(TO_WORKER)
         self._waiting: dict[int, asyncio.Future[Any]] = {}  # by the number of the call
         self._unsent: list[Any] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.Transport | None = None
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        await self._loop.create_unix_connection(lambda: self, sock=self._end)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._end)
         self._post(WorkerStarted())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -379,17 +377,15 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
             self._transport.close()
 
     def _call(self) -> tuple[int, asyncio.Future[Any]]:
-        if self._transport is None or self._loop is None:
+        if self._transport is None:
             raise BrokenError()
         call = next(self._numbers)
-        self._waiting[call] = future = self._loop.create_future()
+        self._waiting[call] = future = asyncio.get_running_loop().create_future()
         return call, future
 
     def _post(self, message: Any) -> None:
-        if self._loop is None:
-            return
         if not self._unsent:
-            self._loop.call_soon(self._send)
+            asyncio.get_running_loop().call_soon(self._send)
         self._unsent.append(message)
 
     def _send(self) -> None:

@@ -50,6 +50,10 @@ def test_files_of_versions_that_did_not_say_load(
     model = model.rename(model.with_name("learning_rate=0.1.safetensors"))  # as of a sweep, not an override
     assert main(["info", str(model)]) == 0
     assert "scores      none" in capsys.readouterr().out
+    loaded = load_model(model)
+    prepare_model(model, loaded.model, loaded.features, loaded.alphabet, loaded.config, {"wer": 0.5})()
+    assert main(["info", str(model)]) == 0
+    assert "scores      WER 50.00 %\n" in capsys.readouterr().out
 
 
 def test_damaged_facts_are_named(make_model: Callable[..., Path]) -> None:

@@ -230,6 +230,7 @@ def test_summary_states_what_counts() -> None:
     assert f"{model.parameter_count:,}" in text
     assert "200 ms = 40 ms convolutions + 160 ms row convolutions" in text
     assert "module: 2 rnn, 1 row convolution of 3 taps, skip" in text
+    assert "taps" not in summary(make(row_convs=0))
     causal = summary(make(**VARIANTS["causal first"]))
     assert "convolution 1: 7 x 5, stride 2 x 2, causal " in causal
     assert "convolution 2: 5 x 3, stride 2 x 1 " in causal

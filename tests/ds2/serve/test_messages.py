@@ -115,6 +115,7 @@ def test_answers_of_a_batch_are_sent_together_and_nothing_else() -> None:
     link.deliver([(final, BrokenError())])
     assert list(Unpacker(TO_WORKER).accept(theirs.recv(1 << 16))) == [Failure(7, "BrokenError", str(BrokenError()))]
     link.close()
+    assert ours.fileno() == -1, "the worker reads no end"
     theirs.close()
 
 
@@ -203,6 +204,8 @@ def test_a_remote_recogniser_works_in_any_loop_and_notices_its_end() -> None:
         remote.connection_lost(None)
         with pytest.raises(BrokenError):
             await last
+        with pytest.raises(BrokenError):
+            await asyncio.wait_for(sessions[0].flush(), 60)
         return received
 
     result, full, broken = asyncio.run(talk())

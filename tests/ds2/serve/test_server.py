@@ -79,6 +79,9 @@ def test_openais_client_gets_every_format(shared: Callable[..., Running], method
     for name, value in (("stream", "maybe"), ("timestamp_granularities[]", "words")):  # no setting is dropped
         with pytest.raises(openai.BadRequestError, match=f"'{value}' is not"):
             create(model="ds2", file=flac(data), extra_body={name: value})
+    assert transcription.language == "unknown"
+    named = create(model="ds2", file=flac(data), response_format="verbose_json", language="tr")
+    assert named.language == "tr"
     by_hand = {"timestamp_granularities": "word"}  # without the brackets that OpenAI's clients add
     timed = create(model="ds2", file=flac(data), response_format="verbose_json", extra_body=by_hand)
     assert timed.words == transcription.words

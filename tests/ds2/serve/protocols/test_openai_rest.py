@@ -39,7 +39,7 @@ def test_the_bytes_of_all_uploads_are_bounded(serve: Callable[..., Running], tem
     until(lambda: not refused(running, bytes(200_000)))
     with pytest.raises(openai.APIStatusError, match="2500000 bytes at most") as too_large:  # no later time helps
         transcribe(running, bytes(2_600_000))
-    assert too_large.value.status_code == 413
+    assert (too_large.value.status_code, too_large.value.type) == (413, "invalid_request_error")
     assert not list(temporary.glob("ds2-upload-*"))
 
 
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_refuses_the_upload_and_nothing_else(
     for _ in range(2):
         with pytest.raises(openai.InternalServerError, match="cannot store the upload") as caught:
             transcribe(running, bytes(4 << 20))
-        assert caught.value.status_code == 507
+        assert (caught.value.status_code, caught.value.type) == (507, "server_error")
         assert transcribe(running, data) == text_alone(running.recogniser, data)
     until(lambda: running.metric("ds2_sessions") == 0)
     assert not list(temporary.glob("ds2-upload-*"))
