@@ -116,6 +116,7 @@ def test_deepgrams_client_gets_interim_results_and_events(
     assert any(message.from_finalize for message in finals)
     ends = [message.start + message.duration for message in finals]
     assert ends == sorted(ends)
+    assert sum(message.type == "Results" for message in listen(running, pieces(data), endpointing=False)) == 1
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,10 @@ def test_deepgrams_client_gets_interim_results_and_events(
         (
             {"request_options": {"additional_query_parameters": {"interim_result": "true"}}},
             "no setting; did you mean interim_results?",
+        ),
+        (
+            {"request_options": {"additional_query_parameters": {"vad_events": "maybe"}}},
+            "vad_events='maybe' is not allowed: give true or false",
         ),
     ],
 )
@@ -164,7 +169,9 @@ def test_names_of_any_number_and_length_take_bounded_time(monkeypatch: pytest.Mo
 
 def test_deepgrams_client_sends_its_key_and_hot_words(serve: Callable[..., Running]) -> None:
     running, data = serve("beam", api_key="secret"), [speech(2, 0.5)]
-    assert listen(running, data, "secret", keyterm=["ab"], keywords=["b:2"])[-1].type == "Metadata"
+    assert listen(running, data, "secret", keyterm=["ab"], keywords=["b:2", "a"])[-1].type == "Metadata"
+    [error] = listen(running, data, "secret", keywords=["1"])
+    assert "hot phrases ['1']" in error.description
     [error] = listen(running, data, "wrong")
     assert "API key" in error.description
 
@@ -389,6 +396,11 @@ def sent(running: Running, data: bytes) -> list[dict[str, Any]]:
         (b'{"type": "audio-start", "data": {"rate": 16000, "width": 4, "channels": 1}}\n', "width 2"),
         (b'{"type": "audio-start", "data": {"rate": 1e9, "width": 2, "channels": 1}}\n', "rate="),
         (b'{"type": "audio-start", "data": {"rate": 16000.5, "width": 2, "channels": 1}}\n', "rate=16000.5"),
+        (
+            b'{"type": "audio-start", "data": {"rate": 16000, "width": 2, "channels": 1}}\n'
+            b'{"type": "audio-chunk", "data": {"rate": 8000, "width": 2, "channels": 1}}\n',
+            "rate=8000 after 16000: an utterance has one rate",
+        ),
         (b'{"type": "transcribe", "data": {"transcript_names": "ab"}}\n', "lists of texts"),
         (b'{"type": "describe", "x": "' + b"x" * 200_000 + b'"}\n', "line of an event is too long"),
         (b'{"type": "transcribe", "data": {"transcript_name": ["ab"]}}\n', "did you mean transcript_names?"),
