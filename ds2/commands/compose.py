@@ -264,6 +264,10 @@ def _check_choice(override: Override) -> None:
     ours = choices(group)
     if not ours:
         _refuse_containers({group: choice})
+    for name, (_, kind) in convert.declared_settings().items():
+        place = group.removeprefix(f"{name}.")
+        if get_origin(kind) is list and place != group and (override.is_delete() or not re.match(r"\d+(\.|$)", place)):
+            _refuse_containers({name: {place: choice}})
     if override.is_delete() or isinstance(choice, dict) or all(isinstance(name, str) and name for name in names):
         return
     if ours:
