@@ -8,6 +8,7 @@ import lzma
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,6 +69,11 @@ def test_a_cache_that_cannot_be_written_gives_a_warning(
     monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert load_ngram(tmp_path / "m.lm.xz").order == 3
     assert "expanded at every start: set DS2_CACHE_DIR" in caplog.text
+    monkeypatch.delenv("DS2_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))  # as of a user without a folder
+    assert load_ngram(tmp_path / "m.lm.xz").order == 3
+    assert "there is no cache folder" in caplog.text
 
 
 def test_damaged_compressed_files_are_named(tmp_path: Path) -> None:
