@@ -139,10 +139,9 @@ def contents(loaded: LoadedModel) -> str:
         "transcripts": ", ".join(rules),
         "decoder": config.decode.method,
     }
-    warning = dev.warning() if dev else ""
-    return "\n".join(
-        [*(f"{key:<12}{value}" for key, value in rows.items()), *([f"warning     {warning}"] if warning else [])]
-    )
+    if dev and (warning := dev.warning()):
+        rows["warning"] = warning
+    return "\n".join(f"{key:<12}{value}" for key, value in rows.items())
 
 
 def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:

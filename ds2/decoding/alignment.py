@@ -147,7 +147,7 @@ def _trace(
     on_path = emitted.gather(2, torch.from_numpy(path)[..., None].to(emitted.device))[..., 0].cpu().numpy()
     alignments: list[Alignment | None] = []
     for row, target in enumerate(targets):
-        log_prob = float(finals[:, row].max()) if sizes[row] else float(finals[0, row])
+        log_prob = float(finals[:, row].max())
         if not math.isfinite(log_prob):
             alignments.append(None)
             continue

@@ -230,6 +230,15 @@ def test_a_stream_in_any_pieces_is_the_whole(seed: int) -> None:
     assert decoder.finish([decoding])[0][0] == whole
 
 
+def test_paths_that_disagree_for_long_are_cut_to_the_best_one() -> None:
+    decoder = PhraseDecoder([*COMMANDS, OTHERS], LETTERS, FRAME_S)
+    decoding, silence = decoder.start(), torch.zeros(round(1 / FRAME_S), 1, len(LETTERS))
+    silence[..., 0] = 5.0
+    for _ in range(30):  # seconds, in which other speech may be silent too
+        decoder.step([decoding], silence.log_softmax(2), torch.tensor([len(silence)]))
+        assert len(decoding.moves) <= 12 / FRAME_S
+
+
 @pytest.mark.parametrize("allowance", [math.nan, -1, 101, "0.7"])
 def test_an_allowance_that_would_make_nonsense_is_refused(allowance: Any) -> None:
     with pytest.raises(PhraseError, match=r"allowance=.*: give numbers from 0 to 100"):

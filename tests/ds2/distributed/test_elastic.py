@@ -161,6 +161,7 @@ def test_a_process_is_silent_since_it_stopped_unless_this_one_was_stopped_itself
         members._look_at_all()
     assert members.silent_s(other.stem) == 0.0
     clock_s[0] = 61.0
+    members._look_at_all()
     assert members.silent_s(other.stem) == 1.0
     members.close()
 

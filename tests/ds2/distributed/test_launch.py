@@ -107,6 +107,9 @@ def test_an_address_alone_makes_nobody_a_rank(monkeypatch: pytest.MonkeyPatch) -
     set_all(monkeypatch, ADDRESS)
     with connect(CommConfig(), "cpu") as comm:
         assert comm.name == "single"
+    set_all(monkeypatch, {"RANK": "1"})  # a wrong start is refused with this way out
+    with connect(CommConfig("single"), "cpu") as comm:
+        assert comm.name == "single"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
