@@ -506,7 +506,7 @@ def _by_decoder(
     def run(group: Sequence[Session]) -> None:
         decodings = [session.decoding for session in group]
         for session, hypothesis in zip(group, read(group[0].decoder, decodings), strict=True):
-            words = clip_words(hypothesis.words, session.end_s) if hypothesis.words else ()
+            words = clip_words(hypothesis.words, session.end_s)
             hypotheses[id(session)] = replace(hypothesis, words=words) if words else hypothesis
 
     for group in grouped(sessions, lambda session: session.batch_key).values():

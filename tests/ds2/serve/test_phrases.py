@@ -103,3 +103,16 @@ def test_adding_phrases_reads_each_character_of_the_phrases_once() -> None:
     root = trie.add_phrases(phrases)
     assert Counting.reads == characters
     trie.remove_phrases(root)
+
+
+def test_nodes_of_phrases_are_free_again_when_their_last_user_has_left() -> None:
+    import torch
+
+    trie = SessionTrie({}, np.zeros(0, np.float32), Spelling.of(ALPHABET), 1.0, 0.0, 0.0, torch.device("cpu"))
+    root = trie.add_phrases({"a b": 1.0})
+    assert trie.add_phrases({"a b": 1.0}) == root
+    trie.remove_phrases(root)
+    other = trie.add_phrases({"a": 1.0})
+    assert other != root
+    trie.remove_phrases(root)
+    assert trie.add_phrases({"b": 1.0}) == root
