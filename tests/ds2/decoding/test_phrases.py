@@ -62,6 +62,10 @@ def test_digits_stay_digits_where_the_network_writes_them() -> None:
     assert texts(compile_phrases(["<8-10>"], Alphabet(("", *" 0123456789")))) == ["10", "8", "9"]
 
 
+def test_digits_are_read_in_the_language_of_the_alphabets_numbers() -> None:
+    assert texts(compile_phrases(["<1-2>"], Alphabet(LETTERS.symbols, numbers="de"))) == ["eins", "zwei"]
+
+
 @pytest.mark.parametrize(
     ("phrases", "named"),
     [
@@ -228,6 +232,14 @@ def test_a_stream_in_any_pieces_is_the_whole(seed: int) -> None:
     assert fixed == whole.text.split()[: len(fixed)]
     assert len(fixed) > len(whole.text.split()) - 12
     assert decoder.finish([decoding])[0][0] == whole
+
+
+@pytest.mark.parametrize(("pieces", "text"), [([2], "a"), ([2, 4], OTHERS), ([2, 5], f"a {OTHERS}")])
+def test_other_speech_begins_with_a_word_of_pieces(pieces: list[int], text: str) -> None:
+    labels = torch.tensor([[0], *([piece] for piece in pieces), [0]])
+    log_probs = (8.0 * torch.nn.functional.one_hot(labels, len(PIECES))).log_softmax(2)
+    decoder = PhraseDecoder(["a", OTHERS], PIECES, FRAME_S)
+    assert decoder.decode(log_probs, torch.tensor([len(log_probs)]))[0][0].text == text
 
 
 def test_paths_that_disagree_for_long_are_cut_to_the_best_one() -> None:
