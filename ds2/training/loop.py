@@ -164,7 +164,7 @@ def _log_start(trainer: Trainer, run_log: RunLog) -> None:
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     run_log.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
-    if comm.elastic and comm.world == 1 < config.comm.max_ranks:
+    if comm.world == 1 < config.comm.max_ranks:
         log.info("no other rank yet: one on another host joins only if it sees this very folder, on a shared disk")
     _warn_of_short_warm_up(config, len(trainer.plan()))
     _warn_of_early_delay_penalty(config)
