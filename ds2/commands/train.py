@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     options, overrides = options_and_overrides(compose.with_search_path(arguments))
     settings = compose.compose_settings(compose.first_of_sweep(overrides) if is_sweep(options) else overrides)
     if not options and not any(override.lstrip("+~").startswith("hydra") for override in overrides):
-        return _train(*settings)  # `hydra.main` would compose the same once more
+        return _train(*settings, default_signals())  # `hydra.main` would compose the same once more
     if is_sweep(options):
         compose.check_sweep(overrides)
     jobs: list[Job] = []
@@ -85,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
                     f"{name} and {twins[0]} of this sweep have one folder, {folder}: train them as runs of their own"
                 )
             run_dir = folder if facts.mode == RunMode.MULTIRUN else None
-            return _train(*compose.read_config(composed, list(facts.overrides.task), run_dir))
+            return _train(*compose.read_config(composed, list(facts.overrides.task), run_dir), default_signals())
 
         status = report_errors(train)
         jobs.append(Job(name or ALL, folder / "refused" if twins else folder, status))
@@ -112,7 +113,7 @@ def fit(overrides: Sequence[str]) -> Path:
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train(...) handles signals: call it in the main thread, or in a process of its own")
     settings = compose.compose_settings(overrides)
-    if _train(*settings):
+    if _train(*settings, nullcontext()):  # Ctrl-C while torch is loaded must not end the caller's process
         raise KeyboardInterrupt("training was stopped and saved; the same call goes on from there")
     return Path(settings[0].run_dir)
 
@@ -122,12 +123,12 @@ def is_sweep(options: Sequence[str]) -> bool:
     return not {"-m", "--multirun"}.isdisjoint(options)
 
 
-def _train(config: Config, replaced: str, differing: str) -> int:
+def _train(config: Config, replaced: str, differing: str, signals: AbstractContextManager[None]) -> int:
     if replaced:
         log.info("as in %s: %s", config.checkpoint.init_from, replaced)
     if differing:
         log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, differing)
-    with default_signals(), quick_imports():  # mistakes in the settings were reported before torch is loaded
+    with signals, quick_imports():  # mistakes in the settings were reported before torch is loaded
         from ds2.training.loop import train
 
     return train(config, Path(config.run_dir))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import hydra
 import pytest
 import yaml
 
+import ds2
 from ds2.cli import COMMANDS, main
 from ds2.config.allowed import REMOVED
 from ds2.config.convert import documented_keys
@@ -88,6 +92,25 @@ def test_hydra_composes_once_unless_it_is_asked_for_more(tmp_path: Path, monkeyp
     for asked in ("hydra.job.chdir=false", "hydra/launcher=basic"):
         assert main(["train", f"run_dir={tmp_path}", asked]) == 0
     assert as_hydra.call_count == 2
+
+
+def test_ctrl_c_while_torch_is_loaded_ends_the_command_but_no_program_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program, or a notebook, may hold what it has not saved."""
+    handlers = list[Any]()
+
+    @contextmanager
+    def loading() -> Iterator[None]:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        yield
+
+    monkeypatch.setattr("ds2.commands.train.quick_imports", loading)
+    monkeypatch.setattr("ds2.training.loop.train", Mock(return_value=0))
+    own = signal.getsignal(signal.SIGINT)
+    assert main(["train", "recipe=an4", f"run_dir={tmp_path}"]) == 0
+    assert ds2.train("recipe=an4", f"run_dir={tmp_path}") == tmp_path
+    assert handlers == [signal.SIG_DFL, own] and own != signal.SIG_DFL
 
 
 def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
