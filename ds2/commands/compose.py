@@ -268,7 +268,8 @@ def _check_choice(override: Override) -> None:
         place = group.removeprefix(f"{name}.")
         if get_origin(kind) is list and place != group and (override.is_delete() or not re.match(r"\d+(\.|$)", place)):
             _refuse_containers({name: {place: choice}})
-    if override.is_delete() or isinstance(choice, dict) or all(isinstance(name, str) and name for name in names):
+    is_section = declared is not None and isinstance(choice, dict)
+    if override.is_delete() or is_section or all(isinstance(name, str) and name for name in names):
         return
     if ours:
         raise ConfigError(f"{override.input_line}: choose one of {', '.join(ours)}, or leave {group}= out")

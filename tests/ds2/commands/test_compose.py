@@ -111,6 +111,7 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("model.convs=[{kernel:[5,a]}]", "model.convs[0].kernel[1]: cannot be 'a': an entry is {kernel:"),
         ("model.convs=[{kernal:[5,5]}]", "unknown key 'model.convs[0].kernal'; an entry is {kernel:"),
         ("optim=null", "optim=null: choose one of adamw, sgd, or leave optim= out"),
+        ("recipe={a:1}", "recipe={a:1}: choose one of an4, "),
         ("optim=", "optim=: choose one of adamw, sgd"),
         ("optim=[1]", "optim=[1]: choose one of adamw, sgd"),
         ("~optim.momentum", "~optim.momentum: a setting cannot be taken away; set it: optim.momentum=VALUE"),
