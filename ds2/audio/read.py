@@ -76,7 +76,7 @@ def check_rate(rate_hz: int) -> None:
 def to_16_bits(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return samples (N,) clipped to [-1, 1) and rounded to 16 bits, which is what the audio cache and shards hold.
 
-    All audio is: training, evaluation, files and streams then have the same bits.
+    All audio is rounded so: a recording has the same bits in training, in evaluation, as a file and as a stream.
     """
     rounded = samples * np.float32(1 << 15)
     np.clip(np.rint(rounded, out=rounded), -(1 << 15), (1 << 15) - 1, out=rounded)

@@ -170,7 +170,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
 
 
 def compose_settings(overrides: Sequence[str]) -> tuple[Config, str, str]:
-    """As `compose_config`, but for what it returns, which is that of `read_config`."""
+    """As `compose_config`, but return what `read_config` returns."""
     composed = _compose(overrides)
     warn_of_repeated(overrides)
     return read_config(composed, overrides)
@@ -194,9 +194,10 @@ def check_sweep(overrides: Sequence[str]) -> None:
     """
     first = first_of_sweep(overrides)
     for index, override in enumerate(map(parse_override, overrides)):
-        for value in _sweep_values(override) if override.is_sweep_override() else ():
-            point = [*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]]
-            _to_config(_compose(point), point)
+        if override.is_sweep_override():
+            for value in _sweep_values(override):
+                point = [*first[:index], f"{override.get_key_element()}={value}", *first[index + 1 :]]
+                _to_config(_compose(point), point)
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
@@ -226,7 +227,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
 
 def _to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
     try:
-        # References find values as settings have them: ${optim.learning_rate} is 1.0 for 1.
+        # References see values with the types of their settings: ${optim.learning_rate} is 1.0 where 1 was written.
         typed = OmegaConf.create(convert.with_types(OmegaConf.to_container(composed)))
         return convert.to_config(OmegaConf.to_container(typed, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
@@ -256,18 +257,20 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
 def _check_choice(override: Override) -> None:
     """Raise ConfigError for a deleted setting, and for a group set to what is no name, which Hydra does not explain."""
     group, choice = override.key_or_group, override.value()
-    declared = convert.declared_settings().get(group)
-    if override.is_delete() and declared and group not in FREE_FORM and not choices(group):
+    settings, ours = convert.declared_settings(), choices(group)
+    declared = settings.get(group)
+    if override.is_delete() and declared and group not in FREE_FORM and not ours:
         key = ".KEY" * is_dataclass(declared[1])
         raise ConfigError(f"{override.input_line}: a setting cannot be taken away; set it: {group}{key}=VALUE")
     names = choice if isinstance(choice, list) and choice else [choice]
-    ours = choices(group)
     if not ours:
         _refuse_containers({group: choice})
-    for name, (_, kind) in convert.declared_settings().items():
-        place = group.removeprefix(f"{name}.")
-        if get_origin(kind) is list and place != group and (override.is_delete() or not re.match(r"\d+(\.|$)", place)):
-            _refuse_containers({name: {place: choice}})
+    parts = group.split(".")
+    for depth in range(1, len(parts)):
+        name, entry = ".".join(parts[:depth]), ".".join(parts[depth:])
+        _, kind = settings.get(name, (None, None))
+        if get_origin(kind) is list and (override.is_delete() or not parts[depth].isdecimal()):
+            _refuse_containers({name: {entry: choice}})
     is_section = declared is not None and isinstance(choice, dict)
     if override.is_delete() or is_section or all(isinstance(name, str) and name for name in names):
         return

@@ -214,7 +214,7 @@ def probe(utterance: Utterance, sample_rate_hz: int, channel: int = 0) -> Probe:
             peak = max(peak, float(np.abs(block).max()))
             clipped += _clipped_samples(block)
             count += len(block)
-            digest.update((block * 32768).astype(np.int16).tobytes())  # 0.0 and -0.0 have other bytes
+            digest.update((block * 32768).astype(np.int16).tobytes())  # the bytes of 0.0 and -0.0 differ
     except EmptyAudioError as error:
         return Probe(str(error), "empty")
     except AudioError as error:

@@ -48,14 +48,14 @@ class Alignment:
 
 
 def no_skips(states: Tensor) -> Tensor:
-    """Return (B, S) bool: CTC states, of these labels, that paths enter from the one before only (Graves et al.)."""
+    """Return (B, S) bool: whether paths cannot enter a CTC state from two before it, by the labels (Graves et al.)."""
     result = torch.ones_like(states, dtype=torch.bool)
     result[:, 2:] = (states[:, 2:] == BLANK) | (states[:, 2:] == states[:, :-2])
     return result
 
 
 def scores_before(scores: Tensor, no_skip: Tensor) -> Tensor:
-    """Return scores (3, B, S) of states before each: itself, the one before, and, but for `no_skip`, that before it."""
+    """Return (3, B, S): for each state its own score, that of the state before, and two before; -inf by `no_skip`."""
     padded = torch.nn.functional.pad(scores, (2, 0), value=-math.inf)
     return torch.stack([scores, padded[:, 1:-1], padded[:, :-2].masked_fill(no_skip, -math.inf)])
 

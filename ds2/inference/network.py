@@ -369,7 +369,7 @@ class BlockRecurrence:
         Args:
             carry: state before them, zeros before a stream's first frame.
             lengths: (B,) int32 frames that belong to the stream; None: all.
-            begin: (B,) int32 a stream's first frame, until which its state stays 0; None where lengths are: 0.
+            begin: (B,) int32 a stream's first frame; its state stays 0 until then. None, as lengths: frame 0.
             projection_stream: of a layer with others at its side, a stream for its projection, on which x is ready.
         """
         if lengths is not None and x.device.type == "cpu" and (longest := int(lengths.max())) < len(x):

@@ -114,7 +114,7 @@ class WorkerLink:
         match message:
             case AcceptWaveforms(calls, sessions, arrived_s, lengths, data):
                 samples, end = np.frombuffer(data, np.float32), 0
-                has_16_bits = is_in_range(samples)  # as all that protocols read
+                has_16_bits = is_in_range(samples)  # protocols read 16 bits; others are of a damaged message
                 for call, session, time_s, length in zip(calls, sessions, arrived_s, lengths, strict=True):
                     start, end = end, end + length
                     yield self._chunk(call, session, time_s, samples[start:end], has_16_bits)

@@ -228,8 +228,8 @@ class Trainer:
         self.state = TrainState(self.model, self.features, self.optimizer)
         parts, progress = Parts(), Progress()
         if comm.rank == 0:
-            known = (self.state, self.loader, self.alphabet, config, self.run_dir)
-            parts, progress = initial_state(*known, whole=not comm.elastic)  # or the first view says who reads it
+            whole = not comm.elastic  # else rank 0 of the first view reads the tensors
+            parts, progress = initial_state(self.state, self.loader, self.alphabet, config, self.run_dir, whole=whole)
         broadcast_state(self.state, parts, progress, config.train.average_decay, comm)
 
     def _build_crf(self) -> Crf | None:

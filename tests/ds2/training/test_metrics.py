@@ -110,13 +110,13 @@ def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
             gradients[0].copy_(drawn[:300])
             gradients[1].copy_(drawn[300:])
             noise.add(float(drawn.norm()), batch)
-        found = noise.end_window(progress)
+        estimate = noise.end_window(progress)
     # tr(S) / |G|^2 = 400 deviation^2 / (400 mean^2) = 16. A window's |G|^2 has about the variance of |mean g|^2, that
     # is 4 |G|^2 v / k + 2 n v^2 / k^2 with v = deviation^2 / batch; the windows' average has 1 / 19 of it, tr(S) less.
     v, k, square = deviation**2 / batch, 10, 100.0
     spread = math.sqrt((4 * square * v / k + 2 * 400 * v**2 / k**2) / 19) / square
-    assert found == pytest.approx(16, rel=4 * spread)
-    assert NoiseScale(gradients).end_window(progress) == found  # a run that goes on keeps the averages
+    assert estimate == pytest.approx(16, rel=4 * spread)
+    assert NoiseScale(gradients).end_window(progress) == estimate  # a run that goes on keeps the averages
 
 
 def test_a_run_logs_it_and_shows_it_in_tensorboard(tiny_config: Callable[..., Config]) -> None:
