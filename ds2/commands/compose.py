@@ -22,7 +22,13 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigIndexError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from ds2.config import convert
 from ds2.config.check import check
@@ -69,7 +75,9 @@ class ConfigFolder(ConfigSource):
         if file.parent.name == "recipe" and header["package"] is None:
             header["package"] = "_global_"
         package = header["package"] or file.parent.name
-        _refuse_containers(values or {}, "" if package == "_global_" else f"{package}.", f"{file}: ")
+        section = "" if package == "_global_" else package
+        kind = convert.kind_within(Config, section) if section else Config
+        _refuse_containers(values or {}, kind, section, f"{file}: ")
         config = OmegaConf.create(values or {})
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
 
@@ -92,15 +100,14 @@ class ConfigFolder(ConfigSource):
         return Path(self.path, self._normalize_file_name(config_path))
 
 
-def _refuse_containers(values: dict[str, Any], prefix: str = "", where: str = "") -> None:
+def _refuse_containers(value: Any, kind: Any, key: str, where: str = "") -> None:
     """Raise ConfigError for a list in the place of a mapping, or the reverse, of which Hydra names no key or value."""
-    for key, value in ((f"{prefix}{name}", value) for name, value in values.items()):
-        _, kind = convert.declared_settings().get(key, (None, None))
-        taken = list if get_origin(kind) is list else dict if is_dataclass(kind) or get_origin(kind) is dict else object
-        if isinstance(value, list | dict) and not isinstance(value, taken):
-            raise ConfigError(f"{where}{key}: {convert.expected(key, value)}")
-        if isinstance(value, dict):
-            _refuse_containers(value, f"{key}.", where)
+    taken = list if get_origin(kind) is list else dict if is_dataclass(kind) or get_origin(kind) is dict else object
+    if isinstance(value, list | dict) and (not isinstance(value, taken) or (taken is dict and None in value)):
+        raise ConfigError(f"{where}{key}: {convert.expected(key, value)}")
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            _refuse_containers(entry, convert.kind_within(kind, name), f"{key}.{name}".lstrip("."), where)
 
 
 def config_dir() -> Path:
@@ -249,33 +256,43 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
         if name in convert.declared_settings():
             raise ConfigError(f"{name}: the recipe has a value in the place of its section: write KEY: VALUE below")
         convert.raise_unknown(name)
+    if isinstance(cause, ConfigIndexError):
+        name, count = key.rpartition("[")[0], len(cause.parent_node)
+        raise ConfigError(f"{key}: the list has {count} entries, counted from 0; set it as a whole: {name}=[A,B]")
     detail = (cause.msg or str(cause)).splitlines()[0]
     explained = isinstance(cause, InterpolationResolutionError) or key not in convert.declared_settings()
     raise ConfigError(f"{key}: {detail if explained else convert.expected(key, cause.value)}") from error
 
 
 def _check_choice(override: Override) -> None:
-    """Raise ConfigError for a deleted setting, and for a group set to what is no name, which Hydra does not explain."""
-    group, choice = override.key_or_group, override.value()
-    settings, ours = convert.declared_settings(), choices(group)
-    declared = settings.get(group)
-    if override.is_delete() and declared and group not in FREE_FORM and not ours:
-        key = ".KEY" * is_dataclass(declared[1])
-        raise ConfigError(f"{override.input_line}: a setting cannot be taken away; set it: {group}{key}=VALUE")
+    """Raise ConfigError for what Hydra does not explain.
+
+    These are deleted settings, groups that are added, moved or set to what is no name, and values and names that cannot
+    be where they are: lists, mappings, entries of lists.
+    """
+    group, choice, line = override.key_or_group, override.value(), override.input_line
+    settings, ours, parts = convert.declared_settings(), choices(group), group.split(".")
+    setting = next((key for key in (".".join(parts[:2]), parts[0]) if key in settings), "")
+    if override.is_delete() and not ours and setting and setting not in FREE_FORM:
+        inner = ".KEY" * is_dataclass(settings[setting][1])
+        raise ConfigError(f"{line}: a setting cannot be taken away; set it: {setting}{inner}=VALUE")
+    added = override.is_add() or (bool(ours) and (override.is_force_add() or override.package is not None))
+    if added and (ours or group in settings):
+        raise ConfigError(f"{line}: ds2 has {group} in its place: write {group}=VALUE, without + and @")
+    kind: Any = Config
+    key = ""
+    for depth, part in enumerate(parts):
+        in_list = get_origin(kind) is list
+        if in_list and not part.isdecimal():
+            raise ConfigError(f"{key}: {convert.expected(key, {'.'.join(parts[depth:]): choice})}")
+        key = f"{key}[{part}]" if in_list else f"{key}.{part}".lstrip(".")
+        kind = convert.kind_within(kind, part)
+    if not ours or isinstance(choice, dict):
+        _refuse_containers(choice, kind, key)
     names = choice if isinstance(choice, list) and choice else [choice]
-    if not ours:
-        _refuse_containers({group: choice})
-    parts = group.split(".")
-    for depth in range(1, len(parts)):
-        name, entry = ".".join(parts[:depth]), ".".join(parts[depth:])
-        _, kind = settings.get(name, (None, None))
-        if get_origin(kind) is list and (override.is_delete() or not parts[depth].isdecimal()):
-            _refuse_containers({name: {entry: choice}})
-    is_section = declared is not None and isinstance(choice, dict)
-    if override.is_delete() or is_section or all(isinstance(name, str) and name for name in names):
-        return
-    if ours:
-        raise ConfigError(f"{override.input_line}: choose one of {', '.join(ours)}, or leave {group}= out")
+    is_section = is_dataclass(kind) and isinstance(choice, dict)
+    if ours and not (override.is_delete() or is_section or all(isinstance(name, str) and name for name in names)):
+        raise ConfigError(f"{line}: choose one of {', '.join(ours)}, or leave {group}= out")
 
 
 def read_config(composed: DictConfig, overrides: Sequence[str], run_dir: Path | None = None) -> tuple[Config, str, str]:
@@ -375,7 +392,7 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
 
 
 def _sweep_values(override: Override) -> list[str]:
-    with suppress(HydraException):  # of intervals and patterns
+    with suppress(HydraException, ValueError):  # of intervals and patterns; of range(1,2,0)
         if values := list(override.sweep_string_iterator()):
             return values
     raise ConfigError(f"{override.input_line} lists no values: write KEY=A,B or KEY=range(1,4), which is 1, 2 and 3")
@@ -392,7 +409,10 @@ def parse_override(override: str) -> Override:
         key = override.partition("=")[0]
         raise ConfigError(f"{key[:_DEEPEST]}: {depth} brackets within each other, allowed are 3, as of model.convs")
     try:
-        return _parsed(_quote_words(override))
+        parsed = _parsed(_quote_words(override))
+        if not parsed.key_or_group:
+            raise ValueError("no key")
+        return parsed
     except (HydraException, ValueError) as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(
@@ -415,13 +435,16 @@ def _quote_words(override: str) -> str:
     is_text = key in text_keys()
     words = _WORDS_OF_MAPPING if "{" in value else _WORDS
 
+    def is_name(word: re.Match[str]) -> bool:
+        return words is _WORDS_OF_MAPPING and word.string[word.end() :].lstrip().startswith(":")
+
     def quote(word: re.Match[str]) -> str:
         if "'" in word[0] or '"' in word[0]:
             return word[0]
         plain = (
             word[0].isascii()
             and not _MARKS.search(word[0])
-            and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
+            and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])) and not is_name(word))
         )
         return word[0] if plain else f"'{word[0]}'"
 

@@ -74,8 +74,8 @@ def read_yaml(text: str) -> Any:
 
 @functools.cache
 def text_keys() -> frozenset[str]:
-    """Return the settings that are texts or lists of texts, by dotted key."""
-    return frozenset(key for key, (_, kind) in declared_settings().items() if kind in (str, list[str]))
+    """Return the settings that are texts, lists of texts or mappings to texts, by dotted key."""
+    return frozenset(key for key, (_, kind) in declared_settings().items() if kind in (str, list[str], dict[str, str]))
 
 
 @functools.cache
@@ -85,21 +85,27 @@ def declared_settings() -> dict[str, tuple[Field[Any], Any]]:
     return {f"{prefix}{field.name}": (field, kind) for prefix, owner in sections for field, kind in _fields(owner)}
 
 
+@functools.cache  # hints are slow to read
+def kind_within(kind: Any, name: str) -> Any:
+    """Return the type of a section's setting, a list's entry or a mapping's value; None if there is no such one."""
+    if is_dataclass(kind):
+        return {field.name: hint for field, hint in _fields(kind)}.get(name)
+    return get_args(kind)[-1] if get_args(kind) else None
+
+
 def with_types(value: Any, kind: Any = Config) -> Any:
     """Return the plain value of a setting or section with words and numbers as its type has them.
 
     Words are on, off and the like for bools, and numbers that were quoted or come from the environment. Entries of
     model.convs get the defaults that they leave out.
     """
-    inner = get_args(kind)[-1] if get_args(kind) else None
     if isinstance(value, dict):
         value = (asdict(ConvConfig()) if kind is ConvConfig else {}) | value
-        kinds = {setting.name: hint for setting, hint in _fields(kind)} if is_dataclass(kind) else {}
         # YAML has read names such as true and 1.50 as other types, and how they were written is lost: refused.
-        names = {name: str(name) if kinds or type(name) is int else name for name in value}
-        return {names[name]: with_types(entry, kinds.get(name, inner)) for name, entry in value.items()}
+        names = {name: str(name) if is_dataclass(kind) or type(name) is int else name for name in value}
+        return {names[name]: with_types(entry, kind_within(kind, name)) for name, entry in value.items()}
     if isinstance(value, list):
-        return [with_types(entry, inner) for entry in value]
+        return [with_types(entry, kind_within(kind, "")) for entry in value]
     if kind is bool and isinstance(value, str):
         return _BOOLS.get(value.lower(), value)
     if kind is str and isinstance(value, int | float):
@@ -197,7 +203,7 @@ def expected(key: str, value: object) -> str:
     if get_origin(kind) is list and not entry:
         return f"takes a list, in brackets even of one: {key}=[A,B], not {was}"
     if get_origin(kind) is dict and not entry:
-        wrong = ", with quotes around 1.50 or true" if isinstance(value, dict) else f", not {was}"
+        wrong = ", with quotes around 1.50, true or null" if isinstance(value, dict) else f", not {was}"
         return f"takes a mapping: {key}={{KEY:VALUE}}{wrong}"
     single: Any = get_args(kind)[-1] if entry else kind
     allowed = declared.metadata.get(ALLOWED)

@@ -97,7 +97,18 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("decode.hot_words={zero:5}", "decode.hot_words: takes a list"),
         ("decode.hot_words.zero=5", "decode.hot_words: takes a list"),
         ("model.convs.x.kernel=[1,1]", "model.convs: takes a list"),
-        ("~model.convs.0", "model.convs: takes a list"),
+        ("~model.convs.0", "~model.convs.0: a setting cannot be taken away; set it: model.convs=VALUE"),
+        ("model.convs.0=[1]", "model.convs[0]: cannot be [1]: an entry is {kernel:"),
+        ("model.convs.0.kernel.x=3", "model.convs[0].kernel: cannot be {'x': 3}: an entry is {kernel:"),
+        ("model.convs.0={kernel:{a:1}}", "model.convs[0].kernel: cannot be {'a': 1}: an entry is {kernel:"),
+        ("model.convs.9.kernel=[1,1]", "model.convs[9]: the list has 2 entries, counted from 0; set it as a"),
+        ("data.train.0=a", "data.train[0]: the list has 0 entries, counted from 0; set it as a whole: data.train=["),
+        ("+model.depth=3", "+model.depth=3: ds2 has model.depth in its place: write model.depth=VALUE, without"),
+        ("++recipe=an4", "ds2 has recipe in its place"),
+        ("model@features=rnn_8", "ds2 has model in its place"),
+        ("=3", "'=3' is no override (no key): write key=value"),
+        ("~", "'~' is no override (no key)"),
+        ("model={null:1}", "model: takes model.KEY=VALUE, not {None: 1}"),
         ("data.train=['${']", "no viable alternative at input '${'"),
         ("optim.layer_rates=3", "optim.layer_rates: takes a mapping: optim.layer_rates={KEY:VALUE}, not 3"),
         ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru, gru_before"),
@@ -118,6 +129,7 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("~train", "~train: a setting cannot be taken away; set it: train.KEY=VALUE"),
         ("~device", "~device: a setting cannot be taken away; set it: device=VALUE"),
         ("alphabet.replace={true:a}", "alphabet.replace: takes a mapping: alphabet.replace={KEY:VALUE}, with quotes"),
+        ("alphabet.replace={null:a}", "with quotes around 1.50, true or null"),
         ("recipe=null", "or leave recipe= out"),
         ("corpora/train.jsonl", "name manifests by data.train=[corpora/train.jsonl]"),
         ("run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}", "Environment variable 'DS2_NO_SUCH_VARIABLE' not found"),
@@ -219,8 +231,10 @@ def test_words_of_a_users_recipe_stay_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["2024_01", "1e3", "007", "true", "2024-01-15", "nan", "sweep/lr=0.1"])
 def test_words_of_the_command_line_stay_words(word: str) -> None:
-    config = compose_config([f"run_dir={word}", f"data.train=[{word},a/{word}]", "model.depth=6"])
+    texts = (f"run_dir={word}", f"data.train=[{word},a/{word}]", f"alphabet.replace={{1:{word},a : {word}}}")
+    config = compose_config([*texts, "model.depth=6"])
     assert (config.run_dir, config.data.train, config.model.depth) == (word, [word, f"a/{word}"], 6)
+    assert config.alphabet.replace == {"1": word, "a": word}
 
 
 def test_a_run_folder_without_a_name_is_refused() -> None:
@@ -276,6 +290,8 @@ def test_the_command_line_wins_over_the_recipe() -> None:
         ("model.dropout=interval(0,1)", "lists no values: write KEY=A,B or KEY=range(1,4)"),
         ("model=glob(rnn_*)", "lists no values"),
         ("train.seed=range(3,1)", "lists no values"),
+        ("train.seed=range(1,2,0)", "lists no values"),
+        ("train.seed=choice(1,choice(2,3))", "lists no values"),
     ],
 )
 def test_every_value_of_a_sweep_is_read_before_its_first_run(override: str, hint: str) -> None:
