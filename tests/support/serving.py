@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -97,9 +98,11 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-async def vosk(url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+async def vosk(
+    url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] | None = None, tls: ssl.SSLContext | None = None
+) -> list[dict[str, Any]]:
     """Send as Vosk's own client does: a chunk, wait for the answer, the next; then eof, or nothing after an error."""
-    async with connect(url) as ws:
+    async with connect(url, ssl=tls) as ws:
         await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ} | (config or {})}))
         answers = []
         for start in range(0, len(data), chunk):

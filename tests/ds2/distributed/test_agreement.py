@@ -15,7 +15,7 @@ from support.launch import mpirun
 from torch import nn
 
 from ds2.config.schema import Config
-from ds2.data.manifest import Utterance, corpus
+from ds2.data.manifest import Utterance, corpus, read_manifest
 from ds2.distributed.communicator import Communicator, program, settings, sources, weights
 from ds2.model.norm import SequenceBatchNorm
 from ds2.system import UserError
@@ -139,6 +139,21 @@ def test_ranks_agree_in_the_content_of_lexicons(
         tone_lexicon.write_text("\n".join(words), encoding="utf-8")
         Trainer(config, tmp_path, comm)
     assert {name for name in before.facts if before.facts[name] != after.facts[name]} == {changed}
+
+
+def test_ranks_agree_in_the_content_of_the_denominators_texts(
+    tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path
+) -> None:
+    """The settings themselves are equal: files of a name may have another content on another host."""
+    texts = tmp_path / "texts.txt"
+    config = tiny_config("train.objective=ctc_crf", f"train.denominator_text=[{texts}]", "train.denominator_order=2")
+    lines = [u.text for u in read_manifest(tone_manifest)]
+    before, same, after = Recording(), Recording(), Recording()
+    for comm, written in (before, lines), (same, lines), (after, lines[1:]):
+        texts.write_text("\n".join(written), encoding="utf-8")
+        Trainer(config, tmp_path, comm)
+    assert before.facts == same.facts
+    assert {name for name in before.facts if before.facts[name] != after.facts[name]} == {"denominator"}
 
 
 def test_weights_are_known_to_the_last_bit() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
-from support.serving import WAIT_S, Running
+from support.serving import WAIT_S, Running, speech, text_alone, vosk, wav
 
 from ds2.cli import main
 from ds2.serve.tls import Certificate, names_of_host, self_signed
@@ -31,6 +34,38 @@ def test_clients_that_trust_the_certificate_are_served(serve: Callable[..., Runn
             assert answer.status == 200
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE"):
         urllib.request.urlopen(f"https://127.0.0.1:{running.port}/healthz", timeout=WAIT_S)
+
+
+def test_uploads_and_sessions_over_tls_have_the_words_of_the_recogniser(serve: Callable[..., Running]) -> None:
+    made, data = self_signed(["127.0.0.1"]), speech(1, 3.0)
+    running, trusting = serve(tls=made), ssl.create_default_context(cafile=str(made.certificate))
+    expected = text_alone(running.recogniser, data)
+    with httpx.Client(verify=trusting, timeout=WAIT_S) as web:
+        address = f"https://127.0.0.1:{running.port}/v1/audio/transcriptions"
+        answer = web.post(address, files={"file": wav(data)}, data={"model": "ds2"})
+    assert answer.json()["text"] == expected != ""
+    answers = asyncio.run(vosk(f"wss://127.0.0.1:{running.port}/", data, tls=trusting))
+    assert " ".join(answer["text"] for answer in answers if answer.get("text")) == expected
+
+
+def test_who_speaks_without_tls_is_cut_off_without_a_word_and_others_are_served(
+    serve: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = self_signed(["127.0.0.1"])
+    running, trusting = serve(tls=made), ssl.create_default_context(cafile=str(made.certificate))
+    address = "127.0.0.1", running.port
+    caplog.clear()
+    with socket.create_connection(address, WAIT_S) as silent:
+        for sent in (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", b'{"type": "describe"}\n', b"\0" * 100):
+            with socket.create_connection(address, WAIT_S) as plain:
+                plain.sendall(sent)
+                assert plain.recv(100) == b""
+        with urllib.request.urlopen(f"https://127.0.0.1:{running.port}/", timeout=WAIT_S, context=trusting) as answer:
+            assert answer.status == 200
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it may still begin
+            silent.recv(100)
+    assert not caplog.records
 
 
 def test_a_certificate_is_used_again_while_it_has_all_names() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -615,6 +616,37 @@ def test_passes_that_overlap_with_sums_that_cannot_be_recorded_are_launched(
     recorded.clear()
     gradients.overlap = False
     assert step() == [False, False] and recorded == [False]
+
+
+def test_recorded_passes_that_are_dropped_are_those_used_longest_ago_and_all_before_a_larger_batch(
+    tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = prepared(tiny_config("model.batch_norm=false"))
+    graph: Any = SimpleNamespace(replay=lambda: None)
+    recorder = Mock(recording=lambda: nullcontext(graph))
+    monkeypatch.setattr(passes, "GraphRecorder", lambda: recorder)
+    monkeypatch.setattr(passes, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(Passes, "forward", lambda *args, **options: torch.zeros(3))
+    monkeypatch.setattr(Passes, "backward", lambda passes: None)
+    graphed = GraphedPasses(trainer.model, trainer.features, trainer.gradients, trainer.config.train, autocast=False)
+
+    def recorded_after(shape: int, samples: int = 100, *, fits: bool = True) -> list[int]:
+        """Shapes that are recorded after a step of this one."""
+        inputs: Any = Mock(shape=(shape,), waveforms=torch.zeros(samples), numbers=torch.zeros(9, dtype=torch.int64))
+        monkeypatch.setattr(passes, "_fits_twice", lambda: fits)
+        trainer.gradients.start_step()
+        graphed.forward(inputs, 3, last=True, idle=False)
+        graphed.backward()
+        trainer.gradients.finish_step()
+        return sorted(key[0] for key in graphed.recordings)
+
+    assert [recorded_after(shape) for shape in (1, 2, 3, 4)] == [[]] * 4  # each comes for the first time
+    assert [recorded_after(shape) for shape in (1, 2, 1, 3)] == [[1], [1, 2], [1, 2], [1, 3]]
+    replays = graphed.replays
+    assert [recorded_after(shape, fits=False) for shape in (4, 1, 2)] == [[1, 3]] * 3  # memory for no new one
+    assert graphed.replays == replays + 1 and recorder.new_pool.call_count == 1
+    assert [recorded_after(4, samples=101), recorded_after(1, samples=50)] == [[4], [1, 4]]
+    assert recorder.new_pool.call_count == 2
 
 
 @pytest.mark.parametrize(
