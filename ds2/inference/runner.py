@@ -222,7 +222,7 @@ class BlockRunner:
         slot.ends = blocks * network.block_frames + self.features.windows(len(rest))
         missing = network.output_frames(slot.ends) - (blocks * network.frames - network.delay)
         count = -(-missing // network.frames)
-        return [rest, *[rest[:0]] * (count - 1)][: max(0, count)]
+        return [rest, *[rest[:0]] * (count - 1)] if count > 0 else []
 
     def _step(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]], first_row: int) -> BlockOutput:
         count, network = len(slots), self.network

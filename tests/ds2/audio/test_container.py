@@ -65,6 +65,15 @@ def test_a_file_is_whole_until_it_is_cut(container: str, tmp_path: Path, caplog:
     assert tried > 0 and unnoticed == []
 
 
+@pytest.mark.parametrize("endian", ["BIG", "LITTLE"])
+def test_a_sun_file_of_either_byte_order_is_checked(tmp_path: Path, endian: str) -> None:
+    path = tmp_path / "a.au"
+    soundfile.write(path, sound(1), RATE_HZ, format="AU", subtype="PCM_16", endian=endian)
+    path.write_bytes(path.read_bytes()[:-8000])
+    with pytest.raises(AudioError, match="its header says 96000 bytes of samples, the file holds 88000"):
+        read_audio(path)
+
+
 @pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
 def test_an_ogg_stream_ends_with_its_last_page(tmp_path: Path, subtype: str) -> None:
     path = tmp_path / "a.ogg"

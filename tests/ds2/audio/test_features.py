@@ -156,6 +156,13 @@ def test_impossible_settings_are_refused(config: FeaturesConfig, rate: int, mess
         Features(config, rate)
 
 
+def test_the_length_that_an_error_suggests_is_taken() -> None:
+    with pytest.raises(ConfigError) as error:
+        Features(FeaturesConfig(window_s=0.02), 11025)
+    suggested_s = float(str(error.value).split("such as ")[1].split(",")[0])
+    assert Features(FeaturesConfig(window_s=suggested_s, step_s=suggested_s), 11025).window_samples == 220
+
+
 def test_lengths_beyond_the_waveform_and_empty_batches() -> None:
     features = Features(FeaturesConfig(), RATE)
     with pytest.raises(ValueError, match="9000"):
