@@ -37,7 +37,7 @@ from ds2.model.wavefront import LAYER_SMS, LayerStreams, Stage, run_stages
 
 UNBOUNDED = 2**62  # feature frames of a stream whose end is not known yet
 MAX_PARALLEL_STREAMS = 16  # that a cluster runs at once
-Edges = tuple[Tensor, Tensor]  # first frames and lengths, (P, B) int32 each, of the streams in each piece
+Edges = tuple[Tensor, Tensor]  # first frames and lengths of streams in a piece, (B,) int32 each; in P pieces (P, B)
 _LAYER_CELLS = (*PLAIN, "lstm")  # that `recurrent_layer` runs, whose projection and recurrence overlap
 
 
@@ -357,24 +357,20 @@ class BlockRecurrence:
         self.bias_hn = None if direction.bias_hn is None else direction.bias_hn.to(dtype)
 
     def __call__(
-        self,
-        x: Tensor,
-        carry: Carry,
-        lengths: Tensor | None,
-        begin: Tensor | None,
-        projection_stream: torch.cuda.Stream | None,
+        self, x: Tensor, carry: Carry, edges: Edges | None, projection_stream: torch.cuda.Stream | None
     ) -> tuple[Tensor, Carry]:
         """Run frames (T, B, D) of streams; return (T, B, H), and the state after them.
 
         Args:
             carry: state before them, zeros before a stream's first frame.
-            lengths: (B,) int32 frames that belong to the stream; None: all.
-            begin: (B,) int32 a stream's first frame; its state stays 0 until then. None, as lengths: frame 0.
+            edges: of the streams: a state is 0 until the first frame and stays what it is after the last. None: all
+                frames count.
             projection_stream: of a layer with others at its side, a stream for its projection, on which x is ready.
         """
+        begin, lengths = edges or (None, None)
         if lengths is not None and x.device.type == "cpu" and (longest := int(lengths.max())) < len(x):
             # Frames past the last stream's end are not worth a CPU's time: a file's last block is seldom full.
-            y, carry = self(x[:longest], carry, lengths, begin, projection_stream)
+            y, carry = self(x[:longest], carry, edges, projection_stream)
             return nn.functional.pad(y, (0, 0, 0, 0, 0, len(x) - longest)), carry
         max_sms = None if projection_stream is None else LAYER_SMS
         if self.rms_eps is not None:
@@ -433,10 +429,10 @@ class ModuleRun:
     def layer(self, number: int, piece: int, x: Tensor, projection_stream: torch.cuda.Stream | None) -> Tensor:
         """Run a layer on a piece (T, B, D), after the last one the row convolutions and the skip; return (T, B, H)."""
         module, layer = self.module, self.module.layers[number]
-        begin, lengths = (None, None) if self.edges is None else (part[piece] for part in self.edges)
+        edges = None if self.edges is None else (self.edges[0][piece], self.edges[1][piece])
         if number == 0:
             self._inputs[piece] = x
-        y, self.carries[number] = layer(x, self.carries[number], lengths, begin, projection_stream)
+        y, self.carries[number] = layer(x, self.carries[number], edges, projection_stream)
         if number + 1 < len(module.layers):
             return y
         x = self._inputs.pop(piece)
