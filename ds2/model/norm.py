@@ -88,8 +88,7 @@ class SequenceBatchNorm(nn.Module):
         y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
             flat, weight, bias, count, self.eps, self.reduce
         )
-        with torch.no_grad():
-            torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], self._next_share())
+        torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], self._next_share())
         return y.view_as(x)
 
     def fused(self, x: Tensor) -> bool:

@@ -143,6 +143,7 @@ def test_bad_bins_are_named() -> None:
         ({"skip": -1}, r"model\.skip=-1: allowed are numbers from 0"),
         ({"dropout": 1.0}, r"model\.dropout=1\.0: allowed are numbers from 0 to below 1"),
         ({"clip": 0.0}, r"model\.clip=0\.0"),
+        ({"depth": 2, "intermediate": [1]}, r"allowed is \[\]: this model has one module, which has the classifier"),
         ({"hidden": 1_000_000}, r"GiB of weights in fp32, this machine has .*model\.hidden=1000000"),
         ({"convs": [ConvConfig([99, 99], channels=65_536)] * 2}, r"GiB of weights in fp32.*model\.convs"),
     ],
@@ -201,6 +202,15 @@ def test_parameters_start_as_documented_and_the_seed_decides_them() -> None:
         if "row_convs" in name:
             assert value[:, 0].eq(1).all()
             assert not value[:, 1:].any()
+    assert "convs.0.bias" not in first and not make(batch_norm=False).state_dict()["convs.0.bias"].any()
+
+
+@pytest.mark.parametrize("variant", ["rnn", "no batch norm", "rms"])
+def test_logits_are_float32_under_autocast(variant: str) -> None:
+    model, features, lengths = make(**VARIANTS[variant]), torch.randn(2, BINS, 30), torch.tensor([30, 20])
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, _ = model(features, lengths)
+    assert logits.dtype == torch.float32
 
 
 @pytest.mark.parametrize("variant", ["rnn", "no skip", "no batch norm", "no convolutions", "bidirectional rnn"])

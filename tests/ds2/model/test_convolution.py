@@ -19,6 +19,22 @@ def test_convolution_lengths(kernel: int, stride: int) -> None:
         assert after.lengths.tolist() == [-(-frames // stride)]
 
 
+def test_batch_norm_in_training_is_that_of_torch_over_all_bins_of_valid_frames() -> None:
+    conv = MaskedConv(2, ConvConfig([3, 5], [2, 2], 4), config(batch_norm=True)).double()
+    batch = ragged(12, [12, 7, 2])
+    x = (torch.randn(3, 2, 9, 12, dtype=torch.float64) * batch.valid[:, None, None]).requires_grad_()
+    y, after = conv(x, batch)
+    y = y.permute(0, 3, 2, 1)  # (B, T', F', C')
+    z = functional.conv2d(x, conv.weight, None, (2, 2), (1, 2)).permute(0, 3, 2, 1)[after.valid]
+    normalised = torch.nn.BatchNorm1d(4).double()(z.flatten(0, 1)).view_as(z)
+    expected = torch.zeros_like(y)
+    expected[after.valid] = functional.hardtanh(normalised, 0.0, conv.clip)
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(y)
+    for ours, theirs in zip(*(torch.autograd.grad(out, (x, conv.weight), grad) for out in (y, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("channels", [(1, 2), (1, 8), (1, 16), (2, 8)])
 @pytest.mark.parametrize("stride", [2, 3])
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 6])
