@@ -84,7 +84,9 @@ def min_weight_count(config: ModelConfig) -> int:
         c.kernel[0] * c.kernel[1] * c.channels * before for c, before in zip(config.convs, channels, strict=False)
     )
     directions = 2 if config.bidirectional else 1
-    return convs + (2 * config.depth - 1) * directions * CELLS[operator_cell(config)].gates * config.hidden**2
+    projections = 1 if config.cell == "rnn" else directions  # simple layers of two directions share theirs
+    matrices = config.depth * directions + (config.depth - 1) * projections
+    return convs + matrices * CELLS[operator_cell(config)].gates * config.hidden**2
 
 
 def check_model(config: ModelConfig, step_s: float = 0.01) -> None:

@@ -156,17 +156,20 @@ def test_input_that_cannot_be_scored(
 
 
 def test_aligned_errors_and_tables_by_hand() -> None:
-    report = corpus_report(["the cat sat down", "x"], ["the bat sat", "x"], names=["u1", "u2"], speakers=["ann", "bob"])
+    texts = ["the cat sat down", "x"], ["so the bat sat", "x"]
+    report = corpus_report(*texts, names=["u1", "u2"], speakers=["ann", "bob"])
     assert format_alignments(report) == (
-        "u1 (speaker ann): 1 sub, 1 del, 0 ins of 4 words\n"
-        "REF: the cat sat down\n"
-        "HYP: the bat sat ****\n"
-        "         S       D\n"
+        "u1 (speaker ann): 1 sub, 1 del, 1 ins of 4 words\n"
+        "REF: ** the cat sat down\n"
+        "HYP: so the bat sat ****\n"
+        "     I      S       D\n"
     )
     text = format_report(report)
     assert "%SER 50.00 [ 1 / 2 ]" in text
-    assert "      1  substituted cat -> bat\n      1  deleted down\n" in text
-    assert format_alignments(corpus_report(["a"], ["a"])) == "no errors\n"
+    assert "      1  inserted so\n      1  substituted cat -> bat\n      1  deleted down\n" in text
+    report = corpus_report(["a", "b"], ["a", "b"])
+    assert [utterance.name for utterance in report.utterances] == ["1", "2"]
+    assert format_alignments(report) == "no errors\n" and "times" not in format_report(report)
 
 
 def test_a_report_of_no_utterances_and_of_no_words() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ds2.commands.info import activation_bytes_per_s, summary
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.model.acoustic import AcousticModel
-from ds2.model.structure import module_plan
+from ds2.model.structure import min_weight_count, module_plan
 
 BINS, LABELS = 21, 5
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -231,6 +231,16 @@ def test_activation_memory_is_what_autograd_keeps(variant: str) -> None:
     assert loss.requires_grad
     measured = sum(size for size, _ in kept.values())
     assert measured == pytest.approx(activation_bytes_per_s(model, value_bytes=4) * 2 * 4.0, rel=0.02)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *BIDIRECTIONAL])
+def test_weights_are_counted_before_they_are_made(variant: str) -> None:
+    model = make(**(VARIANTS | BIDIRECTIONAL)[variant])
+    counted = {name: p for name, p in model.named_parameters() if name.startswith("convs") or "weight_" in name}
+    first = "recurrent_modules.0.recurrent.0."
+    expected = sum(p.numel() for name, p in counted.items() if p.ndim > 1 and not name.startswith(first))
+    expected += sum(p.numel() for name, p in counted.items() if name.startswith(first) and "weight_hh" in name)
+    assert min_weight_count(model.config) == expected
 
 
 def test_summary_states_what_counts() -> None:

@@ -68,6 +68,7 @@ def test_a_causal_convolution_has_all_its_zeros_before_the_start(
     channels: tuple[int, int], stride: tuple[int, int], frames: int
 ) -> None:
     conv = MaskedConv(channels[0], ConvConfig([5, 7], list(stride), channels[1], causal=True), config()).double()
+    torch.nn.init.normal_(conv.bias)
     x = torch.randn(2, channels[0], 9, frames, dtype=torch.float64, requires_grad=True)
     lengths = [frames, frames // 2]
     valid = ragged(frames, lengths).valid[:, None, None]
