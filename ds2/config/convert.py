@@ -156,7 +156,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def not_default(config: Config) -> dict[str, Any]:
     """Return the settings that differ from their defaults, by dotted key."""
-    default = flat(asdict(Config(run_dir="")))
+    default = flat(asdict(Config()))
     return {key: value for key, value in flat(asdict(config)).items() if key not in default or value != default[key]}
 
 

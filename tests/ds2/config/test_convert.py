@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from ds2.commands.compose import config_dir
 from ds2.config.convert import config_to_dict, declared_settings, inherit, read_yaml, to_config
-from ds2.config.schema import Config, ConfigError, ConvConfig
+from ds2.config.schema import AlphabetConfig, Config, ConfigError, ConvConfig
 
 
 @pytest.mark.parametrize("word", ["no", "off", "yes", "2024_01", "007", "12:30", "2024-01-01", "0x1f", "1_000.5", "5e"])
@@ -67,6 +67,16 @@ def test_a_setting_of_the_command_line_stays_beside_those_of_the_first_model(key
     mine.model.convs[0].causal, theirs.model.depth = True, 3
     inherit(mine, theirs, {key})
     assert mine.model.convs[0].causal and mine.model.depth == (8 if key == "model" else 3)
+
+
+def test_labels_stay_together_and_other_settings_of_the_alphabet_alone() -> None:
+    mine, theirs = Config(run_dir="x"), Config(run_dir="y")
+    theirs.alphabet = AlphabetConfig(symbols="ab", pieces=["ab"], case="upper")
+    inherit(mine, theirs, {"alphabet.symbols"})
+    assert mine.alphabet == AlphabetConfig(case="upper")
+    mine = Config(run_dir="x")
+    inherit(mine, theirs, {"alphabet.case"})
+    assert mine.alphabet == AlphabetConfig(symbols="ab", pieces=["ab"])
 
 
 def test_words_and_numbers_get_the_type_of_their_setting() -> None:
