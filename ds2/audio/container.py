@@ -1,6 +1,7 @@
-"""Truncation and damage of audio files, found from lengths in their headers, which decoders do not check."""
+"""Truncated, damaged and joined audio files, found from lengths in their headers, which decoders do not check."""
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ _MAX_CHUNKS = 10_000
 _AVI_SLACK_BYTES = 1 << 12  # some writers count the head of a chunk too
 _MP4_SLACK_BYTES = 16  # of a head here; where samples are missing, decoders notice
 _SEGMENT = b"\x18\x53\x80\x67"  # of Matroska: all but the header
-_OGG_END_OF_STREAM = 4
+_OGG_BEGIN_OF_STREAM, _OGG_END_OF_STREAM = 2, 4
+_XING = re.compile(rb"(?:Xing|Info)\0{3}[\x03\x07\x0b\x0f].{4}(.{4})", re.DOTALL)  # states frames and, here, bytes
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def describe_damage(descriptor: int, container: str) -> str | None:
-    """Describe how a file is truncated or, in Ogg, damaged.
+    """Describe how a file is truncated, in Ogg how it is damaged, and what of Ogg and MP3 decoders do not read.
 
     Headers written to a pipe, when the length was not known, and files of raw samples state no length.
 
@@ -41,6 +43,10 @@ def _truncation(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> s
 
 def _overrun(what: str, at: int, end: int, size: int) -> str:
     return f"truncated: its {what} at byte {at} ends at byte {end}, the file at {size}" if end > size else ""
+
+
+def _joined(end: int, size: int) -> str:
+    return f"holds recordings one after the other, of which only the first is read, to byte {end} of {size}"
 
 
 def _chunks(
@@ -119,8 +125,22 @@ def _ogg(read: Read, size: int) -> str:
             return overrun
         if _ogg_checksum(read(at, end - at)) != head[22:26]:
             return f"damaged: the checksum of its page at byte {at} is wrong"
+        if ended and head[5] & _OGG_BEGIN_OF_STREAM:
+            return _joined(at, size)
         at, ended = end, bool(head[5] & _OGG_END_OF_STREAM)
     return "" if ended else f"truncated: its pages end at byte {at} of {size} without one that ends the stream"
+
+
+def _mp3(read: Read, size: int) -> str:
+    """MPEG audio, perhaps behind a tag; where its first frame states the length, decoders end there."""
+    tag = read(0, 10)
+    at = 10 + sum(byte << 7 * place for place, byte in enumerate(tag[:5:-1])) if tag.startswith(b"ID3") else 0
+    if stated := _XING.search(read(at, 64)):
+        end = at + int.from_bytes(stated[1], "big")
+        following = read(end, 3)  # of a tag at the end: TAG, APE
+        if size - end > size / 100 and (following == b"ID3" or following[:2] >= b"\xff\xe0"):
+            return _joined(end, size)
+    return ""
 
 
 def _mp4(read: Read, size: int) -> str:
@@ -172,9 +192,10 @@ _CHECKS: dict[str, Callable[[Read, int], str]] = {
     "AU": _sun,
     "NIST": _sphere,
     "OGG": _ogg,
+    "MP3": _mp3,
     "MP4": _mp4,
     "MATROSKA": _matroska,
     "AVI": _avi,
     # Their decoders notice truncation, or they state no length.
-    **dict.fromkeys(("FLAC", "MP3", "RAW", "ASF", "AMR", "ADTS", ""), lambda read, size: ""),
+    **dict.fromkeys(("FLAC", "RAW", "ASF", "AMR", "ADTS", ""), lambda read, size: ""),
 }

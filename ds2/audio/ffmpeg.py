@@ -187,8 +187,8 @@ def _decode_container(package: Any, container: Any) -> _Blocks:
     decoded_s = (frames - lead_frames) / rate_hz
     if decoded_s < stated_s - _PADDING_S:
         raise FFmpegError(
-            f"truncated: its header says {stated_s:.3f} s, decoding ends at {decoded_s:.3f} s. Copy it again; "
-            "if what is there is enough, convert that, e.g. to FLAC"
+            f"truncated: its header says {stated_s:.3f} s, decoding ends at {decoded_s:.3f} s. Copy it again, "
+            "or convert what is there, e.g. to FLAC"
         )
 
 

@@ -44,7 +44,7 @@ QUIET_PEAK = 10 ** (-50 / 20)  # a file whose loudest sample is below -50 dB of 
 _MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
 MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
 
-_COPY_AGAIN = "Copy it again; if what is there is enough, convert that, e.g. to FLAC"
+_COPY_AGAIN = "Copy it again, or convert what is there, e.g. to FLAC"
 _WAY_OUT = "give wav, flac, mp3, ogg, opus or another of the formats that `ds2 transcribe` reads, or convert it to FLAC"
 _NO_SAMPLES = np.zeros(0, np.float32)
 _FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, by path and state
@@ -125,7 +125,7 @@ def read_audio(
     aac, wma and the sound of videos. `.raw` and `.pcm` files are headerless 16-bit little-endian mono at
     `sample_rate_hz`. Other rates are resampled, channels are averaged (logged once), samples over full scale are
     clipped. A file shorter than its header states, or an Ogg stream without its last page, is truncated; headers
-    written to a pipe state no length (the largest sizes).
+    written to a pipe state no length (the largest sizes). Ogg and MP3 files of several recordings are refused.
 
     Args:
         path: the file, or a member of a tar file (`SHARD.tar/KEY.flac`).

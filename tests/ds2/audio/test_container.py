@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from ds2.audio import read as audio
-from ds2.audio.read import END_TOLERANCE_S, AudioError, audio_info, read_audio
+from ds2.audio.read import END_TOLERANCE_S, AudioError, audio_blocks, audio_info, read_audio
 from ds2.system.terminal import warn_once
 
 RATE_HZ = 16000
@@ -80,11 +80,35 @@ def test_an_ogg_stream_ends_with_its_last_page(tmp_path: Path, subtype: str) -> 
     whole = written(path, "OGG", subtype)
     path.write_bytes(whole + b"some player's tag at the end")
     assert audio_info(path).duration_s == SECONDS
-    path.write_bytes(whole + whole)  # a chained stream
-    audio_info(path)
     path.write_bytes(whole[: whole.rindex(b"OggS")])  # cut between two pages
     with pytest.raises(AudioError, match=r"truncated: its pages end at byte \d+ of \d+ without one that ends"):
         read_audio(path)
+
+
+@pytest.mark.parametrize("container", ["OGG", "MP3"])
+def test_joined_recordings_are_refused_as_decoders_end_with_the_first(
+    tmp_path: Path, container: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.bin"
+    whole = written(path, container, {"OGG": "OPUS", "MP3": "MPEG_LAYER_III"}[container])
+    path.write_bytes(whole + whole)
+    joined = f"only the first is read, to byte {len(whole)} of {2 * len(whole)}"
+    with pytest.raises(AudioError, match=rf"{joined}\. Copy it again, or convert what is there, e\.g\. to FLAC"):
+        read_audio(path)
+    list(audio_blocks(path, RATE_HZ, lenient=True))
+    assert joined in caplog.text
+
+
+def test_tags_around_an_mp3_are_no_second_recording(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp3"
+    whole = written(path, "MP3", "MPEG_LAYER_III")
+    tag = b"ID3\4\0\0\0\0\2\x10" + bytes(272)  # syncsafe: 2 * 128 + 16 bytes
+    for end in (b"TAG" + bytes(125), b"APETAGEX" + bytes(500)):
+        path.write_bytes(tag + whole + end)
+        assert audio_info(path).duration_s == SECONDS
+        path.write_bytes(tag + whole + tag + whole + end)
+        with pytest.raises(AudioError, match=f"only the first is read, to byte {len(tag + whole)} of"):
+            audio_info(path)
 
 
 def test_a_segment_of_a_truncated_file_is_refused_too(tmp_path: Path) -> None:
