@@ -101,10 +101,9 @@ class Deepgram(Connection):
             interim = result.partial, self.final_s, self.session.accepted_s - self.final_s, result.words
             await self.send(self._result(*interim, final=False, from_finalize=False))
         self.partial = result.partial
-        silent_since_s = self.last_word_s if not result.partial else None
-        silence_s = self.session.accepted_s - silent_since_s if silent_since_s is not None else 0.0
-        if silent_since_s is not None and self.utterance_end_s is not None and silence_s >= self.utterance_end_s:
-            await self._end_utterance(silent_since_s)
+        end_s, last_s = self.utterance_end_s, self.last_word_s
+        if end_s is not None and last_s is not None and not self.partial and self.session.accepted_s - last_s >= end_s:
+            await self._end_utterance(last_s)
 
     async def send_last_result(self) -> None:
         await self._flush(from_finalize=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import itertools
 import json
 import logging
 import re
@@ -86,6 +87,12 @@ def test_deepgrams_client_gets_words_with_times(shared: Callable[..., Running]) 
     assert (metadata.type, metadata.duration) == ("Metadata", 1.0)
 
 
+def test_deepgram_answers_finalize_without_words_too(shared: Callable[..., Running]) -> None:
+    finalized, last, _ = listen(shared(), [], finalize=True)
+    assert (best(finalized).transcript, finalized.is_final, finalized.from_finalize) == ("", True, True)
+    assert not last.from_finalize
+
+
 @pytest.mark.parametrize("law", ["mulaw", "alaw"])
 def test_deepgram_takes_the_audio_of_telephones(shared: Callable[..., Running], law: str) -> None:
     running = shared()
@@ -101,7 +108,7 @@ def test_deepgrams_client_gets_interim_results_and_events(
     monkeypatch.setattr("ds2.recognition.open_segments.OVERTIME_S", 0.0)  # the untrained model finds no silence
     monkeypatch.setattr("ds2.serve.protocols.deepgram.Endpoints", lambda: START_AGAIN)
     running, data = shared(method), speech(2, 2.0)
-    asked = {"interim_results": True, "vad_events": True, "utterance_end_ms": 1000}
+    asked = {"interim_results": True, "vad_events": True, "utterance_end_ms": 400}
     messages = listen(running, pieces(data), finalize=True, **asked)
     results = [message for message in messages if message.type == "Results"]
     finals = [message for message in results if message.is_final]
@@ -114,6 +121,8 @@ def test_deepgrams_client_gets_interim_results_and_events(
     kinds = [message.type for message in messages]
     assert kinds.count("SpeechStarted") == len(texts) and kinds.count("UtteranceEnd") >= 1
     assert any(message.from_finalize for message in finals)
+    for before, message in itertools.pairwise(messages):
+        assert message.type != "UtteranceEnd" or before.is_final  # not while words are spoken
     ends = [message.start + message.duration for message in finals]
     assert ends == sorted(ends)
     assert sum(message.type == "Results" for message in listen(running, pieces(data), endpointing=False)) == 1
@@ -346,7 +355,7 @@ def test_wyomings_client_gets_a_transcript_in_pieces(shared: Callable[..., Runni
     running, data = shared(), speech(2, 2.0)
     wanted = text_alone(running.recogniser, data)
     first, *chunks, transcript, _ = asyncio.run(wyoming(running, utterance(data, language="en")))
-    assert first.type == "transcript-start" and transcript.type == "transcript"
+    assert (first.type, first.data["language"], transcript.type) == ("transcript-start", "en", "transcript")
     assert transcript.data["text"] == "".join(chunk.data["text"] for chunk in chunks) == wanted != ""
     assert running.metric("ds2_sessions") == 0
 

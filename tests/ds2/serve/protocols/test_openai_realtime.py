@@ -103,6 +103,7 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(shared: Callabl
         ({"type": "session.update", "session": session(3)}, "turn_detection is 3"),
         (update(turn_detection="x" * 1000), "it must be an object"),
         (update(format={"type": "x" * 1000}), "is none of audio/pcm"),
+        (update(format={"type": "audio/pcm", "rate": 16000}), "is none of audio/pcm at 24000"),
         ({"type": "session.update", "session": session(_silence(True))}, "=True is not allowed"),
         ({"type": "session.update", "session": session(_silence(10**400))}, "above 0 to 3600000"),
         ({"type": "session.update", "session": {"type": "transcription", "audio": {"input": []}}}, "input is"),
