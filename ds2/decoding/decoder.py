@@ -121,8 +121,8 @@ def start_check(
         allow_empty: accept utterances without frames.
 
     Returns:
-        Whether all values are right, () bool on the device of the log-probs, and a function that waits for the device
-        and raises DecodeError for NaN, +inf, and frames whose probabilities do not sum to one.
+        Whether the values of each utterance are right, (B,) bool on the device of the log-probs, and a function that
+        waits for the device and raises DecodeError for NaN, +inf, and frames whose probabilities do not sum to one.
 
     Raises:
         DecodeError: utterances without frames.
@@ -141,7 +141,8 @@ def start_check(
         raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
     sums = log_probs.float().exp().sum(2)
     ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
-    ok |= torch.arange(frames, device=sums.device)[:, None] >= lengths.to(sums.device, non_blocking=True)
+    if min(counts, default=frames) < frames:
+        ok |= torch.arange(frames, device=sums.device)[:, None] >= lengths.to(sums.device, non_blocking=True)
     right = ok.all(0)
     copy = start_copy(right)
 
@@ -158,7 +159,7 @@ def start_check(
         )
         raise DecodeError(f"log-probs of the utterances at {bad} in the batch {problem} (first at frame {frame})", bad)
 
-    return right.all(), raise_if_wrong
+    return right, raise_if_wrong
 
 
 class ChangedStream(NamedTuple):

@@ -5,11 +5,9 @@ Shapes: T' output frames, B batch, V labels (0 is the CTC blank).
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from ds2.decoding.decoder import Decoder, check_log_probs
+from ds2.decoding.decoder import Decoder, check_log_probs, start_copy
 from ds2.decoding.hypothesis import Hypothesis, Run, Word, spell_words
 from ds2.decoding.phrases import HotWords, refuse_hot_words
 from ds2.text.alphabet import BLANK, Alphabet
@@ -21,7 +19,6 @@ class BestPath:
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
         self.score = 0.0  # sum of the log-probs of the labels
-        self._frames = 0
         self._labels: list[int] = []  # of complete runs
         self._words: list[Word] = []  # complete ones
         self._text = ""  # of these
@@ -29,30 +26,31 @@ class BestPath:
         self._open: Run = (BLANK, 0, 0, 0.0)  # the last run, which the next frame may extend
         self._unfinished: tuple[Word, ...] | None = ()  # of the last two; None: they have changed
 
-    def step(self, runs: Sequence[Run], frames: int, score: float) -> None:
-        """Add the next frames: runs of one label each, in order, with frames that count from 0; `score` is of all."""
-        before, self.score = self._frames, score
-        for label, start, end, peak in runs:
-            open_label = self._open[0]
-            if label == open_label:
-                self._open = (label, self._open[1], before + end, max(self._open[3], peak))
+    def step(self, labels: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Add the next frames: the likeliest label of each, and its log-prob."""
+        label, start, frame, peak = self._open
+        if label != BLANK or any(labels):
+            self._unfinished = None
+        for likeliest, log_prob in zip(labels, log_probs, strict=True):
+            self.score += log_prob  # in order, so that sums do not depend on the chunks
+            if likeliest == label:
+                peak = max(peak, log_prob)
             else:
-                if open_label != BLANK:
-                    self._close()
-                self._open = (label, before + start, before + end, peak)
-            if label != BLANK or open_label != BLANK:
-                self._unfinished = None
-        self._frames += frames
+                if label != BLANK:
+                    self._close((label, start, frame, peak))
+                label, start, peak = likeliest, frame, log_prob
+            frame += 1
+        self._open = (label, start, frame, peak)
 
-    def _close(self) -> None:
-        label = self._open[0]
+    def _close(self, run: Run) -> None:
+        label = run[0]
         if self.alphabet.starts_word[label]:
             words = spell_words(self._runs, self.alphabet, self.frame_s)
             self._words += words
             self._text = " ".join(filter(None, [self._text, *(word.text for word in words)]))
             self._runs = []
         self._labels.append(label)
-        self._runs.append(self._open)
+        self._runs.append(run)
 
     def hypothesis(self) -> Hypothesis:
         """Return the hypothesis of all frames so far."""
@@ -68,28 +66,6 @@ class BestPath:
         return Hypothesis(text, self.score, labels, words, self.score, fixed_words=fixed)
 
 
-def step_paths(paths: Sequence[BestPath], frames: Tensor, lengths: Tensor) -> None:
-    """Add the next frames (T', B, V), log-probs, to the path of each stream; one copy from the device a batch."""
-    highest, likeliest = frames.max(2)
-    packed = torch.stack([highest.double(), likeliest.double()]).cpu().numpy().transpose(0, 2, 1)
-    log_probs, labels = packed[0].astype(np.float32), packed[1].astype(np.int64)
-    counts, scores = lengths.numpy(), np.array([path.score for path in paths])
-    valid = np.arange(labels.shape[1]) < counts[:, None]
-    # In order, so that sums do not depend on the chunks.
-    scores = np.column_stack([scores, np.where(valid, log_probs, 0.0)]).cumsum(1)[:, -1]
-    begins = valid.copy()
-    begins[:, 1:] &= labels[:, 1:] != labels[:, :-1]
-    first = np.flatnonzero(begins[valid])  # of each run, in the valid frames of all streams
-    rows = np.repeat(np.arange(len(counts)), counts)[first]
-    start = (counts.cumsum() - counts)[rows]  # of its stream
-    peaks = np.maximum.reduceat(log_probs[valid], first) if len(first) else np.empty(0)
-    columns = (labels[valid][first], first - start, np.append(first[1:], counts.sum()) - start, peaks)
-    runs = list(zip(*(column.tolist() for column in columns), strict=True))
-    at = [0, *begins.sum(1).cumsum().tolist()]
-    for row, (path, count, score) in enumerate(zip(paths, counts.tolist(), scores.tolist(), strict=True)):
-        path.step(runs[at[row] : at[row + 1]], count, score)
-
-
 class GreedyDecoder(Decoder):
     """Decodes each utterance by its best path: the most probable label of every frame, collapsed; one hypothesis."""
 
@@ -102,7 +78,10 @@ class GreedyDecoder(Decoder):
 
     def step(self, streams: Sequence[BestPath], log_probs: Tensor, lengths: Tensor) -> None:
         check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
-        step_paths(streams, log_probs, lengths)
+        highest, likeliest = log_probs.max(2)
+        rows = [copy.T.tolist() for copy in start_copy(likeliest, highest.float())()]
+        for path, labels, scores, count in zip(streams, *rows, lengths.tolist(), strict=True):
+            path.step(labels[:count], scores[:count])
 
     def best(self, streams: Sequence[BestPath], *, words: bool = False) -> list[Hypothesis]:
         """Return the hypotheses so far, always with words."""

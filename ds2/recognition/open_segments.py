@@ -2,7 +2,8 @@
 
 Those of a batch are updated at once.
 
-Shapes: B sessions in a batch, N rows, A output frames whose audio is there and whose logits are not.
+Shapes: B sessions in a batch, N rows, A output frames whose audio is there and whose logits are not, W the most of a
+session in the batch.
 """
 
 import math
@@ -79,7 +80,7 @@ class OpenSegments:
         self.free = list[int]()  # rows that nobody has; whoever took a row gives it back here
         self._used, self._lock = 0, threading.Lock()
         self.rows = np.zeros(_FIRST_SIZE, _ROW)  # (N,); only methods write them
-        self._levels = np.zeros((_FIRST_SIZE, _FIRST_SIZE))  # (N, A) mean squares of samples, the first levels first
+        self._levels = np.zeros((_FIRST_SIZE, _FIRST_SIZE))  # (N, A) mean squares of samples; frame f is at f modulo A
 
     def take(self) -> int:
         """Return a row of its own for a source that begins."""
@@ -113,8 +114,9 @@ class OpenSegments:
         with self._lock:
             waiting = self.rows["levels"][rows]
             self._grow(0, int((waiting + counts).max()))
-            column = np.arange(len(levels)) + np.repeat(waiting - counts.cumsum() + counts, counts)
-            self._levels[np.repeat(rows, counts), column] = levels
+            next_frame = self.rows["first_level"][rows] + waiting
+            numbers = np.arange(len(levels)) + np.repeat(next_frame - counts.cumsum() + counts, counts)
+            self._levels[np.repeat(rows, counts), numbers % self._levels.shape[1]] = levels
             self.rows["levels"][rows] = waiting + counts
 
     def update(
@@ -136,19 +138,23 @@ class OpenSegments:
             frame_s: seconds of an output frame.
         """
         with self._lock:
-            r, levels, speaks = self.rows[rows], self._levels[rows], quiet < frames
-            r["speech_start"] = np.where(
-                speaks & (r["speech_start"] < 0), r["frames"] + quiet_before, r["speech_start"]
-            )
-            r["quiet"] = np.where(speaks, quiet, r["quiet"] + quiet)
-            levels = _take_levels(r, levels, frames, quiet_before, quiet)
-            self.rows[rows], self._levels[rows] = r, levels
+            r, speaks = self.rows[rows], quiet < frames
+            at = np.arange(r["levels"].max())
+            numbers = r["first_level"][:, None] + at  # of the frames whose levels wait
+            levels = self._levels[rows[:, None], numbers % self._levels.shape[1]]
+            waiting, numbers = at < r["levels"][:, None], numbers - r["frames"][:, None]
+            np.copyto(r["speech_start"], r["frames"] + quiet_before, where=speaks & (r["speech_start"] < 0))
+            r["quiet"] = quiet + r["quiet"] * ~speaks
+            taken = waiting & (numbers < frames[:, None])
+            in_words = taken & (numbers >= quiet_before[:, None]) & (numbers < (frames - quiet)[:, None])
+            _take_levels(r, levels, taken, in_words)
+            r["pause_level"][speaks] = math.inf
+            r["frames"] += frames
+            self.rows[rows] = r
         silence_s, after_speech_s, longest_s = rules.T
-        pause_s, length_s = r["quiet"] * frame_s, (r["frames"] - r["start"]) * frame_s
-        excess_s = length_s - longest_s
-        after_words = (r["speech_start"] >= 0) & (
-            pause_s + _pause_ahead_s(r, levels, pause_s, frame_s) >= after_speech_s
-        )
+        pause_s, excess_s = r["quiet"] * frame_s, (r["frames"] - r["start"]) * frame_s - longest_s
+        ahead_s = _pause_ahead_s(r, levels, waiting ^ taken, pause_s, frame_s)
+        after_words = (r["speech_start"] >= 0) & (pause_s + ahead_s >= after_speech_s)
         too_long = ((excess_s >= 0) & (pause_s >= PAUSE_S)) | (excess_s >= OVERTIME_S)
         ends: NDArray[np.bool_] = (pause_s >= silence_s) | too_long | after_words
         return ends
@@ -160,56 +166,48 @@ class OpenSegments:
         while a < columns:
             a *= 2
         if (n, a) != self._levels.shape:
-            more = n - len(self.rows), a - self._levels.shape[1]
-            self._levels = np.pad(self._levels, ((0, more[0]), (0, more[1])))
-            self.rows = np.concatenate([self.rows, np.zeros(more[0], _ROW)])
+            before, self._levels = self._levels, np.zeros((n, a))
+            row, numbers = np.indices(before.shape, sparse=True)
+            numbers = numbers + self.rows["first_level"][:, None]
+            self._levels[row, numbers % a] = before[row, numbers % before.shape[1]]
+            self.rows = np.concatenate([self.rows, np.zeros(n - len(self.rows), _ROW)])
 
 
 def _take_levels(
-    r: NDArray[np.void],
-    levels: NDArray[np.float64],
-    frames: NDArray[np.int64],
-    quiet_before: NDArray[np.int64],
-    quiet: NDArray[np.int64],
-) -> NDArray[np.float64]:
-    """Add frames to rows: sum their levels in words, average them in a pause, and return the levels that still wait."""
-    first = r["first_level"] - r["frames"]  # in these frames
-    r["frames"] += frames
-    taken = np.clip(frames - first, 0, r["levels"])
-    at = np.arange(taken.max(initial=0))
-    numbers, valid = first[:, None] + at, at < taken[:, None]
-    in_words = valid & (quiet_before[:, None] <= numbers) & (numbers < (frames - quiet)[:, None])
-    total = _add_in_order(np.zeros(len(r)), levels[:, : len(at)], valid)
-    r["speech_energy"] = _add_in_order(r["speech_energy"], levels[:, : len(at)], in_words)
+    r: NDArray[np.void], levels: NDArray[np.float64], taken: NDArray[np.bool_], in_words: NDArray[np.bool_]
+) -> None:
+    """Take levels (B, W) from those that wait: sum those in words, and note the mean where it is the lowest so far."""
+    sums = np.zeros((2, len(r), levels.shape[1] + 1))
+    sums[1, :, 0] = r["speech_energy"]
+    for each, valid in zip(sums, (taken, in_words), strict=True):
+        np.copyto(each[:, 1:], levels, where=valid)
+    total, r["speech_energy"] = sums.cumsum(2)[:, :, -1]  # one after the other: no sum depends on the batch
+    counts = taken.sum(1)
+    np.minimum(r["pause_level"], total / np.maximum(counts, 1), out=r["pause_level"], where=counts > 0)
     r["speech_frames"] += in_words.sum(1)
-    pause_level = np.where(taken > 0, np.minimum(r["pause_level"], total / np.maximum(taken, 1)), r["pause_level"])
-    r["pause_level"] = np.where(quiet < frames, math.inf, pause_level)
-    r["first_level"] += taken
-    r["levels"] -= taken
-    columns = np.arange(levels.shape[1])
-    return np.take_along_axis(levels, np.minimum(columns + taken[:, None], columns[-1]), 1)
-
-
-def _add_in_order(
-    total: NDArray[np.float64], values: NDArray[np.float64], valid: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """Add the valid ones of (B, T) values to (B,) totals, one after the other: no sum depends on the batch."""
-    sums: NDArray[np.float64] = np.column_stack([total, np.where(valid, values, 0.0)]).cumsum(1)
-    return sums[:, -1]
+    r["first_level"] += counts
+    r["levels"] -= counts
 
 
 def _pause_ahead_s(
-    r: NDArray[np.void], levels: NDArray[np.float64], pause_s: NDArray[np.float64], frame_s: float
+    r: NDArray[np.void],
+    levels: NDArray[np.float64],
+    ahead: NDArray[np.bool_],
+    pause_s: NDArray[np.float64],
+    frame_s: float,
 ) -> NDArray[np.float64]:
     """Return (B,) what the audio after the last output frame adds to pauses, seconds.
 
     All of it if it is silent, minus all of it if there is speech in it, else 0.
+
+    Args:
+        levels, ahead: (B, W), and which of them are of that audio.
     """
-    ahead_s = r["levels"] * frame_s
-    waiting = np.arange(levels.shape[1]) < r["levels"][:, None]
+    ahead_s = r["levels"] * frame_s * ((pause_s >= PAUSE_S) & (r["speech_frames"] > 0))
+    if not ahead_s.any():
+        return ahead_s
     words = r["speech_energy"] / np.maximum(r["speech_frames"], 1)
-    silent = np.where(waiting, levels, 0.0).max(1) <= _SILENT * words
     loud = np.maximum(_LOUD * words, _LOUDER * r["pause_level"])
-    resumed = (waiting & (levels > loud[:, None])).sum(1) * frame_s >= _RESUMED_S
-    counts = (pause_s >= PAUSE_S) & (r["levels"] > 0) & (r["speech_frames"] > 0)
-    return np.where(counts, np.where(silent, ahead_s, np.where(resumed, -ahead_s, 0.0)), 0.0)
+    silent = ~(ahead & (levels > _SILENT * words[:, None])).any(1)
+    resumed = (ahead & (levels > loud[:, None])).sum(1) * frame_s >= _RESUMED_S
+    return np.where(silent, ahead_s, np.where(resumed, -ahead_s, 0.0))

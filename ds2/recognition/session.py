@@ -317,6 +317,10 @@ class LiveSession(Session):
         return self._stream_start_s + super().duration_s
 
 
+Block = tuple[Session, NDArray[np.float32]]
+"""A session, and samples (N,) that the model runs next."""
+
+
 def raise_failure(session: Any, error: Exception) -> None:
     """Raise the error of a session: the default of `on_error` in `decode_sessions` and the other functions."""
     raise error
@@ -341,7 +345,7 @@ def decode_sessions(sessions: Sequence[Session], on_error: OnError = raise_failu
         on_error(session, error)
 
 
-def add_levels(blocks: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
+def add_levels(blocks: Sequence[Block]) -> None:
     """Add the levels of blocks that the model runs next to the open segments of live sessions of one pipeline."""
     lives = [(session, block) for session, block in blocks if isinstance(session, LiveSession)]
     if not lives:
@@ -378,11 +382,11 @@ def run_contained(
         run_contained(items[middle:], run, on_error)
 
 
-def _run_blocks(blocks: Sequence[tuple[Session, NDArray[np.float32]]], on_error: OnError) -> None:
+def _run_blocks(blocks: Sequence[Block], on_error: OnError) -> None:
     """Run model and decoder on one block of each session."""
     decoded: set[int] = set()  # sessions that were decoded before a later part of their batch raised
 
-    def run(part: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
+    def run(part: Sequence[Block]) -> None:
         part = [item for item in part if id(item[0]) not in decoded]
         if not part:
             return
@@ -440,10 +444,10 @@ def decode_logits(
 
     def update(part: Sequence[tuple[int, LiveSession]]) -> None:
         rows, lives = [row for row, _ in part], [live for _, live in part]
-        rules = np.array([(r.silence_s, r.after_speech_s, r.longest_s) for r in (live.endpoints for live in lives)])
+        rules = [(r.silence_s, r.after_speech_s, r.longest_s) for r in (live.endpoints for live in lives)]
         where, pipeline = np.array([live.row for live in lives]), lives[0].pipeline
         ends = pipeline.open_segments.update(
-            where, frames[rows], quiet_before[rows], quiet_after[rows], rules.astype(float), pipeline.frame_s
+            where, frames[rows], quiet_before[rows], quiet_after[rows], np.array(rules, float), pipeline.frame_s
         )
         ended.extend(live for live, end in zip(lives, ends.tolist(), strict=True) if end)
 
@@ -457,9 +461,9 @@ def decode_logits(
 
 def quiet_at_ends(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Count the quiet frames at the start and at the end of each column of (T', B); the first `lengths` are valid."""
-    loud = ~quiet & (np.arange(len(quiet))[:, None] < lengths)
-    has_loud, padding = loud.any(0), len(quiet) - lengths
-    return np.where(has_loud, loud.argmax(0), lengths), np.where(has_loud, loud[::-1].argmax(0) - padding, lengths)
+    frames = np.arange(len(quiet))[:, None]
+    loud = ~quiet & (frames < lengths)
+    return np.where(loud, frames, lengths).min(0), lengths - 1 - np.where(loud, frames, -1).max(0)
 
 
 def results(sessions: Sequence[Session], on_error: OnError = raise_failure) -> list[Hypothesis]:

@@ -209,7 +209,7 @@ class BeamDecoder(Decoder):
         right, raise_if_wrong = start_check(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
         log_probs, states = self._searched(log_probs), [stream.state for stream in streams]
         # Of wrong values no frame is searched: then no stream has changed when that is raised.
-        searched = torch.where(right, lengths.to(self.device, non_blocking=True), 0)
+        searched = torch.where(right.all(), lengths.to(self.device, non_blocking=True), 0)
         shared = kernel_streams.start_step(states, log_probs, searched)
         nbest: NBest | None = None
         with suppress(torch.OutOfMemoryError):  # else callers try smaller batches, which search these frames again
