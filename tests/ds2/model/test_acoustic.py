@@ -278,6 +278,15 @@ def test_a_plain_start_is_that_of_torch_with_whole_branches() -> None:
     assert all(torch.equal(layer.weight_hh, 0.5 * torch.eye(48)) for layer in layers["damped"])
 
 
+@pytest.mark.parametrize(("norm", "scaled"), [("batch", "norm.weight"), ("rms", "weight_ih")])
+def test_the_last_layer_of_each_of_two_branches_starts_smaller(norm: str, scaled: str) -> None:
+    even, plain = (make(norm=norm, start=start).state_dict() for start in ("even", "plain"))
+    smaller = [f"recurrent_modules.{last}.{scaled}" for last in ("1.recurrent.1", "2.recurrent.0")]
+    assert even.keys() == plain.keys() > {*smaller}
+    for name, value in even.items():
+        torch.testing.assert_close(value, plain[name] * 2**-0.5 if name in smaller else plain[name])
+
+
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_why_torch_names_the_device_not_the_cell(cell: str) -> None:
     model = AcousticModel(ModelConfig(cell=cell, hidden=8, depth=1, skip=0), bins=20, labels=5)

@@ -141,6 +141,12 @@ def test_averages_that_a_broken_batch_got_into_start_anew() -> None:
     torch.testing.assert_close(norm.running_mean, torch.tensor([2.0, 3.0]))
 
 
+def test_a_batch_without_valid_positions_breaks_no_averages() -> None:
+    norm = SequenceBatchNorm(2)
+    y = norm(torch.zeros(4, 2), Count(torch.tensor([0]), 4))
+    assert bool(torch.isfinite(torch.cat([y.flatten(), norm.running_mean, norm.running_var])).all())
+
+
 def test_evaluation_uses_the_running_averages_only() -> None:
     x, valid = padded(dtype=torch.float32)
     norm = SequenceBatchNorm(5)
