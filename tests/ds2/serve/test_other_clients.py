@@ -122,7 +122,10 @@ def test_deepgrams_client_gets_interim_results_and_events(
     assert kinds.count("SpeechStarted") == len(texts) and kinds.count("UtteranceEnd") >= 1
     assert any(message.from_finalize for message in finals)
     for before, message in itertools.pairwise(messages):
-        assert message.type != "UtteranceEnd" or before.is_final  # not while words are spoken
+        if message.type == "UtteranceEnd":  # not while words are spoken
+            assert before.is_final and message.last_word_end == best(before).words[-1].end
+    starts_s = [best(message).words[0].start for message in finals if best(message).words]
+    assert [message.timestamp for message in messages if message.type == "SpeechStarted"] == starts_s
     ends = [message.start + message.duration for message in finals]
     assert ends == sorted(ends)
     assert sum(message.type == "Results" for message in listen(running, pieces(data), endpointing=False)) == 1

@@ -1,5 +1,7 @@
 """Decoding kernels without a GPU: they compile without spills, and what does not fit is named."""
 
+import itertools
+
 import pytest
 import torch
 from ds2_ops.ctc import align, beam, loss, paths
@@ -31,6 +33,12 @@ def test_scores_stay_on_chip_where_they_fit(beams: int, labels: int) -> None:
         assert launch.smem_bytes + 8 * beams * columns > H200_SMEM_BYTES
     if beams <= 128 and labels <= 64:
         assert columns == 0
+
+
+def test_a_label_takes_a_score_and_a_bit_a_prefix_and_its_place_in_two_rows() -> None:
+    smem_bytes = [beam.plan(64, labels, 4, "word", H200_SMEM_BYTES)[0].smem_bytes for labels in (32, 33, 34)]
+    of_label, new_word_of_bits = 64 * 8 + 2 * (4 + 2), 64 * 4
+    assert [b - a for a, b in itertools.pairwise(smem_bytes)] == [of_label + new_word_of_bits, of_label]
 
 
 @pytest.mark.parametrize(
