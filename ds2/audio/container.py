@@ -16,6 +16,7 @@ _MP4_SLACK_BYTES = 16  # of a head here; where samples are missing, decoders not
 _SEGMENT = b"\x18\x53\x80\x67"  # of Matroska: all but the header
 _OGG_BEGIN_OF_STREAM, _OGG_END_OF_STREAM = 2, 4
 _XING = re.compile(rb"(?:Xing|Info)\0{3}[\x03\x07\x0b\x0f].{4}(.{4})", re.DOTALL)  # states frames and, here, bytes
+_JOINED = "holds recordings one after the other, of which only the first is read, to byte {} of {}"
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
@@ -43,10 +44,6 @@ def _truncation(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> s
 
 def _overrun(what: str, at: int, end: int, size: int) -> str:
     return f"truncated: its {what} at byte {at} ends at byte {end}, the file at {size}" if end > size else ""
-
-
-def _joined(end: int, size: int) -> str:
-    return f"holds recordings one after the other, of which only the first is read, to byte {end} of {size}"
 
 
 def _chunks(
@@ -126,7 +123,7 @@ def _ogg(read: Read, size: int) -> str:
         if _ogg_checksum(read(at, end - at)) != head[22:26]:
             return f"damaged: the checksum of its page at byte {at} is wrong"
         if ended and head[5] & _OGG_BEGIN_OF_STREAM:
-            return _joined(at, size)
+            return _JOINED.format(at, size)
         at, ended = end, bool(head[5] & _OGG_END_OF_STREAM)
     return "" if ended else f"truncated: its pages end at byte {at} of {size} without one that ends the stream"
 
@@ -139,7 +136,7 @@ def _mp3(read: Read, size: int) -> str:
         end = at + int.from_bytes(stated[1], "big")
         following = read(end, 3)  # of a tag at the end: TAG, APE
         if size - end > size / 100 and (following == b"ID3" or following[:2] >= b"\xff\xe0"):
-            return _joined(end, size)
+            return _JOINED.format(end, size)
     return ""
 
 

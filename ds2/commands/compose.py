@@ -22,13 +22,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigIndexError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from ds2.config import convert
 from ds2.config.check import check
@@ -75,8 +69,7 @@ class ConfigFolder(ConfigSource):
         if file.parent.name == "recipe" and header["package"] is None:
             header["package"] = "_global_"
         package = header["package"] or file.parent.name
-        section = "" if package == "_global_" else package
-        kind = convert.kind_within(Config, section) if section else Config
+        section, kind = ("", Config) if package == "_global_" else (package, convert.kind_within(Config, package))
         _refuse_containers(values or {}, kind, section, f"{file}: ")
         config = OmegaConf.create(values or {})
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
@@ -256,7 +249,7 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
         if name in convert.declared_settings():
             raise ConfigError(f"{name}: the recipe has a value in the place of its section: write KEY: VALUE below")
         convert.raise_unknown(name)
-    if isinstance(cause, ConfigIndexError):
+    if isinstance(cause, IndexError):
         name, count = key.rpartition("[")[0], len(cause.parent_node)
         raise ConfigError(f"{key}: the list has {count} entries, counted from 0; set it as a whole: {name}=[A,B]")
     detail = (cause.msg or str(cause)).splitlines()[0]
@@ -265,11 +258,7 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
 
 
 def _check_choice(override: Override) -> None:
-    """Raise ConfigError for what Hydra does not explain.
-
-    These are deleted settings, groups that are added, moved or set to what is no name, and values and names that cannot
-    be where they are: lists, mappings, entries of lists.
-    """
+    """Raise ConfigError for deleted settings, groups and entries that cannot be so, which Hydra does not explain."""
     group, choice, line = override.key_or_group, override.value(), override.input_line
     settings, ours, parts = convert.declared_settings(), choices(group), group.split(".")
     setting = next((key for key in (".".join(parts[:2]), parts[0]) if key in settings), "")
@@ -279,14 +268,12 @@ def _check_choice(override: Override) -> None:
     added = override.is_add() or (bool(ours) and (override.is_force_add() or override.package is not None))
     if added and (ours or group in settings):
         raise ConfigError(f"{line}: ds2 has {group} in its place: write {group}=VALUE, without + and @")
-    kind: Any = Config
-    key = ""
-    for depth, part in enumerate(parts):
+    key, kind = parts[0], convert.kind_within(Config, parts[0])
+    for depth, part in enumerate(parts[1:], 1):
         in_list = get_origin(kind) is list
         if in_list and not part.isdecimal():
             raise ConfigError(f"{key}: {convert.expected(key, {'.'.join(parts[depth:]): choice})}")
-        key = f"{key}[{part}]" if in_list else f"{key}.{part}".lstrip(".")
-        kind = convert.kind_within(kind, part)
+        key, kind = f"{key}[{part}]" if in_list else f"{key}.{part}", convert.kind_within(kind, part)
     if not ours or isinstance(choice, dict):
         _refuse_containers(choice, kind, key)
     names = choice if isinstance(choice, list) and choice else [choice]
@@ -435,16 +422,14 @@ def _quote_words(override: str) -> str:
     is_text = key in text_keys()
     words = _WORDS_OF_MAPPING if "{" in value else _WORDS
 
-    def is_name(word: re.Match[str]) -> bool:
-        return words is _WORDS_OF_MAPPING and word.string[word.end() :].lstrip().startswith(":")
-
     def quote(word: re.Match[str]) -> str:
         if "'" in word[0] or '"' in word[0]:
             return word[0]
+        is_name = value[word.end() :].lstrip().startswith(":")  # of an entry of a mapping
         plain = (
             word[0].isascii()
             and not _MARKS.search(word[0])
-            and not (is_text and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])) and not is_name(word))
+            and not (is_text and not is_name and ("=" in word[0] or _NUMBER_OR_BOOL.fullmatch(word[0])))
         )
         return word[0] if plain else f"'{word[0]}'"
 
