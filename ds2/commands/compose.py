@@ -28,6 +28,7 @@ from ds2.config import convert
 from ds2.config.check import check
 from ds2.config.convert import FREE_FORM, read_yaml, text_keys
 from ds2.config.schema import Config, ConfigError, DecodeConfig
+from ds2.model.shipped import folder_of
 from ds2.recognition.settings import decode_settings
 from ds2.system.plain import did_you_mean
 from ds2.text.pieces import read_pieces
@@ -309,6 +310,8 @@ def read_config(composed: DictConfig, overrides: Sequence[str], run_dir: Path | 
         config.run_dir = str(run_dir)
     if not config.run_dir:
         raise ConfigError("run_dir is empty: name the folder of the run, such as run_dir=runs/mine")
+    config.alphabet.lexicon = pronunciation_file(config.alphabet.lexicon)
+    config.train.intermediate_lexicon = pronunciation_file(config.train.intermediate_lexicon)
     if config.alphabet.pieces_file and not config.alphabet.pieces:
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
     replaced = differing = ""
@@ -323,6 +326,15 @@ def read_config(composed: DictConfig, overrides: Sequence[str], run_dir: Path | 
         )
     config.model.intermediate_phones = phones
     return config, replaced, differing
+
+
+def pronunciation_file(path: str) -> str:
+    """Return the file of pronunciations: the path, or the model file of a run folder or of a name of `ds2 models`."""
+    if not path or not folder_of(Path(path)).is_dir():
+        return path
+    from ds2.model.checkpoint import find_model  # imported late: most commands compose without torch
+
+    return str(find_model(Path(path)))
 
 
 def _initial_config(config: Config) -> Config:

@@ -14,7 +14,7 @@ from typing import Any
 from ds2.audio.read import RATES_HZ
 from ds2.commands import common
 from ds2.commands.common import ALL_SETTINGS, ALPHABET_SETTINGS, Parser, add_command, real, whole
-from ds2.commands.compose import choices, compose_config, overridden_keys, with_search_path
+from ds2.commands.compose import choices, compose_config, overridden_keys, pronunciation_file, with_search_path
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data import manifest
@@ -426,12 +426,8 @@ def _add_lexicon(commands: Any) -> None:
 def _lexicon(args: argparse.Namespace) -> None:
     # imported late: the other data commands need no torch
     from ds2.lm.letters_to_phones import MAX_LETTERS, LettersToPhones
-    from ds2.model.checkpoint import find_model
-    from ds2.model.shipped import folder_of
 
-    source: Path = args.dictionary
-    if folder_of(source).is_dir():  # a run folder or a name of `ds2 models`
-        source = find_model(source)
+    source = Path(pronunciation_file(str(args.dictionary)))
     check_writable(args.output, inputs=[source, *args.words])
     _require_texts("--words", args.words, "texts, manifests or word models")
     dictionary = read_pronunciations(source, keep_stress=args.keep_stress)

@@ -51,7 +51,7 @@ class AlphabetConfig:
     unknown: str = choice("stop", "drop")  # what to do with characters outside the alphabet; drop counts and logs them
     pieces: list[str] = field(default_factory=list)  # byte-pair pieces in merge order, labels instead of the symbols
     pieces_file: str = ""  # file that `ds2 data pieces` wrote; its content becomes alphabet.pieces
-    lexicon: str = ""  # file of pronunciations (`ds2 data lexicon`): phones are the labels instead of the symbols
+    lexicon: str = ""  # pronunciations (`ds2 data lexicon`), or a model's: phones are the labels instead of the symbols
     locale: str = ""  # language code for upper and lower case: tr and az have a dotted and a dotless i
     unicode: str = choice("NFC", "NFKC")  # NFKC also replaces full-width letters, ligatures and the like
     numbers: str = ""  # language code (en, de, tr, pt_PT) in which numbers become words; empty: unchanged
@@ -192,7 +192,7 @@ class TrainConfig:
     delay_penalty_after_epochs: int = number(0, 0, COUNT)  # epochs without it, in which the network begins to align
     consistency: float = number(0.0, 0, 1e6)  # CR-CTC: weight of the loss between two augmented views; 0: one view
     intermediate_weight: float = number(0.3, 0, 1)  # weight of the losses of model.intermediate; the rest is the last's
-    # File of pronunciations: the classifiers of model.intermediate learn phones; only training needs it.
+    # Pronunciations, as alphabet.lexicon: the classifiers of model.intermediate learn phones; only training needs it.
     intermediate_lexicon: str = ""
     noise_scale: bool = False  # log the gradient noise scale, an estimate of the largest useful batch
     accumulate: int = number(1, 1, COUNT)  # batches in one optimizer step

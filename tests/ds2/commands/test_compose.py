@@ -20,6 +20,7 @@ from ds2.commands.compose import (
 )
 from ds2.config.convert import config_from_dict, config_to_dict, save_config
 from ds2.config.schema import ConfigError
+from ds2.model.shipped import FOLDER
 
 RECIPES = sorted(p.stem for p in (config_dir() / "recipe").glob("*.yaml"))
 # Models are composed in tests/end_to_end/test_presets.py, recipes below.
@@ -427,3 +428,10 @@ def test_the_folder_of_own_recipes_may_be_called_anything(name: str, tmp_path: P
     (tmp_path / name / "recipe").mkdir(parents=True)
     (tmp_path / name / "recipe" / "mine.yaml").write_text("# @package _global_\ntrain:\n  epochs: 7\n")
     assert compose_config(with_search_path(["--config-dir", str(tmp_path / name), "recipe=mine"])).train.epochs == 7
+
+
+def test_a_model_is_a_lexicon() -> None:
+    names = ("alphabet.lexicon=english", "train.intermediate_lexicon=english")
+    config = compose_config([*names, "model.intermediate=[1]", "run_dir=unused"])
+    assert config.alphabet.lexicon == config.train.intermediate_lexicon == str(FOLDER / "english/best.safetensors")
+    assert len(config.model.intermediate_phones) == 39
