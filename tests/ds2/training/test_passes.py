@@ -194,7 +194,7 @@ def test_intermediate_classifiers_of_phones_learn_those_of_each_word_and_skip_wh
     text = read_manifest(Path(config.data.train[0]))[3].text
     lines = [line for line in tone_lexicon.read_text("utf-8").splitlines() if line.split()[0] != text]
     tone_lexicon.write_text("\n".join([*lines, f"{text} {'A1 ' * 200}", f"{lines[0].split()[0]}(2) B1"]), "utf-8")
-    trainer, _ = prepared(config)
+    trainer, of_trainer = prepared(config)
     trainer.model.double()
     trainer.features.double()
     batch = next(iter(trainer.loader.epoch(PLACES, 1)))
@@ -218,7 +218,8 @@ def test_intermediate_classifiers_of_phones_learn_those_of_each_word_and_skip_wh
         ):
             torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
     assert head.shape[2] == 7 and last.shape[2] == 5
-    assert inputs.infeasible == 0 and inputs.phone_targets[2].tolist() == [True, False, True]
+    for each in (inputs, of_trainer):
+        assert each.infeasible == 0 and each.phone_targets[2].tolist() == [True, False, True]
 
 
 def exact_ctc(logits: torch.Tensor, labels: list[int]) -> torch.Tensor:
