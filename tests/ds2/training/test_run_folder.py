@@ -49,6 +49,52 @@ def test_a_refused_run_leaves_nothing(
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "other", "without", "with_it"),
+    [
+        ("data.cache_gb", 1.0, "data.cache", "none", "disk"),
+        ("alphabet.locale", "tr", "alphabet.case", "keep", "upper"),
+        ("augment.noise_snr_db", [1.0, 2.0], "augment.noise_probability", 0.0, 0.5),
+        ("augment.noise", ["x.jsonl"], "augment.babble_share", 1.0, 0.5),
+        ("augment.noise_colours", [0.0], "augment.noise", ["x.jsonl"], []),
+        ("augment.room_rt60_s", [0.2, 0.3], "augment.room_probability", 0.0, 0.5),
+        ("augment.codecs", ["mp3"], "augment.codec_probability", 0.0, 0.5),
+        ("augment.frequency_masks", 2, "augment.frequency_width", 0, 5),
+        ("augment.frequency_width", 5, "augment.frequency_masks", 0, 2),
+        ("augment.time_masks", 2, "augment.time_width_s", 0.0, 0.1),
+        ("augment.time_masks", 2, "augment.time_fraction", 0.0, 0.1),
+        ("augment.time_width_s", 0.1, "augment.time_masks", 0, 2),
+        ("features.mels", 40, "features.kind", "log_spectrogram", "log_mel"),
+        ("model.nonlinearity", "tanh", "model.cell", "lstm", "rnn"),
+        ("model.start", "plain", "model.cell", "lstm", "rnn"),
+        ("model.row_conv_context", 5, "model.row_convs", 0, 4),
+        ("model.skip_first", "projection", "model.skip", 0, 4),
+        ("model.batch_norm_momentum", 0.2, "model.batch_norm", False, True),
+        ("optim.momentum", 0.5, "optim.name", "adamw", "sgd"),
+        ("optim.betas", [0.9, 0.9], "optim.name", "sgd", "adamw"),
+        ("optim.anneal", 2.0, "optim.schedule", "cosine", "anneal"),
+        ("train.ctc_weight", 0.2, "train.objective", "ctc", "ctc_crf"),
+        ("train.intermediate_weight", 0.2, "model.intermediate", [], [1]),
+        ("train.early_stop_epochs", 2, "data.dev", [], ["x.jsonl"]),
+        ("train.delay_penalty_after_epochs", 2, "train.delay_penalty", 0.0, 0.1),
+        ("comm.wait_s", 3.0, "comm.max_ranks", 0, 2),
+    ],
+)
+def test_a_setting_without_the_one_that_it_needs_has_no_effect(
+    setting: str, value: object, other: str, without: object, with_it: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    warnings = []
+    for needed in (without, with_it):
+        config = Config(run_dir="x")
+        for key, number in ((setting, value), (other, needed)):
+            section, _, name = key.partition(".")
+            setattr(getattr(config, section), name, number)
+        caplog.clear()
+        loop._warn_of_lone_settings(config, cast(Any, torch.nn.Linear(1, 1)), on_gpu=False)
+        warnings.append(caplog.text.count(f"{setting}={value} has no effect: it needs"))
+    assert warnings[0] == warnings[1] + 1
+
+
 def test_settings_that_need_another_one_are_named(
     tiny_config: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
