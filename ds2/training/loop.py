@@ -244,7 +244,8 @@ def run_epoch(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> bool
     batches = trainer.epoch(plan)
     trainer.model.train()
     epoch, window = LogWindow(progress), LogWindow(progress)
-    counted_at = saved_at = reported_at = time.monotonic()
+    counted_at = reported_at = time.monotonic()
+    saved_at_s: float | None = None  # by the time of rank 0: by clocks of their own ranks would save after other steps
     with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch, shown=comm.rank == 0) as bar:
         while progress.batch < len(plan) and not interrupts.agreed and not why_finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]
@@ -259,6 +260,7 @@ def run_epoch(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> bool
             window.add(loss)
             passed_s, joiners, unsaved, *flags = trainer.extra_sums  # those of `_own_counts` over all ranks
             progress.elapsed_s += passed_s
+            saved_at_s = progress.elapsed_s if saved_at_s is None else saved_at_s
             interrupts.receive(flags, comm)
             trainer.commit()
             now = time.monotonic()
@@ -273,9 +275,9 @@ def run_epoch(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> bool
                     f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_min:.0f} min left"
                 )
                 window = LogWindow(progress)
-            if unsaved or _save_is_due(config, progress, now - saved_at):
+            if unsaved or _save_is_due(config, progress, progress.elapsed_s - saved_at_s):
                 trainer.files.save_in_epoch()
-                saved_at = time.monotonic()
+                saved_at_s = None
             trainer.files.check()
             if comm.elastic and any(flags):
                 interrupts.leave()

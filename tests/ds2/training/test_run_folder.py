@@ -49,6 +49,17 @@ def test_a_refused_run_leaves_nothing(
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*")} == before
 
 
+def test_ranks_save_by_the_time_that_they_have_alike(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their own clocks they would save after different steps, and a sharded save would wait for ever."""
+    own_counts, saves = loop._own_counts, list[int]()
+    monkeypatch.setattr(loop, "_own_counts", lambda *arguments: [25.0, *own_counts(*arguments)[1:]])
+    monkeypatch.setattr(RunFiles, "save_in_epoch", lambda files: saves.append(files.state.progress.step))
+    train(tiny_config("batching.utterances=1", "checkpoint.every_minutes=1", "train.max_steps=9"), tmp_path / "run")
+    assert saves == [4, 8]
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "other", "without", "with_it"),
     [
