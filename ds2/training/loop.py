@@ -69,9 +69,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                 load_tensorboard()  # before the ranks wait for this one, which may be rank 0 some day
                 view = trainer.regroup(interrupts)
             _end_if_too_few(trainer, view, interrupts)
-            if comm.rank == 0 and not state_file(run_dir).is_file():
-                # A process that is left behind and then alone goes on from a file: its own steps may not count.
-                trainer.files.save_and_wait(alone=True)
+            _save_first(trainer)
         if comm.rank == 0:
             _write_settings(trainer)
         run_log = _open_log(trainer)
@@ -86,8 +84,15 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                     raise
                 log.info("step %d: %s", trainer.progress.step, error)
             run_log = _regroup(trainer, run_log, interrupts)
+            _save_first(trainer)
             if comm.rank == 0 and not (run_dir / "corpus.json").is_file():  # the lost rank 0 had not written it
                 _write_settings(trainer)
+
+
+def _save_first(trainer: Trainer) -> None:
+    """Write a state where there is none: a process that is left behind goes on from it, not from its own steps."""
+    if trainer.comm.rank == 0 and not state_file(trainer.run_dir).is_file():
+        trainer.files.save_and_wait(alone=True)
 
 
 def _write_settings(trainer: Trainer) -> None:
