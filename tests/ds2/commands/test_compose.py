@@ -74,6 +74,8 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
             "model.hidden=null",
             "model.hidden: takes a whole number, not null; allowed are numbers from 1 to 1000000 (defa",
         ),
+        ("optim.learning_rate=null", "optim.learning_rate: takes a number, not null; allowed are numbers above 0"),
+        ("optim.learning_rate=true", "optim.learning_rate: takes a number, not True; allowed are numbers above 0"),
         ("train.graphs=null", "train.graphs: takes one of auto, on, off, not null (default auto)"),
         ("checkpoint.init_from=null", "checkpoint.init_from: takes a string, not null (default '')"),
         ("model.bidirectional=maybe", "model.bidirectional: takes true or false, not 'maybe' (default false)"),

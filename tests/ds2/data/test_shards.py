@@ -132,8 +132,8 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def exceeded(path: Path) -> None:
-    members = f"0 0 {10**20} -1 a.flac\n"
+def exceeded(path: Path, size: int = 10**20) -> None:
+    members = f"0 {size} 0 -1 a.flac\n"
     facts = json.loads(index_file(path).read_text().split("\n")[0]) | {"crc": zlib.crc32(members.encode())}
     index_file(path).write_text(f"{json.dumps(facts)}\n{members}")
 
@@ -149,6 +149,7 @@ def exceeded(path: Path) -> None:
         (lambda path: index_file(path).write_text('{"version": 9}'), "not an index of a shard", True),
         (lambda path: index_file(path).write_bytes(b"\xff\n"), "not an index of a shard", True),
         (exceeded, "not an index of a shard", True),
+        (lambda path: exceeded(path, 10**9), "a.flac does not lie within the file", True),
         (lambda path: shutil.copy(index_file(path).with_name("000001.tar.index"), index_file(path)), "000000", True),
     ],
 )
