@@ -15,7 +15,12 @@ _AVI_SLACK_BYTES = 1 << 12  # some writers count the head of a chunk too
 _MP4_SLACK_BYTES = 16  # of a head here; where samples are missing, decoders notice
 _SEGMENT = b"\x18\x53\x80\x67"  # of Matroska: all but the header
 _OGG_BEGIN_OF_STREAM, _OGG_END_OF_STREAM = 2, 4
-_XING = re.compile(rb"(?:Xing|Info)\0{3}[\x03\x07\x0b\x0f].{4}(.{4})", re.DOTALL)  # states frames and, here, bytes
+_XING = re.compile(rb"(?:Xing|Info)(.{12})", re.DOTALL)  # flags, frames, bytes
+_MP3_FRAMES = 2000  # that show whether the bit rate varies
+_MP3_KBPS = (  # of MPEG 1; of MPEG 2 and 2.5
+    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0),
+)
 _JOINED = "holds recordings one after the other, of which only the first is read, to byte {} of {}"
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
@@ -132,12 +137,30 @@ def _mp3(read: Read, size: int) -> str:
     """MPEG audio, perhaps behind a tag; where its first frame states the length, decoders end there."""
     tag = read(0, 10)
     at = 10 + sum(byte << 7 * place for place, byte in enumerate(tag[:5:-1])) if tag.startswith(b"ID3") else 0
-    if stated := _XING.search(read(at, 64)):
-        end = at + int.from_bytes(stated[1], "big")
+    first = read(at, 64)
+    flags, frames, stated = struct.unpack(">III", xing[1]) if (xing := _XING.search(first)) else (0, 0, 0)
+    if flags & 3 == 3 and stated:  # 0 was never completed
+        end = at + stated
         following = read(end, 3)  # of a tag at the end: TAG, APE
         if size - end > size / 100 and (following == b"ID3" or following[:2] >= b"\xff\xe0"):
             return _JOINED.format(end, size)
+    if not (flags & 1 and frames) and b"VBRI" not in first and len(set(_mp3_kbps(read, at))) > 1:
+        return "varies in bit rate and states no length, so that decoders guess where it ends"
     return ""
+
+
+def _mp3_kbps(read: Read, at: int) -> Iterator[int]:
+    """Yield the bit rates of the first frames of MPEG layer III."""
+    for _ in range(_MP3_FRAMES):
+        head = read(at, 4)
+        if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
+            return
+        halvings = (2, 0, 1, 0)[head[1] >> 3 & 3]  # of the rate: MPEG 2.5, none, MPEG 2, MPEG 1
+        kbps, rate_hz = _MP3_KBPS[halvings > 0][head[2] >> 4], (44100, 48000, 32000, 0)[head[2] >> 2 & 3] >> halvings
+        if not kbps or not rate_hz:
+            return
+        yield kbps
+        at += (72 if halvings else 144) * 1000 * kbps // rate_hz + (head[2] >> 1 & 1)
 
 
 def _mp4(read: Read, size: int) -> str:

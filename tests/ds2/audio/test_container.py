@@ -111,6 +111,28 @@ def test_tags_around_an_mp3_are_no_second_recording(tmp_path: Path) -> None:
             audio_info(path)
 
 
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
+def test_an_mp3_that_varies_in_bit_rate_states_its_length(tmp_path: Path, mode: str) -> None:
+    """Decoders guess other lengths by the rate of the first frame, and end there."""
+    path = tmp_path / "a.mp3"
+    samples = np.concatenate([sound(1), 0.001 * sound(1)])
+    with soundfile.SoundFile(path, "w", RATE_HZ, 1, format="MP3", compression_level=0.5, bitrate_mode=mode) as file:
+        file.write(samples)
+    whole = path.read_bytes()
+    assert audio_info(path).frames == len(samples)
+    place = max(whole.find(b"Xing"), whole.find(b"Info"))
+    for without in (
+        whole[: place + 4] + bytes(12) + whole[place + 16 :],
+        whole[:place] + bytes(20) + whole[place + 20 :],
+    ):
+        path.write_bytes(without)
+        if mode == "CONSTANT":
+            assert 0 <= audio_info(path).frames - len(samples) <= 4 * 576  # delay and padding, which that header states
+        else:
+            with pytest.raises(AudioError, match="varies in bit rate and states no length"):
+                audio_info(path)
+
+
 def test_a_segment_of_a_truncated_file_is_refused_too(tmp_path: Path) -> None:
     path = tmp_path / "a.au"
     path.write_bytes(written(path, "AU", "PCM_16")[:-32000])
