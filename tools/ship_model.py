@@ -18,10 +18,10 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from ds2.config.convert import config_from_dict, config_to_dict
+from ds2.config.convert import config_from_dict
 from ds2.config.schema import DataConfig
 from ds2.data.manifest import read_manifest
 from ds2.lm.files import load_ngram, save_ngram
@@ -55,9 +55,7 @@ def pack_weights(source: Path, target: Path) -> None:
     alphabet = replace(config.alphabet, lexicon=Path(config.alphabet.lexicon).name)
     train = replace(config.train, intermediate_lexicon=Path(config.train.intermediate_lexicon).name)
     run_dir = f"runs/{target.parent.name}"
-    metadata["config"] = config_to_dict(
-        replace(config, data=DataConfig(), alphabet=alphabet, train=train, run_dir=run_dir)
-    )
+    metadata["config"] = asdict(replace(config, data=DataConfig(), alphabet=alphabet, train=train, run_dir=run_dir))
     metadata["metrics"].pop("dev", None)
     save(target, small, metadata)
 

@@ -244,8 +244,6 @@ def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[
         with _decoder(path, descriptor, _raw_format(path, status.st_size, raw_rate_hz), lenient) as file:
             _check_header(file, path)
             yield file
-    except AudioError:
-        raise
     except FFmpegError as error:
         raise AudioError(f"{path}: {error}") from error
     except soundfile.LibsndfileError as error:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
@@ -259,13 +259,15 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
 
 
 def _check_choice(override: Override) -> None:
-    """Raise ConfigError for deleted settings, groups and entries that cannot be so, which Hydra does not explain."""
+    """Raise ConfigError for an override that Hydra refuses without an explanation, or takes for something else."""
     group, choice, line = override.key_or_group, override.value(), override.input_line
     settings, ours, parts = convert.declared_settings(), choices(group), group.split(".")
-    setting = next((key for key in (".".join(parts[:2]), parts[0]) if key in settings), "")
-    if override.is_delete() and not ours and setting and setting not in FREE_FORM:
-        inner = ".KEY" * is_dataclass(settings[setting][1])
-        raise ConfigError(f"{line}: a setting cannot be taken away; set it: {setting}{inner}=VALUE")
+    if override.is_delete():
+        setting = next((key for key in (".".join(parts[:2]), parts[0]) if key in settings), "")
+        if setting and setting not in FREE_FORM and not ours:
+            inner = ".KEY" * is_dataclass(settings[setting][1])
+            raise ConfigError(f"{line}: a setting cannot be taken away; set it: {setting}{inner}=VALUE")
+        return
     added = override.is_add() or (bool(ours) and (override.is_force_add() or override.package is not None))
     if added and (ours or group in settings):
         raise ConfigError(f"{line}: ds2 has {group} in its place: write {group}=VALUE, without + and @")
@@ -275,11 +277,10 @@ def _check_choice(override: Override) -> None:
         if in_list and not part.isdecimal():
             raise ConfigError(f"{key}: {convert.expected(key, {'.'.join(parts[depth:]): choice})}")
         key, kind = f"{key}[{part}]" if in_list else f"{key}.{part}", convert.kind_within(kind, part)
-    if not ours or isinstance(choice, dict):
+    names = choice if isinstance(choice, list) else [choice]
+    if not ours or (is_dataclass(kind) and isinstance(choice, dict)):
         _refuse_containers(choice, kind, key)
-    names = choice if isinstance(choice, list) and choice else [choice]
-    is_section = is_dataclass(kind) and isinstance(choice, dict)
-    if ours and not (override.is_delete() or is_section or all(isinstance(name, str) and name for name in names)):
+    elif not names or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{line}: choose one of {', '.join(ours)}, or leave {group}= out")
 
 
@@ -472,7 +473,7 @@ def _raise_missing(error: MissingConfigException) -> NoReturn:
 def register_schema() -> None:
     """Register the schema with Hydra as `schema`, the first default of the primary config, and folders of recipes."""
     Plugins.instance().register(ConfigFolder)
-    ConfigStore.instance().store(name="schema", node=convert.config_to_dict(Config()))
+    ConfigStore.instance().store(name="schema", node=asdict(Config()))
 
 
 def split_overrides(arguments: Sequence[str], section: str) -> tuple[list[str], list[str]]:

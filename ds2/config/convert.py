@@ -138,12 +138,7 @@ def _build(values: object) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML."""
-    write_text(path, OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)), resolve=True))
-
-
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain containers, for JSON."""
-    return asdict(config)
+    write_text(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config)), resolve=True))
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -161,7 +156,7 @@ def not_default(config: Config) -> dict[str, Any]:
 
 
 def config_from_dict(values: object) -> Config:
-    """Return the configuration of plain containers: the inverse of `config_to_dict`. Nothing is interpolated.
+    """Return the configuration of plain containers: the inverse of `asdict`. Nothing is interpolated.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or values that do not work together.

@@ -100,8 +100,7 @@ class CheckReport:
         counts = [
             {"severity": severity, "kind": kind, "count": n} for (severity, kind), n in sorted(self.counts.items())
         ]
-        report = asdict(self) | {"counts": counts, "may_start": self.may_start}
-        write_json(path, report)
+        write_json(path, asdict(self) | {"counts": counts, "may_start": self.may_start})
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,7 @@ def align_on_gpu(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[
     labels, counts = on_device[:, 1:].contiguous(), on_device[:, 0].contiguous()
     result = kernel.align(log_probs.contiguous(), lengths.to(device, non_blocking=True), labels, counts)
     columns = [result.log_prob[:, None].view(torch.int32), result.spans.flatten(1), result.peaks.view(torch.int32)]
-    packed = torch.cat(columns, 1)
-    host = packed.cpu().numpy()
+    host = torch.cat(columns, 1).cpu().numpy()
     log_prob, peaks = host[:, 0].view(np.float32), host[:, 1 + 2 * longest :].view(np.float32)
     starts, ends = host[:, 1 : 1 + longest].astype(np.int64), host[:, 1 + longest : 1 + 2 * longest].astype(np.int64)
     return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ds2.decoding.decoder import Decoder, check_log_probs, start_copy
+from ds2.decoding.decoder import Decoder, start_check, start_copy
 from ds2.decoding.hypothesis import Hypothesis, Run, Word, spell_words
 from ds2.decoding.phrases import HotWords, refuse_hot_words
 from ds2.text.alphabet import BLANK, Alphabet
@@ -77,9 +77,11 @@ class GreedyDecoder(Decoder):
         return BestPath(self.alphabet, self.frame_s)
 
     def step(self, streams: Sequence[BestPath], log_probs: Tensor, lengths: Tensor) -> None:
-        check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
+        _, raise_if_wrong = start_check(log_probs, lengths, len(self.alphabet), allow_empty=True)
         highest, likeliest = log_probs.max(2)
-        rows = [copy.T.tolist() for copy in start_copy(likeliest, highest.float())()]
+        path_copies = start_copy(likeliest, highest.float())
+        raise_if_wrong()  # waits; the copies have begun, so that the second wait is short
+        rows = [copy.T.tolist() for copy in path_copies()]
         for path, labels, scores, count in zip(streams, *rows, lengths.tolist(), strict=True):
             path.step(labels[:count], scores[:count])
 

@@ -208,8 +208,7 @@ class _PhraseStream:
             frame -= 1
             alive = np.unique(self.moves[frame][alive])
         if len(alive) == 1 and frame > 0:
-            path = self._trace(int(alive[0]), frame)
-            self.reader.read(path, self.losses)
+            self.reader.read(self._trace(int(alive[0]), frame), self.losses)
             del self.moves[:frame], self.losses[:frame]
 
     def _trace(self, state: int, frames: int) -> list[int]:

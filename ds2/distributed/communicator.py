@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,7 +22,7 @@ import ds2_ops
 import torch
 from torch import Tensor, nn
 
-from ds2.config.convert import config_to_dict, flat
+from ds2.config.convert import flat
 from ds2.config.schema import Config
 from ds2.distributed.process_group import ProcessGroup, SumBuffers, add_in_order
 from ds2.distributed.watchdog import Hang, RankStatus, Watchdog
@@ -416,7 +417,7 @@ def sources() -> list[tuple[str, Path]]:
 
 def settings(config: Config) -> dict[str, object]:
     """Return all settings by dotted key, without paths and devices, in which hosts may differ."""
-    return {key: value for key, value in flat(config_to_dict(config)).items() if key not in _HOST_SETTINGS}
+    return {key: value for key, value in flat(asdict(config)).items() if key not in _HOST_SETTINGS}
 
 
 def weights(model: nn.Module) -> dict[str, object]:

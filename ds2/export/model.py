@@ -362,8 +362,7 @@ class Exported:
         else:
             energies = ops.reshape(signal, (0, 1, self.bins, -1))
         output = network.log_probs(energies, at)
-        frames = output.valid.long().sum(1)
-        return {"log_probs": output.x, "frames": frames}, output.at.delay
+        return {"log_probs": output.x, "frames": output.valid.long().sum(1)}, output.at.delay
 
     def example(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Inputs by name: signal (B, N) or (B, F, T) of zeros, length (B,) int64, states (B, ...) of new streams."""

@@ -1,7 +1,7 @@
 """Model files: weights, feature statistics, alphabet, configuration and metrics in one safetensors file."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ds2.audio.features import Features
-from ds2.config.convert import config_from_dict, config_to_dict
+from ds2.config.convert import config_from_dict
 from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
@@ -67,7 +67,7 @@ def prepare_model(
 ) -> Callable[[], None]:
     """Copy a model, and return the function that writes its file; see `ds2.system.tensor_file.prepare_save`."""
     tensors = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
-    parts = {"config": config_to_dict(config), "alphabet": alphabet.to_dict(), "metrics": dict(metrics)}
+    parts = {"config": asdict(config), "alphabet": alphabet.to_dict(), "metrics": dict(metrics)}
     return tensor_file.prepare_save(path, tensors, {"kind": "model", **parts}, check)
 
 

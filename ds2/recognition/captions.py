@@ -106,8 +106,7 @@ def _lines(cue: Cue) -> str:
 
 def _clock(seconds: float, point: str) -> str:
     """hh:mm:ss and milliseconds."""
-    milliseconds = round(seconds * 1000)
-    minutes, rest = divmod(milliseconds, 60_000)
+    minutes, rest = divmod(round(seconds * 1000), 60_000)  # milliseconds
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"
 
 

@@ -410,8 +410,7 @@ def _transcribe_stream(
         session.accept_waveform(samples)
         while session.is_ready():
             session.decode()
-    hypothesis = session.finish()
-    return Transcript(session.duration_s, hypothesis)
+    return Transcript(session.duration_s, session.finish())
 
 
 def _transcribe_windows(

@@ -279,9 +279,8 @@ class LiveSession(Session):
         """Make the open segment final, with its hypothesis, and open the next one."""
         frame_s = self.pipeline.frame_s
         if hypothesis.text:
-            end_s = min(
-                self._stream_start_s + self._open_segment("frames") * frame_s, self.segment_start_s + self.end_s
-            )
+            decoded_s = self._stream_start_s + self._open_segment("frames") * frame_s
+            end_s = min(decoded_s, self.segment_start_s + self.end_s)
             words = tuple(self.in_source(hypothesis.words))
             self.segments.append(Segment(self.segment_start_s, end_s, replace(hypothesis, words=words)))
         self.decoding, self.partial = self.decoder.start(self.hot_words), None

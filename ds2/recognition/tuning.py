@@ -92,7 +92,9 @@ def search(
         for alpha, beta, beam in points:
             point = (max(0.0, round(alpha, 4)), round(beta, 4), beam)
             if point not in done:
-                done[point] = _try(dev, options, *point)
+                settings = replace(options, alpha=point[0], beta=point[1], beam=beam, nbest=1, times=False)
+                errors = (word_errors(reference, best.text) for [best], reference in dev.decode(settings))
+                done[point] = TuningTrial(*point, sum(errors, ErrorCounts()))
                 yield done[point]
 
     yield from run((alpha, beta, options.beam) for alpha, beta in product(alphas, betas))
@@ -114,12 +116,6 @@ def choose(trials: Sequence[TuningTrial]) -> TuningTrial:
     like = [t for t in trials if (t.alpha, t.beta) == (best.alpha, best.beta)]
     good = [t for t in like if t.errors.rate <= best.errors.rate + _BEAM_TOLERANCE]
     return min(good, key=lambda trial: trial.beam)
-
-
-def _try(dev: DevLogProbs, options: DecodeConfig, alpha: float, beta: float, beam: int) -> TuningTrial:
-    rows = dev.decode(replace(options, alpha=alpha, beta=beta, beam=beam, nbest=1, times=False))
-    errors = sum((word_errors(reference, best.text) for [best], reference in rows), ErrorCounts())
-    return TuningTrial(alpha, beta, beam, errors)
 
 
 def tune_rescoring(dev: DevLogProbs, options: DecodeConfig, model: RecurrentLM) -> list[tuple[float, ErrorCounts]]:

@@ -229,8 +229,7 @@ def _end(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> int:
     epochs = progress.epoch - (progress.batch == 0)  # that took a step
     if epochs > 0 and not interrupts.agreed:
         _warn_of_unfinished_schedules(config, progress, epochs)
-    scores = {"wer": progress.best_wer, "cer": progress.best_cer}
-    run_log.settings(not_default(config), scores)
+    run_log.settings(not_default(config), {"wer": progress.best_wer, "cer": progress.best_cer})
     run_log.close()
     if not progress.step and not interrupts.agreed:
         raise UserError(
@@ -250,7 +249,7 @@ def run_epoch(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> bool
     trainer.model.train()
     epoch, window = LogWindow(progress), LogWindow(progress)
     counted_at = reported_at = time.monotonic()
-    saved_at_s: float | None = None  # by the time of rank 0: by clocks of their own ranks would save after other steps
+    saved_at_s: float | None = None  # in elapsed_s, the same on all ranks, so that all save after the same step
     with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch, shown=comm.rank == 0) as bar:
         while progress.batch < len(plan) and not interrupts.agreed and not why_finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds2.audio.features import Features
-from ds2.config.convert import config_to_dict, flat
+from ds2.config.convert import flat
 from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
@@ -251,7 +251,7 @@ def prepare_state(
     tensors, path = state.named_tensors(), state_file(run_dir)
     fetch_copies = (copies or TensorCopies()).start(own(tensors.in_place))  # first: a GPU copies during the rest
     counts = own({name: module.get_extra_state() for name, module in tensors.counting.items()})
-    metadata = {"kind": "trainer", "progress": vars(replace(state.progress)), "config": config_to_dict(config)}
+    metadata = {"kind": "trainer", "progress": vars(replace(state.progress)), "config": asdict(config)}
     file, content = (path, metadata) if shard is None else (shard.file(run_dir, shard.rank), {"kind": "shard"})
 
     def fetch() -> dict[str, Tensor]:
@@ -314,7 +314,7 @@ def _read_state(path: Path, config: Config, fresh: TrainState, *, whole: bool) -
     progress, then = stored.progress, stored.config
     if min(progress.epoch - 1, progress.batch, progress.step, progress.skipped, progress.elapsed_s) < 0:
         raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
-    old, new = flat(config_to_dict(then)), flat(config_to_dict(config))  # keys newer than the file have their defaults
+    old, new = flat(asdict(then)), flat(asdict(config))  # keys newer than the file have their defaults
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     free = (*_FREE, "alphabet.lexicon") if progress.phones else _FREE  # its place; phones are compared below
     fixed = [key for key in changed if key.startswith(_FIXED) and key not in free]

@@ -265,7 +265,7 @@ def stand_ins(machine: Machine, dev: Sequence[Utterance]) -> list[tuple[Any, str
     bar = nullcontext(SimpleNamespace(update=nothing, over=iter, set_postfix_str=nothing, disable=True))
     return [
         (tensor_file, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map))),
-        (states, "config_to_dict", lambda _: SETTINGS),
+        (states, "asdict", lambda _: SETTINGS),
         (loop, "Trainer", SimulatedTrainer),
         (loop, "progress_bar", lambda *_, **__: bar),
         (loop, "not_default", lambda _: {}),

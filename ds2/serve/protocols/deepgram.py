@@ -4,9 +4,8 @@ Audio is mono: 16-bit little-endian samples, or 8-bit ones of telephones (`encod
 settings stand in the address: `interim_results`, `endpointing` (milliseconds of silence that end an utterance; ours by
 default, false: only messages do), `utterance_end_ms`, `vad_events`, and `keyterm` or `keywords`, which are hot words.
 Settings of spelling, as `punctuate`, change nothing: texts are as the model writes them. What would change the meaning
-is refused.
-Results list words with times, interim ones too. Finalize makes all audio final,
-CloseStream ends the connection after the last result and Metadata, KeepAlive only keeps it open.
+is refused. Results list words with times, interim ones too. Finalize makes all audio final, CloseStream ends the
+connection after the last result and Metadata, KeepAlive only keeps it open.
 """
 
 import hashlib

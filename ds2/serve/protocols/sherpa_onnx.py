@@ -30,9 +30,6 @@ class SherpaOnnx(Connection):
     start_s = 0.0  # where it begins
     partial = ""  # its text as sent
 
-    def refusal(self, message: str) -> dict[str, Any]:
-        return {"error": message}
-
     async def handle_messages(self) -> None:
         """`Done` ends the connection too."""
         while (message := await self.receive()) is not None:

@@ -37,9 +37,6 @@ class Vosk(Connection):
     settings = SessionSettings(_DEFAULT_RATE_HZ, Endpoints())
     words = True  # whether results list them
 
-    def refusal(self, message: str) -> dict[str, Any]:
-        return {"error": message}
-
     async def handle_messages(self) -> None:
         """`eof` ends the connection too."""
         while (message := await self.receive()) is not None:

@@ -51,7 +51,7 @@ class Connection:
 
     def refusal(self, message: str) -> dict[str, Any]:
         """Return the message with the reason why the connection ends."""
-        raise NotImplementedError
+        return {"error": message}
 
     async def send(self, message: dict[str, Any] | str) -> None:
         """Send an object as JSON, or a text; raises TimeoutError if the client has read nothing for `limits.idle_s`.

@@ -75,8 +75,7 @@ class Wyoming(Connection):
         text = " ".join(segment.hypothesis.text for segment in await self.flush())
         await self._send_words(text.split())
         await self._start()
-        language = self.limits.language
-        await self.send(_event("transcript", text=text, language=language))
+        await self.send(_event("transcript", text=text, language=self.limits.language))
         await self.send(_event("transcript-stop"))
         self._close()
 

@@ -1,6 +1,7 @@
 """Composition: every recipe and preset works, wrong keys name the right one, values that cannot work are refused."""
 
 import re
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ds2.commands.compose import (
     split_overrides,
     with_search_path,
 )
-from ds2.config.convert import config_from_dict, config_to_dict, save_config
+from ds2.config.convert import config_from_dict, save_config
 from ds2.config.schema import ConfigError
 from ds2.model.shipped import FOLDER
 
@@ -352,7 +353,7 @@ def test_a_number_too_large_for_a_float_is_named(key: str) -> None:
 
 def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
     config = compose_config(["recipe=an4_demo"])
-    assert config_from_dict(config_to_dict(config)) == config
+    assert config_from_dict(asdict(config)) == config
     save_config(config, tmp_path / "config.yaml")
     assert "learning_rate" in (tmp_path / "config.yaml").read_text()
 
@@ -393,7 +394,7 @@ def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
     recipe = compose_config(["recipe=an4", "data.corpus=x"])
     assert recipe.optim.layer_rates
     for none in ("optim.layer_rates={}", "++optim.layer_rates={}"):  # as `ds2 train` hands it to Hydra
-        assert not read_config(OmegaConf.create(config_to_dict(recipe)), [none])[0].optim.layer_rates
+        assert not read_config(OmegaConf.create(asdict(recipe)), [none])[0].optim.layer_rates
     some = ["optim.layer_rates={}", "optim.layer_rates.convs=0.5"]
     assert compose_config(["recipe=an4", "data.corpus=x", *some]).optim.layer_rates == {"convs": 0.5}
     config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])

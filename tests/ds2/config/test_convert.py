@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ds2.commands.compose import config_dir
-from ds2.config.convert import config_to_dict, declared_settings, inherit, read_yaml, to_config
+from ds2.config.convert import declared_settings, inherit, read_yaml, to_config
 from ds2.config.schema import AlphabetConfig, Config, ConfigError, ConvConfig
 
 
@@ -45,7 +46,7 @@ BOOLS = [key for key, (_, kind) in declared_settings().items() if kind is bool] 
 def test_a_number_is_not_true_or_false(number: int) -> None:
     assert "checkpoint.sharded" in BOOLS and "batching.auto" in BOOLS
     for key in BOOLS:
-        tree = OmegaConf.create(config_to_dict(Config(run_dir="x")))
+        tree = OmegaConf.create(asdict(Config(run_dir="x")))
         OmegaConf.update(tree, key, number)
         with pytest.raises(ConfigError, match=rf"{re.escape(key)}: .*{number}"):
             to_config(OmegaConf.to_container(tree))
@@ -55,7 +56,7 @@ def test_a_tree_becomes_the_configuration_that_it_came_from() -> None:
     config = Config(run_dir="x")
     config.model.convs = [ConvConfig(causal=True)]
     config.checkpoint.sharded = True
-    tree = config_to_dict(config)
+    tree = asdict(config)
     assert to_config(tree) == config
     assert to_config(tree | {"checkpoint": {"sharded": "No"}}).checkpoint.sharded is False
     assert to_config(tree | {"model": {"bidirectional": "yes"}}).model.bidirectional is True
