@@ -118,6 +118,9 @@ def _open_group(backend: str, start: Launched) -> ProcessGroup:
 
 def _choose(config: CommConfig, device: str, group: ProcessGroup) -> tuple[Communicator, str]:
     """Return the configured communicator, or the best one, and the reason for the choice."""
+    asked = sorted(set(group.allgather(config.backend)))
+    if len(asked) > 1:  # other communicators make other calls, and no watchdog runs yet
+        raise ConfigError(f"ranks were started with comm={' and comm='.join(asked)}: start all with the same one")
     own = resolve_device(device, group.local_rank)
     if config.backend == group.name:
         return OrderedCommunicator(group, own, config.timeout_s), f"comm={group.name}"

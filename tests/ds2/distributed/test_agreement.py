@@ -11,7 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.launch import mpirun
+from support import launch
+from support.launch import mpirun, torchrun
 from torch import nn
 
 from ds2.config.schema import Config
@@ -189,3 +190,18 @@ def test_ranks_that_were_started_differently_do_not_train(
     assert run.returncode == 2, run.stdout
     assert "rank 1 on " in run.stdout and "differs from rank 0 on" in run.stdout
     assert re.search(told, run.stdout), run.stdout
+
+
+@pytest.mark.slow
+def test_ranks_that_ask_for_other_communicators_do_not_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would make other calls before the watchdog runs, and wait for ever."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os\nfrom ds2.config.schema import CommConfig\nfrom ds2.distributed.launch import connect\n"
+        "with connect(CommConfig(['auto', 'gloo'][int(os.environ['RANK'])]), 'cpu'): pass\n"
+    )
+    monkeypatch.setattr(launch.started, "__defaults__", (60.0,))
+    run = torchrun(2, str(script))
+    assert "ranks were started with comm=auto and comm=gloo: start all with the same one" in run.stdout, run.stdout
