@@ -121,7 +121,13 @@ def _choose(config: CommConfig, device: str, group: ProcessGroup) -> tuple[Commu
     asked = sorted(set(group.allgather(config.backend)))
     if len(asked) > 1:  # other communicators make other calls, and no watchdog runs yet
         raise ConfigError(f"ranks were started with comm={' and comm='.join(asked)}: start all with the same one")
-    own = resolve_device(device, group.local_rank)
+    refusal, own = "", torch.device("cpu")
+    try:
+        own = resolve_device(device, group.local_rank)
+    except ConfigError as error:  # a rank that ends alone under MPI waits for the others, and they for it
+        refusal = f"rank {group.rank}: {error}"
+    if first := group.first_nonempty(refusal):
+        raise ConfigError(first)
     if config.backend == group.name:
         return OrderedCommunicator(group, own, config.timeout_s), f"comm={group.name}"
     obstacle = why_no_nccl(group, own)

@@ -205,3 +205,16 @@ def test_ranks_that_ask_for_other_communicators_do_not_wait_for_each_other(
     monkeypatch.setattr(launch.started, "__defaults__", (60.0,))
     run = torchrun(2, str(script))
     assert "ranks were started with comm=auto and comm=gloo: start all with the same one" in run.stdout, run.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_without_its_device_ends_the_job_under_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os\nfrom ds2.config.schema import CommConfig\nfrom ds2.distributed.launch import connect\n"
+        "device = ['cpu', 'cuda:99'][int(os.environ['OMPI_COMM_WORLD_RANK'])]\n"
+        "with connect(CommConfig(), device): pass\n"
+    )
+    monkeypatch.setattr(launch.started, "__defaults__", (60.0,))
+    run = mpirun(2, str(script))
+    assert run.returncode and run.stdout.count("rank 1: device='cuda:99'") >= 2, run.stdout
