@@ -142,9 +142,10 @@ def _mp3(read: Read, size: int) -> str:
     if flags & 3 == 3 and stated:  # 0 was never completed
         end = at + stated
         following = read(end, 3)  # of a tag at the end: TAG, APE
-        if size - end > size / 100 and (following == b"ID3" or following[:2] >= b"\xff\xe0"):
+        if size - end > size / 100 and (following == b"ID3" or following[:2] >= b"\xff\xe0"):  # less is no recording
             return _JOINED.format(end, size)
-    if not (flags & 1 and frames) and b"VBRI" not in first and len(set(_mp3_kbps(read, at))) > 1:
+    states_length = (flags & 1 and frames) or b"VBRI" in first  # LAME's way, or that of Fraunhofer's encoder
+    if not states_length and len(set(_mp3_kbps(read, at))) > 1:
         return "varies in bit rate and states no length, so that decoders guess where it ends"
     return ""
 

@@ -249,7 +249,8 @@ def run_epoch(trainer: Trainer, run_log: RunLog, interrupts: Interrupts) -> bool
     trainer.model.train()
     epoch, window = LogWindow(progress), LogWindow(progress)
     counted_at = reported_at = time.monotonic()
-    saved_at_s: float | None = None  # in elapsed_s, the same on all ranks, so that all save after the same step
+    # In elapsed_s, the same on all ranks, so that all save after the same step; None: the next step begins to count.
+    saved_at_s: float | None = None
     with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch, shown=comm.rank == 0) as bar:
         while progress.batch < len(plan) and not interrupts.agreed and not why_finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]

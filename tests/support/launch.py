@@ -16,9 +16,12 @@ SUPPORT = Path(__file__).parent
 TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy machine takes
 
 
-def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def mpirun(
+    ranks: int, script: str, *arguments: str, options: tuple[str, ...] = (), timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     """Run `script` of this folder on so many ranks of this host; standard error is joined to standard output."""
-    return started([*mpirun_command(ranks, *options), str(SUPPORT / script), *arguments], dispatch.MPI_AS_ROOT)
+    command = [*mpirun_command(ranks, *options), str(SUPPORT / script), *arguments]
+    return started(command, dispatch.MPI_AS_ROOT, timeout_s)
 
 
 def mpirun_command(ranks: int, *options: str) -> list[str]:
@@ -36,12 +39,12 @@ def tool(name: str, *arguments: str, hash_seed: str = "random") -> subprocess.Co
 
 
 def torchrun(
-    ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()
+    ranks: int, script: str, *arguments: str, options: tuple[str, ...] = (), timeout_s: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
     """The same under torchrun, on a port of its own; it ends with 1 whatever status its ranks had."""
     alone = () if options else ("--standalone",)
     command = [sys.executable, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks), *options]
-    return started([*command, str(SUPPORT / script), *arguments], {})
+    return started([*command, str(SUPPORT / script), *arguments], {}, timeout_s)
 
 
 def started(

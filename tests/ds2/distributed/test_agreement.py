@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import launch
 from support.launch import mpirun, torchrun
 from torch import nn
 
@@ -193,28 +192,24 @@ def test_ranks_that_were_started_differently_do_not_train(
 
 
 @pytest.mark.slow
-def test_ranks_that_ask_for_other_communicators_do_not_wait_for_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_ask_for_other_communicators_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """They would make other calls before the watchdog runs, and wait for ever."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os\nfrom ds2.config.schema import CommConfig\nfrom ds2.distributed.launch import connect\n"
         "with connect(CommConfig(['auto', 'gloo'][int(os.environ['RANK'])]), 'cpu'): pass\n"
     )
-    monkeypatch.setattr(launch.started, "__defaults__", (60.0,))
-    run = torchrun(2, str(script))
+    run = torchrun(2, str(script), timeout_s=60)
     assert "ranks were started with comm=auto and comm=gloo: start all with the same one" in run.stdout, run.stdout
 
 
 @pytest.mark.slow
-def test_a_rank_without_its_device_ends_the_job_under_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_its_device_ends_the_job_under_mpi(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import os\nfrom ds2.config.schema import CommConfig\nfrom ds2.distributed.launch import connect\n"
         "device = ['cpu', 'cuda:99'][int(os.environ['OMPI_COMM_WORLD_RANK'])]\n"
         "with connect(CommConfig(), device): pass\n"
     )
-    monkeypatch.setattr(launch.started, "__defaults__", (60.0,))
-    run = mpirun(2, str(script))
+    run = mpirun(2, str(script), timeout_s=60)
     assert run.returncode and run.stdout.count("rank 1: device='cuda:99'") >= 2, run.stdout
