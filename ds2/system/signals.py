@@ -1,11 +1,13 @@
 """Stop signals: SIGINT and SIGTERM become exceptions or flags, and worker processes end with their parent."""
 
+import _thread
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IGNORED_BY_WORKERS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGHUP)
+_SEND_AGAIN_S = 0.05
 Item = TypeVar("Item")
 
 
@@ -87,14 +90,38 @@ def handle_signals(
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Raise `Stopped` at the first SIGTERM in the block; ignore later ones, which launchers send too."""
+    """Raise `Stopped` at the first SIGTERM in the block; ignore later ones, which launchers send too.
+
+    Python drops an exception that a handler raises within a finalizer or a hook of `os.fork`, so that the process would
+    go on and ignore SIGTERM for ever: such a signal is sent again.
+    """
+    raised = False
+    report_dropped = sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise Stopped(number)
+        nonlocal raised
+        if not raised:
+            raised = True
+            raise Stopped(number)
+
+    def send_again() -> None:  # in a thread: the finalizer must have ended
+        nonlocal raised
+        time.sleep(_SEND_AGAIN_S)
+        raised = False
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def check_dropped(dropped: "sys.UnraisableHookArgs") -> None:
+        if raised and isinstance(dropped.exc_value, Stopped):
+            _thread.start_new_thread(send_again, ())  # a `threading.Thread` takes locks that a finalizer may hold
+        else:
+            report_dropped(dropped)
 
     with handle_signals([signal.SIGTERM], stop):
-        yield
+        sys.unraisablehook = check_dropped
+        try:
+            yield
+        finally:
+            sys.unraisablehook = report_dropped
 
 
 @contextmanager

@@ -169,6 +169,22 @@ def test_a_signal_while_libraries_load_ends_a_command_at_once(module: str, numbe
     assert (run.returncode, run.stdout, run.stderr) == (-number, "", "")
 
 
+@pytest.mark.parametrize("place", ["a hook of os.fork", "a finalizer"])
+def test_sigterm_ends_a_command_also_where_python_drops_exceptions(place: str) -> None:
+    code = (
+        "import os, signal, sys, time\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+        "def stop(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('dropped', flush=True)\n"
+        "class Finalizer:\n    __del__ = stop\n"
+        "def work(arguments):\n"
+        f"    if {place == 'a finalizer'}:\n        Finalizer()\n"
+        "    else:\n        os.register_at_fork(after_in_parent=stop)\n        os.fork() or os._exit(0)\n"
+        "    time.sleep(300)\n"
+        "doctor.run = work\nsys.exit(cli.main(['doctor']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (143, "", "ds2: stopped by SIGTERM\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_process_whatever_they_are_doing(tone_manifest: Path, number: int) -> None:
     code = (
