@@ -11,8 +11,8 @@ from ds2.config.convert import not_default, save_config
 from ds2.config.schema import Config
 from ds2.data.splits import report_changes
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
+from ds2.distributed.members import View
 from ds2.distributed.process_group import LostRankError
 from ds2.model.acoustic import AcousticModel
 from ds2.system import UserError

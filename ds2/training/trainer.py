@@ -23,8 +23,9 @@ from ds2.data.loader import Batch, SpeechLoader, padded_durations_s, plan_epoch
 from ds2.data.manifest import corpus, hours
 from ds2.data.splits import ScoredData, ensure_manifests, require_files, training_utterances
 from ds2.distributed.communicator import Communicator, settings
-from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View
+from ds2.distributed.elastic import ElasticCommunicator
 from ds2.distributed.launch import share_cores
+from ds2.distributed.members import JOINER, LeftBehindError, View
 from ds2.distributed.process_group import LostRankError
 from ds2.lm.files import save_ngram
 from ds2.model.acoustic import AcousticModel

@@ -30,8 +30,9 @@ from support.run_log import events
 from ds2.cli import main
 from ds2.config.schema import CommConfig, Config
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import JOINER, ElasticCommunicator, LeftBehindError, View, why_not_elastic
+from ds2.distributed.elastic import ElasticCommunicator, why_not_elastic
 from ds2.distributed.launcher import Launched
+from ds2.distributed.members import JOINER, LeftBehindError, View
 from ds2.distributed.process_group import LostRankError
 from ds2.model.norm import SequenceBatchNorm
 from ds2.system import tensor_file

@@ -20,7 +20,7 @@ from fuzzing.seeds import Fault
 from fuzzing.toy import BATCHES, EPOCHS, contents_of, loss_of, weights_of
 from support.launch import tool
 
-from ds2.distributed.elastic import View
+from ds2.distributed.members import View
 from ds2.system import tensor_file
 from ds2.training.state import state_file
 

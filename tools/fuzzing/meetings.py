@@ -4,14 +4,14 @@
     python tools/fuzz.py meetings --first 421 --seeds 1    one of them again
     python tools/fuzz.py meetings --faults                 how soon each planted fault is detected
 
-What runs is the training loop with its views, commits, states and log (`ds2.training`, `ds2.distributed.elastic`), the
-loader with its cache of audio above torch's `DataLoader` (`ds2.data`), and the evaluation but for model and decoder.
-Simulated are the clock, threads, processes with their locks and signals, what their connections carry, the loader's
-workers, and the disk (`fuzzing.disks`), which may be full or slow for a while. Processes are started, asked to leave,
-stopped and killed at random moments, also between two calls that read and write a file, workers are slow or end, the
-cache is damaged, audio changes, and the power may be cut. In a quarter of the seeds all ranks write a part of each
-state. A step that was taken by other ranks than the log says, or whose utterances were not each taken once, changes
-all losses after it (`fuzzing.toy`).
+What runs is the training loop with its views, commits, states and log (`ds2.training`, `ds2.distributed.members`,
+`ds2.distributed.elastic`), the loader with its cache of audio above torch's `DataLoader` (`ds2.data`), and the
+evaluation but for model and decoder. Simulated are the clock, threads, processes with their locks and signals, what
+their connections carry, the loader's workers, and the disk (`fuzzing.disks`), which may be full or slow for a while.
+Processes are started, asked to leave, stopped and killed at random moments, also between two calls that read and write
+a file, workers are slow or end, the cache is damaged, audio changes, and the power may be cut. In a quarter of the
+seeds all ranks write a part of each state. A step that was taken by other ranks than the log says, or whose utterances
+were not each taken once, changes all losses after it (`fuzzing.toy`).
 
 After every event: the state is complete, none before the last one that was saved, and that of the steps in the log;
 ranks that nothing disturbs take a step within 30 s; a start reports audio that has changed since the one before.
@@ -42,9 +42,10 @@ from fuzzing.toy import AUDIO, BATCHES, CONFIG, DEV, EPOCHS, RANKS, nothing, wei
 
 from ds2.data import audio_cache, splits
 from ds2.data.loader import LoaderError
-from ds2.distributed import elastic
+from ds2.distributed import members
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.elastic import ElasticCommunicator, Members, View
+from ds2.distributed.elastic import ElasticCommunicator
+from ds2.distributed.members import Members, View
 from ds2.system import files as file_system
 from ds2.system import tensor_file
 from ds2.system.signals import Stopped
@@ -322,7 +323,7 @@ def simulated(world: World) -> Iterator[None]:
     """Put the world's disk, processes and training under the modules."""
     event = RunLog.event
     changed = [
-        *[(module, "os", world.disk) for module in (elastic, file_system, run_folder, audio_cache, splits)],
+        *[(module, "os", world.disk) for module in (members, file_system, run_folder, audio_cache, splits)],
         *[(module, "shutil", world.disk) for module in (file_system, metrics, run_folder, audio_cache)],
         *[(tensor_file, name, getattr(world.disk, name)) for name in ("write_tensors", "safe_open")],
         *[(module, "atomic_file", partial(_atomic_file, world)) for module in (tensor_file, metrics, audio_cache)],

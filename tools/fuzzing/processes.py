@@ -26,8 +26,9 @@ from fuzzing.disks import Node
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from ds2.distributed import elastic
-from ds2.distributed.elastic import ElasticCommunicator, Members, View
+from ds2.distributed import elastic, members
+from ds2.distributed.elastic import ElasticCommunicator
+from ds2.distributed.members import Members, View
 from ds2.distributed.process_group import LostRankError
 from ds2.distributed.tcp import CLOSED, TcpGroup
 from ds2.system import files
@@ -393,18 +394,18 @@ def stand_ins(machine: Machine) -> list[tuple[Any, str, Any]]:
             machine.sleep(POLL_S)
 
     return [
-        *[(module, "fcntl", lock) for module in (elastic, files)],
+        *[(module, "fcntl", lock) for module in (members, files)],
         *[(module, "host_id", lambda: "host") for module in (files, run_folder)],
-        *[(module, "secrets", secrets) for module in (elastic, run_folder)],
-        (elastic, "threading", threads),
-        (elastic, "socket", SimpleNamespace(create_server=lambda *_, **__: server)),
-        (elastic, "reachable_address", lambda: "127.0.0.1"),
-        (elastic, "SILENT_S", SILENT_S),
-        (elastic, "_POLL_S", POLL_S),
-        (elastic, "asdict", lambda value: value),  # this and the next four: the same content is converted once
-        (elastic, "json", SimpleNamespace(dumps=partial(json.dumps, default=vars))),
-        (elastic, "parse_json", lambda content: content),
-        (elastic, "from_plain", parsed),
+        *[(module, "secrets", secrets) for module in (members, run_folder)],
+        (members, "threading", threads),
+        (members, "socket", SimpleNamespace(create_server=lambda *_, **__: server)),
+        (members, "reachable_address", lambda: "127.0.0.1"),
+        (members, "SILENT_S", SILENT_S),
+        (members, "POLL_S", POLL_S),
+        (members, "asdict", lambda value: value),  # this and the next four: the same content is converted once
+        (members, "json", SimpleNamespace(dumps=partial(json.dumps, default=vars))),
+        (members, "parse_json", lambda content: content),
+        (members, "from_plain", parsed),
         (files, "parse_json", lru_cache(1 << 12)(parse_json)),
         (elastic, "Members", SimulatedMembers),
         *[(kind, "machine", machine) for kind in (SimulatedMembers, SimulatedCommunicator)],
