@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ds2.audio.features import Features
-from ds2.config.convert import flat
+from ds2.config.allowed import REMOVED
+from ds2.config.convert import declared_settings, flat
 from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
@@ -39,7 +40,9 @@ _PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train", "data.r
 # Settings that a resumed run must share with its file: they decide the tensors, what features mean, and the order of
 # the optimizer's parameters.
 _FIXED = ("model.", "features.", "alphabet.", "data.sample_rate_hz", "train.freeze", "optim.layer_rates", "optim.name")
-_FREE = ("model.dropout", "model.stochastic_depth")  # of these, what changes training only and fits any weights
+# Of these, what fits any weights: what changes training only, belongs to the machine, is a limit, or names a file whose
+# content is compared.
+_FREE = ("model.dropout", "model.backend", "model.max_lookahead_ms", "alphabet.pieces_file")
 _MAX_NAMED = 12  # weights in a message
 _POLL_S = 0.05
 _STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the features
@@ -315,7 +318,8 @@ def _read_state(path: Path, config: Config, fresh: TrainState, *, whole: bool) -
     if min(progress.epoch - 1, progress.batch, progress.step, progress.skipped, progress.elapsed_s) < 0:
         raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
     old, new = flat(asdict(then)), flat(asdict(config))  # keys newer than the file have their defaults
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    unused = {key for key, (declared, _) in declared_settings().items() if REMOVED in declared.metadata} | {"run_dir"}
+    changed = [key for key in sorted({*old, *new} - unused) if old.get(key) != new.get(key)]
     free = (*_FREE, "alphabet.lexicon") if progress.phones else _FREE  # its place; phones are compared below
     fixed = [key for key in changed if key.startswith(_FIXED) and key not in free]
     if fixed:
@@ -342,7 +346,12 @@ def _read_state(path: Path, config: Config, fresh: TrainState, *, whole: bool) -
     if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
         progress.plan = "of other settings"
     position = f"epoch {progress.epoch}, batch {progress.batch}, step {progress.step}"
-    log.info(f"resumed {path}: {position}" + (f"; changed: {', '.join(changed)}" if changed else ""))
+    log.info("resumed %s: %s", path, position)
+    if changed:
+        values = ", ".join(f"{key}={short_repr(new.get(key))} (was {short_repr(old.get(key))})" for key in changed)
+        log.warning(
+            "settings have changed since it was saved: %s. A recipe may have changed: KEY=VALUE sets one back", values
+        )
     if "checkpoint.init_from" in changed and config.checkpoint.init_from:
         log.warning(
             "checkpoint.init_from=%s has no effect: the run goes on from its own weights; give another run_dir",
@@ -382,8 +391,8 @@ def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utteranc
             progress.batch = len(plan)
         else:
             log.warning(
-                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed "
-                "or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch as it began, "
+                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed, "
+                "train.seed or ds2 have changed. Weights, optimizer, step %d go on. To finish the epoch as it began, "
                 "start with the previous settings", progress.epoch, progress.batch, progress.step,
             )  # fmt: skip
             progress.batch = 0
@@ -422,10 +431,10 @@ def initial_state(
     if config.checkpoint.resume and state_file(run_dir).is_file():
         return read_state(run_dir, config, state, whole=whole)
     if is_used:
-        raise CheckpointError(
-            f"{run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "
-            "give another run_dir, or move the folder away"
-        )
+        content = "a run: checkpoint.resume=true goes on with it"
+        if not state_file(run_dir).is_file():
+            content = f"models without their trainer state: run_dir=NEW checkpoint.init_from={run_dir} starts from them"
+        raise CheckpointError(f"{run_dir} holds {content}; or give another run_dir, or move the folder away")
     loaded = load_model(config.checkpoint.init_from) if config.checkpoint.init_from else None
     if loaded is not None:
         copy_weights(state.model, alphabet, loaded)

@@ -318,8 +318,13 @@ def test_resuming_with_another_model_is_refused(tiny_config: MakeConfig) -> None
     train(config, run_dir)
     with pytest.raises(ConfigError, match=r"trained with model\.hidden=48, not 32.*init_from"):
         train(tiny_config("model.hidden=32"), run_dir)
-    with pytest.raises(CheckpointError, match="holds the checkpoints of another run"):
+    with pytest.raises(CheckpointError, match=r"holds a run: checkpoint\.resume=true goes on with it"):
         train(tiny_config("checkpoint.resume=false"), run_dir)
+    (run_dir / "trainer.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"models without their trainer state: run_dir=NEW checkpoint\.init_from="
+    ):
+        train(config, run_dir)
 
 
 def test_init_from_starts_at_the_weights_of_a_model_file(tiny_config: MakeConfig, tmp_path: Path) -> None:

@@ -232,6 +232,33 @@ def test_dropout_may_change_as_a_run_goes_on_and_widths_may_not(tiny_config: Mak
         read_state(tmp_path, narrower, goes_on.state)
 
 
+def test_what_has_changed_is_named_with_both_values_and_what_no_longer_exists_is_not_compared(
+    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    removed = ("features.statistics_utterances=10", "batching.buckets=3")
+    trainer = Trainer(tiny_config(*removed), tmp_path)
+    prepare_state(tmp_path, trainer.state, trainer.config)()
+    caplog.clear()
+    read_state(tmp_path, tiny_config(f"run_dir={tmp_path / 'moved'}"), trainer.state)
+    assert "settings have changed" not in caplog.text
+    read_state(tmp_path, tiny_config("optim.learning_rate=0.02", "optim.weight_decay=0.1"), trainer.state)
+    changed = "optim.learning_rate=0.02 (was 0.01), optim.weight_decay=0.1 (was 0.01)"
+    assert f"settings have changed since it was saved: {changed}. A recipe may have changed" in caplog.text
+
+
+def test_a_run_goes_on_with_what_fits_any_weights(
+    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a machine with other kernels, with another limit, with its pieces in another folder."""
+    pieces = ("alphabet.symbols='abc '", "alphabet.pieces=[▁,a,b,c]", "alphabet.pieces_file=")
+    trainer = Trainer(tiny_config(*pieces), tmp_path)
+    prepare_state(tmp_path, trainer.state, trainer.config)()
+    other = tiny_config(*pieces[:2], f"alphabet.pieces_file={tmp_path / 'x'}", "model.backend=reference",
+                        "model.max_lookahead_ms=700")  # fmt: skip
+    read_state(tmp_path, other, trainer.state)
+    assert "model.backend='reference' (was 'auto')" in caplog.text
+
+
 def test_a_run_does_not_go_on_with_audio_of_another_rate(tiny_config: MakeConfig, tmp_path: Path) -> None:
     mel = ("features=log_mel", "features.mels=20")  # as many bands at each rate, so that all tensors fit
     trainer = Trainer(tiny_config(*mel), tmp_path)
