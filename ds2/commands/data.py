@@ -566,8 +566,8 @@ def _splice(args: argparse.Namespace) -> None:
         written = write_spliced(splicer, iter(texts), args.folder, args.hours, args.seed)
         print(f"{args.folder / MANIFEST}: {amount(written)}")
         if texts.unusable:
-            total = counted(texts.lines, "line")
-            print(f"not used: {texts.unusable} of {total} of the texts, with words for which {file} has no labels")
+            total = counted(texts.lines, "line")  # one that is read again counts again
+            print(f"not used: {texts.unusable} of {total} read, with words for which {file} has no labels")
 
 
 def _short_lines(paths: Sequence[Path]) -> Iterator[list[str]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import ds2_ops
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -384,9 +385,9 @@ class _Sum:
             yield
 
 
-_HOST_SETTINGS = {
+_HOST_SETTINGS = {  # the content of files is compared where it decides a result
     "run_dir", "device", "data.train", "data.dev", "data.test", "data.corpus", "data.work_dir", "data.workers",
-    "data.cache", "data.cache_gb", "augment.noise",
+    "data.cache", "data.cache_gb", "augment.noise", "alphabet.lexicon", "train.intermediate_lexicon",
 }  # fmt: skip
 
 
@@ -398,11 +399,11 @@ def differing_facts(facts: Mapping[str, object], expected: Mapping[str, object])
 
 @cache
 def program() -> dict[str, object]:
-    """Return the versions of ds2, with a digest of its sources, and of torch."""
+    """Return the versions of ds2, with a digest of its sources, of torch, and of NumPy, which draws the batches."""
     digest = hashlib.sha256()
     for name, file in sources():
         digest.update(name.encode() + b"\0" + file.read_bytes())
-    return {"ds2": f"{VERSION} ({digest.hexdigest()[:12]})", "torch": torch.__version__}
+    return {"ds2": f"{VERSION} ({digest.hexdigest()[:12]})", "torch": torch.__version__, "NumPy": np.__version__}
 
 
 def sources() -> list[tuple[str, Path]]:

@@ -106,7 +106,7 @@ class WorkerLink:
             except Exception:  # a fault of this worker or its messages must not end the others' sessions
                 log.exception("a worker's message cannot be handled: the worker is terminated")
                 return None
-        self._send(answers)
+        self.send(answers)
         return chunks
 
     def _handle(self, message: Any) -> Iterator[Chunk | Answer | Failure]:
@@ -165,7 +165,7 @@ class WorkerLink:
             if not isinstance(error, UserError):
                 log.exception("a session with hot words or phrases could not be opened")
             answer = Failure.of(message.call, error)
-        self._send([answer])
+        self.send([answer])
 
     def _close_session(self, session: int) -> None:
         with self._lock:
@@ -188,7 +188,7 @@ class WorkerLink:
                 partial.texts.append(answer.partial)
                 partial.fixed_words.append(answer.fixed_words)
                 partial.starts_s.append(answer.start_s)
-        self._send([partial, *messages] if partial.calls else messages)
+        self.send([partial, *messages] if partial.calls else messages)
 
     def close(self) -> None:
         """Close all of the worker's sessions."""
@@ -197,32 +197,25 @@ class WorkerLink:
             self._close_session(session)
         self._opener.shutdown(wait=False)
 
-    def _send(self, answers: Sequence[PartialResults | Answer | Failure]) -> None:
+    def send(self, answers: Sequence[PartialResults | Answer | Failure] = ()) -> None:
+        """Send answers after those in `unsent`. A worker that reads nothing must not keep other workers waiting."""
         with self._sending:
-            if not answers or self.end.fileno() < 0:
+            if self.end.fileno() < 0:
                 return
-            data = pack(answers)
             if not self.unsent:
                 self._taken_s = time.monotonic()
-            self.unsent += data
-            self._send_unsent()
-
-    def send_unsent(self) -> None:
-        """Send what the worker takes of `unsent`: one that reads nothing must not keep other workers waiting."""
-        with self._sending:
-            self._send_unsent()
-
-    def _send_unsent(self) -> None:
-        try:
-            while self.unsent:
-                del self.unsent[: self.end.send(self.unsent)]
-                self._taken_s = time.monotonic()
-        except BlockingIOError:
-            if time.monotonic() - self._taken_s > _STUCK_S:
-                log.error("a worker reads no answers and is terminated")
-                self.end.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the worker has ended; `receive` will notice it
-            self.unsent.clear()
+            if answers:
+                self.unsent += pack(answers)
+            try:
+                while self.unsent:
+                    del self.unsent[: self.end.send(self.unsent)]
+                    self._taken_s = time.monotonic()
+            except BlockingIOError:
+                if time.monotonic() - self._taken_s > _STUCK_S:
+                    log.error("a worker reads no answers and is terminated")
+                    self.end.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the worker has ended; `receive` will notice it
+                self.unsent.clear()
 
 
 class _Parent:
@@ -355,7 +348,7 @@ class Workers(_Parent):
         link: WorkerLink
         for link in self._processes:
             if link.unsent:
-                link.send_unsent()
+                link.send()
             events = selectors.EVENT_READ | selectors.EVENT_WRITE * bool(link.unsent)
             if self._selector.get_key(link.end).events != events:
                 self._selector.modify(link.end, events, link)

@@ -191,7 +191,7 @@ def test_the_command_writes_speech_of_texts_that_training_reads(
     printed = capsys.readouterr().out
     written = read_manifest(tmp_path / "out" / MANIFEST)
     assert f"{tmp_path}/out/manifest.jsonl: {len(written)} utterances, 0.01 h" in printed
-    assert re.search(r"not used: \d+ of \d+ lines of the texts, with words for which .* has no labels", printed)
+    assert re.search(r"not used: \d+ of \d+ lines read, with words for which .* has no labels", printed)
     assert 18 <= sum(u.duration_s for u in written) < 20
     assert {word for u in written for word in u.text.split()} == {"ab", "cab", "bacca", "abc"}
 

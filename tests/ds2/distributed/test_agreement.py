@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from support.launch import mpirun, torchrun
@@ -46,6 +47,7 @@ class OneOfThree(Communicator):
 def test_equal_facts_pass_and_a_single_process_agrees_with_itself() -> None:
     OneOfThree({"a": 1}).agree({"a": 1}, "so what")
     Communicator(torch.device("cpu")).agree(program() | settings(Config()), "so what")
+    assert program()["NumPy"] == np.__version__  # batches are drawn by each rank
 
 
 def test_the_program_is_every_source_file_however_deep() -> None:
@@ -92,6 +94,7 @@ def test_one_rank_whose_gpu_runs_no_kernels_decides_for_all(reason: str, monkeyp
 def test_settings_leave_out_what_may_be_a_hosts_own() -> None:
     config = Config(run_dir="here", device="cuda:1")
     config.data.train, config.data.work_dir = ["/scratch/a.jsonl"], "/scratch"
+    config.alphabet.lexicon = config.train.intermediate_lexicon = "/scratch/lexicon.txt"
     assert settings(config) == settings(Config())
     config.optim.learning_rate *= 2
     config.data.max_duration_s = 12

@@ -148,7 +148,7 @@ def test_a_worker_that_takes_no_answers_keeps_nobody_waiting(monkeypatch: pytest
     unpacker, arrived = Unpacker(TO_WORKER), list[PartialResults]()
     while len(arrived) < len(wanted):
         arrived += unpacker.accept(theirs.recv(1 << 16))
-        link.send_unsent()
+        link.send()
     assert [answer.texts for answer in arrived] == [[result.partial] for result in wanted] and not link.unsent
     monkeypatch.setattr("ds2.serve.processes._STUCK_S", 0.0)
     for number, result in enumerate(wanted):
