@@ -142,17 +142,18 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted key."""
+    """Return nested settings by dotted key; mappings whose keys the user chooses are settings as a whole."""
     settings: dict[str, Any] = {}
     for key, value in values.items():
-        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        nested = isinstance(value, dict) and prefix + key not in FREE_FORM
+        settings |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return settings
 
 
 def not_default(config: Config) -> dict[str, Any]:
     """Return the settings that differ from their defaults, by dotted key."""
     default = flat(asdict(Config()))
-    return {key: value for key, value in flat(asdict(config)).items() if key not in default or value != default[key]}
+    return {key: value for key, value in flat(asdict(config)).items() if value != default[key]}
 
 
 def config_from_dict(values: object) -> Config:

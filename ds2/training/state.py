@@ -319,11 +319,11 @@ def _read_state(path: Path, config: Config, fresh: TrainState, *, whole: bool) -
         raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
     old, new = flat(asdict(then)), flat(asdict(config))  # keys newer than the file have their defaults
     unused = {key for key, (declared, _) in declared_settings().items() if REMOVED in declared.metadata} | {"run_dir"}
-    changed = [key for key in sorted({*old, *new} - unused) if old.get(key) != new.get(key)]
+    changed = [key for key in sorted({*new} - unused) if old[key] != new[key]]
     free = (*_FREE, "alphabet.lexicon") if progress.phones else _FREE  # its place; phones are compared below
     fixed = [key for key in changed if key.startswith(_FIXED) and key not in free]
     if fixed:
-        values = ", ".join(f"{key}={short_repr(old.get(key))}, not {short_repr(new.get(key))}" for key in fixed)
+        values = ", ".join(f"{key}={short_repr(old[key])}, not {short_repr(new[key])}" for key in fixed)
         if "model.intermediate_phones" in fixed:  # which nobody sets
             values += f" (the phones that train.intermediate_lexicon={then.train.intermediate_lexicon} had)"
         raise ConfigError(
@@ -348,7 +348,7 @@ def _read_state(path: Path, config: Config, fresh: TrainState, *, whole: bool) -
     position = f"epoch {progress.epoch}, batch {progress.batch}, step {progress.step}"
     log.info("resumed %s: %s", path, position)
     if changed:
-        values = ", ".join(f"{key}={short_repr(new.get(key))} (was {short_repr(old.get(key))})" for key in changed)
+        values = ", ".join(f"{key}={short_repr(new[key])} (was {short_repr(old[key])})" for key in changed)
         log.warning(
             "settings have changed since it was saved: %s. A recipe may have changed: KEY=VALUE sets one back", values
         )

@@ -244,6 +244,8 @@ def test_what_has_changed_is_named_with_both_values_and_what_no_longer_exists_is
     read_state(tmp_path, tiny_config("optim.learning_rate=0.02", "optim.weight_decay=0.1"), trainer.state)
     changed = "optim.learning_rate=0.02 (was 0.01), optim.weight_decay=0.1 (was 0.01)"
     assert f"settings have changed since it was saved: {changed}. A recipe may have changed" in caplog.text
+    with pytest.raises(ConfigError, match=r"with optim\.layer_rates={}, not {'weight_hh': 0\.3}: resume with the same"):
+        read_state(tmp_path, tiny_config("optim.layer_rates={weight_hh:0.3}"), trainer.state)  # {} can be given
 
 
 def test_a_run_goes_on_with_what_fits_any_weights(
