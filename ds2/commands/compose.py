@@ -264,7 +264,9 @@ def _check_choice(override: Override) -> None:
     settings, ours, parts = convert.declared_settings(), choices(group), group.split(".")
     if override.is_delete():
         setting = next((key for key in (".".join(parts[:2]), parts[0]) if key in settings), "")
-        if setting and setting not in FREE_FORM and not ours:
+        if ours:
+            raise ConfigError(f"{line}: a choice cannot be taken away; choose one of {', '.join(ours)}")
+        if setting and setting not in FREE_FORM:
             inner = ".KEY" * is_dataclass(settings[setting][1])
             raise ConfigError(f"{line}: a setting cannot be taken away; set it: {setting}{inner}=VALUE")
         return

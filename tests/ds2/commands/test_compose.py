@@ -130,6 +130,7 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("optim=", "optim=: choose one of adamw, sgd"),
         ("optim=[1]", "optim=[1]: choose one of adamw, sgd"),
         ("~optim.momentum", "~optim.momentum: a setting cannot be taken away; set it: optim.momentum=VALUE"),
+        ("~optim", "~optim: a choice cannot be taken away; choose one of adamw, sgd"),
         ("~train", "~train: a setting cannot be taken away; set it: train.KEY=VALUE"),
         ("~device", "~device: a setting cannot be taken away; set it: device=VALUE"),
         ("alphabet.replace={true:a}", "alphabet.replace: takes a mapping: alphabet.replace={KEY:VALUE}, with quotes"),
