@@ -65,6 +65,7 @@ class Progress:
     best_epoch: int = 0
     dev_set: str = ""  # digest of the utterances that the best scores are of; '' in old files
     phones: str = ""  # the labels, where alphabet.lexicon decides them; '' in old files
+    contents: dict[str, str] = field(default_factory=dict)  # digests of what lexicons and the denominator's text give
     noise: float = 0.0  # this and the next: averages of `NoiseScale`
     signal: float = 0.0
     elapsed_s: float = 0.0
@@ -85,6 +86,16 @@ class Progress:
             self.best_wer = self.best_cer = float("inf")
             self.best_epoch = 0
         self.dev_set = dev_set
+
+    def note_contents(self, contents: dict[str, str]) -> None:
+        """Note the digests of what is learned from besides audio; warn of those that have changed."""
+        changed = [name for name, digest in contents.items() if self.contents.get(name, digest) != digest]
+        if changed:
+            log.warning(
+                "changed since it was saved: %s, which transcripts, alphabet.lexicon, train.intermediate_lexicon and "
+                "train.denominator_text give; the run goes on with those of now", ", ".join(changed),
+            )  # fmt: skip
+        self.contents = contents
 
 
 @dataclass

@@ -133,13 +133,15 @@ class Trainer:
         self.crf = self._build_crf()
         self.phones = phones_of(config, self.alphabet, self.utterances)
         remedy = "give all hosts the same alphabet.lexicon and train.intermediate_lexicon"
-        self.comm.agree(pronunciations_of_run(self.alphabet, self.phones), remedy)
+        self._contents = pronunciations_of_run(self.alphabet, self.phones)
+        self.comm.agree(self._contents, remedy)
+        self._contents |= {"denominator": self.crf.digest} if self.crf is not None else {}
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self._make_state()
         if self.crf is not None and self.comm.rank == 0:
             # For decoding. Not before the state, which may be refused: the folder's own must stay then.
             save_ngram(self.crf.model, run_dir / "denominator.lm")
-        self._compare_dev_set()
+        self._compare_contents()
         device_tuning.choose_factors(self.progress, self.comm)
         dev = self.dev.utterances
         # What scores are measured on.
@@ -311,15 +313,16 @@ class Trainer:
         if self.comm.rank == 0 and len(holders) < len(of_ranks):
             log.info("the state is sent to %d of %d ranks, which lack it", len(of_ranks) - len(holders), len(of_ranks))
         broadcast_state(state, parts, progress, config.train.average_decay, self.comm, holders)
-        self._compare_dev_set()
+        self._compare_contents()
         # From here to the record there is no call that a lost rank could end: weights and progress belong together.
         adopt_measurements(self.progress)
         self._last_commit.number, self.logged = of_ranks[0]
         self._record()
 
-    def _compare_dev_set(self) -> None:
+    def _compare_contents(self) -> None:
         if self.dev.utterances:
             self.progress.note_dev_set(str(corpus("dev", self.dev.utterances)["dev"]))
+        self.progress.note_contents(self._contents)
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
@@ -515,7 +518,7 @@ def why_no_kernels(comm: Communicator) -> str:
     return next((text for text in reasons if text), "")
 
 
-def pronunciations_of_run(alphabet: Alphabet, phones: Sequence[Tensor]) -> dict[str, object]:
+def pronunciations_of_run(alphabet: Alphabet, phones: Sequence[Tensor]) -> dict[str, str]:
     """Return digests of what lexicons give: words of the alphabet, and phones of the utterances, see `phones_of`."""
     words = alphabet.pronunciations.lines() if alphabet.pronunciations is not None else []
     of_utterances = b"".join(labels.numpy().tobytes() for labels in phones)

@@ -248,6 +248,26 @@ def test_what_has_changed_is_named_with_both_values_and_what_no_longer_exists_is
         read_state(tmp_path, tiny_config("optim.layer_rates={weight_hh:0.3}"), trainer.state)  # {} can be given
 
 
+def test_a_lexicon_and_a_text_that_changed_in_their_place_are_named(
+    tiny_config: MakeConfig, tmp_path: Path, tone_lexicon: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text("ab ca\nabc\n" * 9)
+    settings = (f"alphabet.lexicon={tone_lexicon}", "train.metric=cer")
+    text = ("train.objective=ctc_crf", f"train.denominator_text=[{tone_lexicon.parent / 'text.txt'}]")
+    for name, others in (("phones", settings), ("text", text)):
+        for _ in range(2):  # the second goes on, and nothing has changed
+            trainer = Trainer(tiny_config(*others), tmp_path / name)
+            prepare_state(tmp_path / name, trainer.state, trainer.config)()
+    assert "changed since" not in caplog.text
+    lines = tone_lexicon.read_text().splitlines()
+    tone_lexicon.write_text("\n".join([f"{lines[0].split()[0]} A1 A1", *lines[1:]]))
+    Trainer(tiny_config(*settings), tmp_path / "phones")
+    assert "changed since it was saved: pronunciations, which" in caplog.text
+    (tmp_path / "text.txt").write_text("cab\n" * 9)
+    Trainer(tiny_config(*text), tmp_path / "text")
+    assert "changed since it was saved: denominator, which" in caplog.text
+
+
 def test_a_run_goes_on_with_what_fits_any_weights(
     tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
