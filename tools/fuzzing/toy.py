@@ -159,7 +159,7 @@ def plan(epoch: int) -> list[list[int]]:
 class SimulatedTrainer(Trainer):
     """A trainer whose steps are sums over ranks, and hashes."""
 
-    alphabet, utterances, dev_data, noise = ALPHABET, UTTERANCES, None, None
+    alphabet, utterances, dev_data, noise, _contents = ALPHABET, UTTERANCES, None, None, dict[str, str]()
     statistics, timer = SimpleNamespace(release=lambda: None), SimpleNamespace(means=lambda steps: {})
     _plan, inputs = staticmethod(plan), staticmethod(lambda batch, epoch: batch)
 
