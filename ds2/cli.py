@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -69,6 +70,8 @@ def let_waiting_threads_sleep() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 on success, 2 for a user error, 128 + n if signal n stopped it."""
     open_missing_streams()
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C at Python's end prints a traceback
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")

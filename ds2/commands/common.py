@@ -19,7 +19,7 @@ from ds2.model.shipped import DEFAULT
 from ds2.system import USER_ERROR, UserError
 from ds2.system.files import describe_full_disk
 from ds2.system.plain import did_you_mean, short_repr
-from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
+from ds2.system.signals import Stopped, kill_workers, raise_on_stop_signals
 from ds2.system.terminal import visible
 
 # Sections whose overrides a Parser may take as arguments.
@@ -210,12 +210,12 @@ def real(low: float, high: float, *, above: bool = False) -> NumberArgument:
 
 
 def report_errors(action: Callable[[], int]) -> int:
-    """Run `action`; user errors become one message and status 2, SIGTERM status 143.
+    """Run `action`; user errors become one message and status 2, SIGTERM status 143, SIGINT 130.
 
     Other exceptions keep their traceback.
     """
     try:
-        with raise_on_sigterm():
+        with raise_on_stop_signals():
             status = action()
             sys.stdout.flush()
             return status

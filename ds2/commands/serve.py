@@ -174,8 +174,7 @@ def run(arguments: Sequence[str]) -> None:
             processes = Recognisers(make, limits, share(bound), recognisers, max(1, -(-workers // recognisers)))
         else:
             processes = Workers(make(), limits, share(bound), workers)
-        print(message, flush=True)
-        processes.run()
+        processes.run(message)
         bound.close()
     else:
         recogniser = LocalRecogniser(make(), limits)

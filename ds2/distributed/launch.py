@@ -23,7 +23,7 @@ from ds2.distributed.nccl import NcclCommunicator, why_no_nccl
 from ds2.distributed.process_group import ProcessGroup
 from ds2.system import UserError
 from ds2.system.machine import usable_cores
-from ds2.system.signals import Stopped
+from ds2.system.signals import Stopped, default_signals
 from ds2.system.terminal import visible
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ def connect(config: CommConfig, device: str, run_dir: Path | None = None) -> Ite
             )
         yield Communicator(resolve_device(device))
         return
-    group = _open_group(config.backend, start)
+    with default_signals():  # the libraries wait for all ranks, of which a signal may have ended some
+        group = _open_group(config.backend, start)
     comm, reason = _choose(config, device, group)
     try:
         share_cores(comm)

@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Mapping
 from importlib.resources import files
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -259,6 +260,10 @@ class Server(uvicorn.Server):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(app.state.end(), _SHUTDOWN_S)
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End in order also at a second Ctrl-C, at which uvicorn cancels what runs: tracebacks, and threads abort."""
+        self.should_exit = True
 
     def give_up(self) -> None:
         """Stop listening at once, then end: the engine no longer answers.

@@ -248,10 +248,12 @@ class _Parent:
         if self.ending:
             process.terminate()
 
-    def run(self) -> None:
-        """Serve until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
+    def run(self, message: str = "") -> None:
+        """Print a message and serve until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their results."""
         with handle_signals(stop_signals(), lambda number, frame: self.end()):
             try:
+                if message:
+                    print(message, flush=True)
                 self._serve()
             finally:
                 self.end()

@@ -116,15 +116,19 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     name = os.fsencode(name)[:_NAME_BYTES].decode(errors="ignore")  # a file system allows 255 with the rest
     remove_stale(parent, name)
     folder = parent / f".{name}.{host_id()}.{os.getpid()}.{secrets.token_hex(8)}.partial"
-    folder.mkdir(mode=0o700)
     try:
+        folder.mkdir(mode=0o700)
         with (folder / f"{_LOCK}.new").open("w") as lock:
             with suppress(OSError):  # without file locks other hosts assume that the writer is alive
                 fcntl.lockf(lock, fcntl.LOCK_EX)
                 os.replace(lock.name, folder / _LOCK)
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:  # a second Ctrl-C
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def remove_stale(parent: Path, name: str | None = None) -> None:

@@ -35,6 +35,8 @@ class Stopped(BaseException):
     Not an `Exception`, so that no error handler catches it by accident.
     """
 
+    dropped = False  # by Python, see `raise_on_stop_signals`: the next signal has to raise another one
+
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number, self.status = number, 128 + number
@@ -89,37 +91,49 @@ def handle_signals(
 
 
 @contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Raise `Stopped` at the first SIGTERM in the block; ignore later ones, which launchers send too.
+def raise_on_stop_signals() -> Iterator[None]:
+    """Raise `Stopped` at the first SIGTERM in the block, and KeyboardInterrupt at each SIGINT unless it is ignored.
 
-    Python drops an exception that a handler raises within a finalizer or a hook of `os.fork`, so that the process would
-    go on and ignore SIGTERM for ever: such a signal is sent again.
+    Later SIGTERMs, which launchers send too, are ignored. Python drops an exception that a handler raises within a
+    finalizer, a hook of `os.fork` or a function that a library in C calls: such a signal is sent again, and an error
+    of the block until then is taken for its consequence.
     """
-    raised = False
+    stopped: Stopped | None = None
+    lost: BaseException | None = None
     report_dropped = sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal raised
-        if not raised:
-            raised = True
-            raise Stopped(number)
+        nonlocal stopped
+        if stopped is None or stopped.dropped:
+            stopped = Stopped(number)
+            raise stopped
 
-    def send_again() -> None:  # in a thread: the finalizer must have ended
-        nonlocal raised
+    def send_again(number: int) -> None:  # in a thread: the finalizer must have ended
+        nonlocal lost
         time.sleep(_SEND_AGAIN_S)
-        raised = False
-        os.kill(os.getpid(), signal.SIGTERM)
+        lost = None
+        os.kill(os.getpid(), number)
 
     def check_dropped(dropped: "sys.UnraisableHookArgs") -> None:
-        if raised and isinstance(dropped.exc_value, Stopped):
-            _thread.start_new_thread(send_again, ())  # a `threading.Thread` takes locks that a finalizer may hold
+        nonlocal lost
+        error = dropped.exc_value
+        if isinstance(error, Stopped):
+            error.dropped = True
+        if isinstance(error, Stopped | KeyboardInterrupt):
+            lost, number = error, error.number if isinstance(error, Stopped) else signal.SIGINT
+            _thread.start_new_thread(send_again, (number,))  # a `threading.Thread` takes locks that may be held
         else:
             report_dropped(dropped)
 
-    with handle_signals([signal.SIGTERM], stop):
+    interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.SIG_DFL else []
+    with handle_signals(interrupts, signal.default_int_handler), handle_signals([signal.SIGTERM], stop):
         sys.unraisablehook = check_dropped
         try:
             yield
+        except Exception:
+            if lost:
+                raise lost from None
+            raise
         finally:
             sys.unraisablehook = report_dropped
 

@@ -31,6 +31,7 @@ class Interrupts:
     agreed: int = 0  # received by any rank and known to all: the loop acts on it
     _sent: int = 0  # the signal that `send` returned last
     _at_once: bool = False
+    _stopped: Stopped | None = None  # raised last
 
     def __enter__(self) -> "Interrupts":
         self._old = {s: signal.signal(s, self._handle) for s in (*stop_signals(), signal.SIGUSR1)}
@@ -96,12 +97,13 @@ class Interrupts:
             self._at_once = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received == number == signal.SIGINT:
+        before, self.received = self.received, number
+        if self._at_once and (not before or (self._stopped and self._stopped.dropped)):
+            self._stopped = Stopped(number)
+            raise self._stopped
+        if before == number == signal.SIGINT:
             raise KeyboardInterrupt
-        first, self.received = not self.received, number
-        if first and self._at_once:
-            raise Stopped(number)
-        if first:
+        if not before:
             name = signal.Signals(number).name
             log.warning("%s: saving after this step, then stopping; Ctrl-C twice stops at once", name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch import variables_of_ranks
 from support.launch import mpirun
 from support.rank_runs import arguments, clean
 from support.run_log import losses
+from support.serving import until
 from support.tiny import compose_once, tiny_overrides_in
 
 from ds2.audio.features import Features
@@ -169,20 +172,65 @@ def test_a_signal_while_libraries_load_ends_a_command_at_once(module: str, numbe
     assert (run.returncode, run.stdout, run.stderr) == (-number, "", "")
 
 
-@pytest.mark.parametrize("place", ["a hook of os.fork", "a finalizer"])
-def test_sigterm_ends_a_command_also_where_python_drops_exceptions(place: str) -> None:
+_DROPPED = {
+    "a finalizer": "Finalizer()",
+    "a hook of fork": "os.register_at_fork(after_in_parent=stop)\n    os.fork() or os._exit(0)",
+    "a function that C calls": "soundfile.SoundFile(File(), 'w', 8000, 1, 'PCM_16', format='WAV').write([0.0])",
+}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("place", _DROPPED)
+@pytest.mark.parametrize("command", ["doctor", "preparation of training"])
+def test_a_signal_ends_a_command_also_where_python_drops_exceptions(command: str, place: str, name: str) -> None:
+    with_interrupts = "    with Interrupts() as ends, ends.at_once():\n    "
     code = (
-        "import os, signal, sys, time\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
-        "def stop(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('dropped', flush=True)\n"
+        "import io, os, signal, sys, time, soundfile\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+        "from ds2.training.stopping import Interrupts\n"
+        f"def stop(*_):\n    os.kill(os.getpid(), signal.{name})\n    print('dropped', flush=True)\n"
         "class Finalizer:\n    __del__ = stop\n"
-        "def work(arguments):\n"
-        f"    if {place == 'a finalizer'}:\n        Finalizer()\n"
-        "    else:\n        os.register_at_fork(after_in_parent=stop)\n        os.fork() or os._exit(0)\n"
-        "    time.sleep(300)\n"
-        "doctor.run = work\nsys.exit(cli.main(['doctor']))"
+        "class File(io.BytesIO):\n    write = stop\n"
+        f"def block():\n    {_DROPPED[place]}\n    time.sleep(300)\n"
+        f"def work(arguments):\n{'' if command == 'doctor' else with_interrupts}    block()\n"
+        "doctor.run = work\nsys.argv = ['ds2', 'doctor']\nsys.exit(cli.main())"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (143, "", "ds2: stopped by SIGTERM\n")
+    run = ended(code)
+    message = "interrupted" if (command, name) == ("doctor", "SIGINT") else f"stopped by {name}"
+    assert (run.returncode, run.stdout, run.stderr) == (128 + signal.Signals[name], "", f"ds2: {message}\n")
+
+
+def test_ctrl_c_at_the_end_of_python_prints_nothing() -> None:
+    run = ended(
+        "import atexit, os, signal, sys\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+        "def late():\n    os.kill(os.getpid(), signal.SIGINT)\n    print('went on')\n"
+        "doctor.run = lambda _: atexit.register(late) and 0\nsys.argv = ['ds2', 'doctor']\nsys.exit(cli.main())"
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_signal_ends_a_rank_that_waits_for_one_that_never_joins(tiny_overrides: list[str]) -> None:
+    variables = variables_of_ranks(2)[0]
+    command = [sys.executable, "-m", "ds2.cli", "train", *tiny_overrides]
+    with subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True) as rank:
+        until(lambda: listens(int(variables["MASTER_PORT"])))
+        rank.terminate()
+        try:
+            _, errors = rank.communicate(timeout=120)
+        finally:
+            rank.kill()
+    assert (rank.returncode, errors) == (-signal.SIGTERM, "")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code as a program in the foreground: where the tests run in the background, SIGINT is ignored."""
+    foreground = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    command = [sys.executable, "-c", foreground + code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

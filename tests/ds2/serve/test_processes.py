@@ -230,6 +230,7 @@ def test_a_stopped_worker_keeps_neither_the_others_nor_its_server(
     [
         ("1", signal.SIGTERM),
         ("0", signal.SIGHUP),
+        ("0", signal.SIGINT),
         pytest.param("0", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("2", signal.SIGHUP, marks=pytest.mark.slow),
     ],
@@ -250,8 +251,8 @@ def test_a_signal_ends_a_server_after_all_last_results(
                 await ws.send(CONFIG)
                 await ws.send(data)
                 await ws.recv()
-            server.send_signal(number)
             for ws in held:
+                server.send_signal(number)  # again and again, as by someone impatient
                 text = json.loads(await ws.recv())["text"]
                 with pytest.raises(ConnectionClosed) as closed:
                     await ws.recv()
@@ -259,7 +260,8 @@ def test_a_signal_ends_a_server_after_all_last_results(
             return texts
 
         assert asyncio.run(speak()) == [(text_alone(recogniser, data), 1012)] * 8
-        assert server.wait(WAIT_S) == 0
+        errors = server.communicate(timeout=WAIT_S)[1]
+        assert (server.returncode, "Traceback" in errors) == (0, False), errors
     finally:
         server.kill()
 

@@ -56,6 +56,19 @@ def children(pid: int) -> list[int]:
     return pids
 
 
+@pytest.mark.parametrize("processes", ["--recognisers", "--workers"])
+def test_a_signal_at_its_first_line_ends_a_server(make_model: Callable[..., Path], processes: str) -> None:
+    code = (
+        "import io, os, signal, sys\nfrom ds2 import cli\n"
+        "class Output(io.StringIO):\n"
+        "    write = lambda _, text: text.startswith('ds2 serve: ') and os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.stdout = Output()\nsys.exit(cli.main())"
+    )
+    command = [sys.executable, "-c", code, "serve", str(make_model()), "--device", "cpu", "--port", "0", processes, "2"]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=WAIT_S)
+    assert run.returncode == 0, run.stderr
+
+
 def lives(pid: int) -> bool:
     """Whether a process runs; one that nobody waits for, as in a container without an init, has ended all the same."""
     try:

@@ -28,6 +28,17 @@ def test_an_error_keeps_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["file.txt"]
 
 
+def test_a_second_ctrl_c_leaves_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(folder: Path, **options: bool) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), files.temporary_folder(tmp_path, "a"):
+        raise KeyboardInterrupt
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["a" * 251 + ".txt", "語" * 83 + ".txt"])
 def test_names_are_as_long_as_the_file_system_allows(name: str, tmp_path: Path) -> None:
     write_text(tmp_path / name, "text\n")
