@@ -16,7 +16,9 @@ _MP4_SLACK_BYTES = 16  # of a head here; where samples are missing, decoders not
 _SEGMENT = b"\x18\x53\x80\x67"  # of Matroska: all but the header
 _OGG_BEGIN_OF_STREAM, _OGG_END_OF_STREAM = 2, 4
 _XING = re.compile(rb"(?:Xing|Info)(.{12})", re.DOTALL)  # flags, frames, bytes
-_MP3_FRAMES = 2000  # that show whether the bit rate varies
+_MP3_FRAMES = 2000  # at the begin, and
+_MP3_PLACES = 16  # spread over the file, that show whether the bit rate varies
+_MP3_HEAD = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb]")  # of a frame of layer III
 _MP3_KBPS = (  # of MPEG 1; of MPEG 2 and 2.5
     (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),
     (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0),
@@ -145,14 +147,21 @@ def _mp3(read: Read, size: int) -> str:
         if size - end > size / 100 and (following == b"ID3" or following[:2] >= b"\xff\xe0"):  # less is no recording
             return _JOINED.format(end, size)
     states_length = (flags & 1 and frames) or b"VBRI" in first  # LAME's way, or that of Fraunhofer's encoder
-    if not states_length and len(set(_mp3_kbps(read, at))) > 1:
+    if not states_length and len({*_mp3_kbps(read, at), *_mp3_later_kbps(read, at, size)}) > 1:
         return "varies in bit rate and states no length, so that decoders guess where it ends"
     return ""
 
 
-def _mp3_kbps(read: Read, at: int) -> Iterator[int]:
-    """Yield the bit rates of the first frames of MPEG layer III."""
-    for _ in range(_MP3_FRAMES):
+def _mp3_later_kbps(read: Read, at: int, size: int) -> Iterator[int]:
+    """Yield the bit rates of frames all over the file; four in a row are no accident of the bytes."""
+    for place in range(at, size, (size - at) // _MP3_PLACES + 1):
+        chains = (list(_mp3_kbps(read, place + head.start(), 4)) for head in _MP3_HEAD.finditer(read(place, 1 << 11)))
+        yield from next((chain for chain in chains if len(chain) == 4), [])
+
+
+def _mp3_kbps(read: Read, at: int, frames: int = _MP3_FRAMES) -> Iterator[int]:
+    """Yield the bit rates of up to so many frames of MPEG layer III, of which the first begins at a byte."""
+    for _ in range(frames):
         head = read(at, 4)
         if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
             return

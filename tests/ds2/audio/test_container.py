@@ -133,6 +133,24 @@ def test_an_mp3_that_varies_in_bit_rate_states_its_length(tmp_path: Path, mode: 
                 audio_info(path)
 
 
+@pytest.mark.parametrize("seconds", [3, 100])  # of the first rate: fewer frames than are read from the begin, and more
+def test_the_bit_rate_of_an_mp3_may_change_late(tmp_path: Path, seconds: int) -> None:
+    path, parts = tmp_path / "a.mp3", []
+    for level, length_s in ((0.7, seconds), (0.5, seconds // 3)):
+        with soundfile.SoundFile(
+            path, "w", RATE_HZ, 1, format="MP3", compression_level=level, bitrate_mode="CONSTANT"
+        ) as file:
+            file.write(sound(1, length_s))
+        whole = path.read_bytes()
+        place = max(whole.find(b"Xing"), whole.find(b"Info"))
+        parts.append(whole[:place] + bytes(20) + whole[place + 20 :])
+    path.write_bytes(parts[0] + b"TAG" + bytes(125))
+    assert abs(audio_info(path).duration_s - seconds) < 0.2
+    path.write_bytes(b"".join(parts))
+    with pytest.raises(AudioError, match="varies in bit rate and states no length"):
+        audio_info(path)
+
+
 def test_a_segment_of_a_truncated_file_is_refused_too(tmp_path: Path) -> None:
     path = tmp_path / "a.au"
     path.write_bytes(written(path, "AU", "PCM_16")[:-32000])
