@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ds2.decoding import greedy
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.text.alphabet import Alphabet
@@ -102,3 +105,28 @@ def test_shapes_that_do_not_fit() -> None:
         greedy_decode(torch.zeros(2, 1, 5), torch.tensor([2]))
     with pytest.raises(ValueError, match="between 0 and the 2 frames"):
         greedy_decode(torch.zeros(2, 1, 4), torch.tensor([3]))
+
+
+def test_the_path_is_copied_while_the_check_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that share a GPU wait for their turn: a copy that begins after the check's wait waits once more."""
+    events: list[str] = []
+
+    def noted(name: str, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def start(*args: Any, **settings: Any) -> Any:
+            events.append(f"{name} begins")
+            result = begin(*args, **settings)
+            *others, wait = result if isinstance(result, tuple) else (result,)
+
+            def waiting() -> Any:
+                events.append(f"{name} waits")
+                return wait()
+
+            return (*others, waiting) if others else waiting
+
+        return start
+
+    monkeypatch.setattr(greedy, "start_check", noted("check", greedy.start_check))
+    monkeypatch.setattr(greedy, "start_copy", noted("copy", greedy.start_copy))
+    [best] = greedy_decode(logits_of([A, BLANK, B]), torch.tensor([3]))
+    assert best.text == "ab"
+    assert events == ["check begins", "copy begins", "check waits", "copy waits"]
