@@ -260,7 +260,7 @@ def _raise_explained(error: Exception, overrides: Sequence[str]) -> NoReturn:
 
 def _check_choice(override: Override) -> None:
     """Raise ConfigError for an override that Hydra refuses without an explanation, or takes for something else."""
-    group, choice, line = override.key_or_group, override.value(), override.input_line
+    group, choice, line = override.key_or_group, override.value(), str(override.input_line)
     settings, ours, parts = convert.declared_settings(), choices(group), group.split(".")
     if override.is_delete():
         setting = next((key for key in (".".join(parts[:2]), parts[0]) if key in settings), "")
@@ -270,6 +270,12 @@ def _check_choice(override: Override) -> None:
             inner = ".KEY" * is_dataclass(settings[setting][1])
             raise ConfigError(f"{line}: a setting cannot be taken away; set it: {setting}{inner}=VALUE")
         return
+    if group == "hydra.run.dir":
+        raise ConfigError(f"{line} has no effect: name the folder of the run by run_dir=FOLDER")
+    if group in FREE_FORM and not re.search(r"[\"'\\]", line):  # Hydra takes the last value of a key
+        keys = re.findall(r"[{,]\s*([^\s{}\[\],:]+)\s*:", line)
+        if twice := next((key for key in keys if keys.count(key) > 1), ""):
+            raise ConfigError(f"{line}: {twice} is there twice; write each key once")
     added = override.is_add() or (bool(ours) and (override.is_force_add() or override.package is not None))
     if added and (ours or group in settings):
         raise ConfigError(f"{line}: ds2 has {group} in its place: write {group}=VALUE, without + and @")

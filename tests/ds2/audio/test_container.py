@@ -133,7 +133,7 @@ def test_an_mp3_that_varies_in_bit_rate_states_its_length(tmp_path: Path, mode: 
                 audio_info(path)
 
 
-@pytest.mark.parametrize("seconds", [3, 100])  # of the first rate: fewer frames than are read from the begin, and more
+@pytest.mark.parametrize("seconds", [3, 100])  # of the first rate: fewer frames than are read from the start, and more
 def test_the_bit_rate_of_an_mp3_may_change_late(tmp_path: Path, seconds: int) -> None:
     path, parts = tmp_path / "a.mp3", []
     for level, length_s in ((0.7, seconds), (0.5, seconds // 3)):

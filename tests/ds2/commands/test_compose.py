@@ -131,6 +131,8 @@ def test_of_a_setting_and_a_mapping_of_its_section_the_later_one_holds() -> None
         ("optim=[1]", "optim=[1]: choose one of adamw, sgd"),
         ("~optim.momentum", "~optim.momentum: a setting cannot be taken away; set it: optim.momentum=VALUE"),
         ("~optim", "~optim: a choice cannot be taken away; choose one of adamw, sgd"),
+        ("hydra.run.dir=x", "hydra.run.dir=x has no effect: name the folder of the run by run_dir=FOLDER"),
+        ("optim.layer_rates={a:1, b:1, a : 2}", "{a:1, b:1, a : 2}: a is there twice; write each key once"),
         ("~train", "~train: a setting cannot be taken away; set it: train.KEY=VALUE"),
         ("~device", "~device: a setting cannot be taken away; set it: device=VALUE"),
         ("alphabet.replace={true:a}", "alphabet.replace: takes a mapping: alphabet.replace={KEY:VALUE}, with quotes"),
