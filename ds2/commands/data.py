@@ -339,7 +339,8 @@ def _alphabet(args: argparse.Namespace) -> None:
     texts = [utterance.text for utterance in read_manifests(args.manifests)]
     counts = Counter(chain.from_iterable(alphabet.normalise(text)[0] for text in texts))
     if not any(c.strip() for c in counts):
-        raise ConfigError(f"{', '.join(map(str, args.manifests))}: no transcript has a character that counts")
+        names = ", ".join(map(str, args.manifests))
+        raise ConfigError(f"{names}: no transcript has a letter or digit; alphabet.punctuation=keep counts other signs")
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
     rare = Counter({c: n for c, n in counts.items() if n < args.least})
     symbols = counts.keys() - digits.keys() - rare.keys()

@@ -18,7 +18,7 @@ from ds2.scoring.statistics import paired_test
 from ds2.scoring.wer import corpus_report
 from ds2.system import UserError
 from ds2.system.files import STANDARD_INPUT, check_writable, read_lines
-from ds2.system.plain import counted, first_of, parse_object
+from ds2.system.plain import counted, first_of, parse_object, short_repr
 from ds2.text.alphabet import fold
 
 _MAX_NAMED = 10  # utterances in a message
@@ -180,12 +180,13 @@ def _manifest_line(line: str, path: Path, number: int, position: int, *, hypothe
         raise UserError(f"{source}: {error}, but the file begins as a manifest: one object a line") from error
     name = "pred_text" if hypotheses and "pred_text" in record else "text"
     if not isinstance(record.get(name), str):
-        raise UserError(f"{source}: has no string {name!r}")
+        raise UserError(f"{source}: has no string {name!r}: {short_repr(record)}")
     audio, offset = record.get("audio_filepath"), record.get("offset") or 0
     if audio is None:
         return str(position), TextLine(str(position), _nfc(record[name]), str(record.get("speaker") or ""))
     if not isinstance(audio, str) or not isinstance(offset, int | float):
-        raise UserError(f"{source}: audio_filepath must be a string and offset a number")
+        pair = f"{short_repr(audio)} and {short_repr(offset)}"
+        raise UserError(f"{source}: audio_filepath must be a string and offset a number, not {pair}")
     try:
         key = f"{(path.parent / audio).resolve()}+{offset:.6f}"
     except (ValueError, OverflowError) as error:

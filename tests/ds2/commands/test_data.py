@@ -205,7 +205,7 @@ def test_digits_join_apostrophes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_alphabet_of_blank_transcripts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_manifest(tmp_path / "blank.jsonl", [Utterance(tmp_path / "a.wav", 1.0, " \t")])
     assert main(["data", "alphabet", str(tmp_path / "blank.jsonl")]) == 2
-    assert "blank.jsonl: no transcript has a character" in capsys.readouterr().err
+    assert "blank.jsonl: no transcript has a letter or digit; alphabet.punctuation=keep" in capsys.readouterr().err
 
 
 def test_alphabet_without_a_manifest_says_so(capsys: pytest.CaptureFixture[str]) -> None:
