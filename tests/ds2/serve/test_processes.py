@@ -212,6 +212,9 @@ def test_a_stopped_worker_keeps_neither_the_others_nor_its_server(
         (another,) = server.processes()
         assert another.pid is not None
         workers.append(another)
+        (link,) = server._processes
+        while not link.started:  # before that SIGTERM ends it
+            server._receive_from_workers(True)
         os.kill(another.pid, signal.SIGSTOP)
         monkeypatch.setattr("ds2.serve.processes.END_S", 0.5)
         thread = threading.Thread(target=server.run, daemon=True)
