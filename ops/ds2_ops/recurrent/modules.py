@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from ds2_ops.checks import check_choice, check_lengths, lengths_on, valid_frames
+from ds2_ops.checks import check_choice, check_lengths, check_shape, lengths_on, valid_frames
 from ds2_ops.recurrent.backends.choose import BACKENDS, why_not_unasked
 from ds2_ops.recurrent.backends.gemm import wide_dtype
 from ds2_ops.recurrent.backends.persistent import why_not
@@ -65,6 +65,7 @@ class _DropIn(nn.RNNBase):
         Raises:
             ValueError, TypeError, RuntimeError: as :func:`ds2_ops.recurrence`.
         """
+        hx = tuple(hx) if isinstance(hx, list) else hx
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError(
@@ -99,6 +100,7 @@ class _DropIn(nn.RNNBase):
     def _layers(self, x: Tensor, hx: State | None, lengths: Tensor | None) -> tuple[Tensor, State]:
         """Run on x (T, B, K)."""
         directions = 2 if self.bidirectional else 1
+        self._check_states(hx, (self.num_layers * directions, x.shape[1], self.hidden_size))
         states: list[tuple[Tensor, ...]] = []
         for layer in range(self.num_layers):
             own = slice(directions * layer, directions * (layer + 1))
@@ -107,6 +109,16 @@ class _DropIn(nn.RNNBase):
             x = functional.dropout(y, self.dropout, self.training) if layer + 1 < self.num_layers else y
         last = [torch.cat(kind) for kind in zip(*states, strict=True)]
         return x, (last[0], last[1].to(x.dtype)) if len(last) > 1 else last[0]
+
+    def _check_states(self, hx: State | None, shape: tuple[int, int, int]) -> None:
+        """Raise unless the states of all layers are right: a layer takes its own slice, and would not miss the rest."""
+        if hx is None:
+            return
+        pair = CELLS[self.cell].carries_c
+        if isinstance(hx, tuple) != pair or (pair and len(hx) != 2):
+            expected = "the pair of h and c" if pair else "one tensor"
+            raise TypeError(f"hx is a {type(hx).__name__}, expected for {type(self).__name__} is {expected}")
+        _each(hx, lambda states: check_shape("hx", states, shape, "(L D, B, H)"))
 
     def _layer(self, x: Tensor, layer: int, hx: State | None, lengths: Tensor | None) -> tuple[Tensor, ...]:
         """Run a layer: y (T, B, D H), and its states (D, B, H)."""
@@ -124,7 +136,9 @@ class _DropIn(nn.RNNBase):
         if self.bidirectional:
             hn = None if bias_hn is None else torch.stack(bias_hn)
             options |= {"bias_hn": hn, "c0": c0}
-            y, *last = recurrence(z.view(*z.shape[:2], 2, -1), torch.stack(weight_hh), h0, lengths, **options)
+            y, *last = recurrence(
+                z.view(*z.shape[:2], 2, z.shape[2] // 2), torch.stack(weight_hh), h0, lengths, **options
+            )
             return y.flatten(2), *last
         options |= {"bias_hn": None if bias_hn is None else bias_hn[0], "c0": None if c0 is None else c0[0]}
         y, *last = recurrence(z, weight_hh[0], None if h0 is None else h0[0], lengths, **options)
@@ -164,7 +178,7 @@ class _DropIn(nn.RNNBase):
         empty = (lengths == 0)[:, None]
         before = hx if isinstance(hx, tuple) else (hx, hx)
         after = last if isinstance(last, tuple) else (last,)
-        states = [torch.where(empty, 0.0 if b is None else b, a) for b, a in zip(before, after, strict=False)]
+        states = [torch.where(empty, 0.0 if b is None else b.to(a), a) for b, a in zip(before, after, strict=False)]
         return torch.where(valid, y, 0.0), (states[0], states[1]) if len(states) > 1 else states[0]
 
 

@@ -106,6 +106,43 @@ def _rows(first: Any, row: int) -> Any:
 
 
 @each_kind
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_no_utterances_and_a_list_of_states(ours: type, theirs: type, options: dict[str, Any], backend: str) -> None:
+    module, peer = pair(ours, theirs, options, bidirectional=True, backend=backend)
+    x = draw(1, T, B, K, device=CPU, dtype=torch.float64)
+    y, *last = flat(module(x[:, :0], state(module, 0)))
+    assert y.shape == (T, 0, 2 * H) and all(states.shape == (2, 0, H) for states in last)
+    if isinstance(peer, nn.LSTM):
+        assert_close(flat(module(x, list(state(module)))), flat(peer(x, state(peer))))
+
+
+@each_kind
+def test_under_autocast_states_of_empty_utterances_have_the_dtype_of_the_output(
+    ours: type, theirs: type, options: dict[str, Any]
+) -> None:
+    module, _ = pair(ours, theirs, options, backend="torch")
+    x, first = torch.randn(T, B, K), state(module.float())
+    first = tuple(h.float() for h in first) if isinstance(first, tuple) else first.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, *last = flat(module(x, first, torch.tensor([6, 0, 2])))
+    assert {states.dtype for states in last} == {y.dtype}
+
+
+@each_kind
+def test_first_states_of_another_form_are_refused(ours: type, theirs: type, options: dict[str, Any]) -> None:
+    module, peer = pair(ours, theirs, options, num_layers=2)
+    x = draw(1, T, B, K, device=CPU, dtype=torch.float64)
+    packed = pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
+    more = torch.zeros(3, B, H, dtype=torch.float64)
+    is_lstm = isinstance(peer, nn.LSTM)
+    for inputs in (x, packed):
+        with pytest.raises(ValueError, match=r"hx has shape \(3, 3, 7\), expected \(L D, B, H\) = \(2, 3, 7\)"):
+            module(inputs, (more, more) if is_lstm else more)
+        with pytest.raises(TypeError, match=r"expected for (LSTM is the pair of h and c|(RNN|GRU) is one tensor)"):
+            module(inputs, more[:2] if is_lstm else (more[:2], more[:2]))
+
+
+@each_kind
 @pytest.mark.parametrize("enforce_sorted", [False, True])
 def test_packed_sequences(ours: type, theirs: type, options: dict[str, Any], enforce_sorted: bool) -> None:
     module, peer = pair(ours, theirs, options, bidirectional=True)
