@@ -89,6 +89,17 @@ def assert_replays(step: Callable[[], Sequence[Tensor]], change: Callable[[], ob
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors in another type where the code names none, as a notebook may have set it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def nan_filled_memory() -> Iterator[None]:
     """Fill every newly allocated tensor with NaN, so that what an op forgets to write shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)

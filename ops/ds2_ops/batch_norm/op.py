@@ -115,7 +115,7 @@ class _BatchNorm(torch.autograd.Function):
         _run(rows, "sum_rows", lengths, partial, x)
         if reduce is not None:
             partial = reduce(partial, None)
-        mean, inverse = torch.empty(2, channels, device=device)
+        mean, inverse = torch.empty(2, channels, dtype=torch.float32, device=device)
         averages = (None, None, 0.0) if running is None else (running.mean, running.var, running.share)
         y = torch.empty_like(x)
         _run(rows, "normalise", lengths, partial, x, y, count, weight, bias, mean, inverse, *averages, eps, limit)
@@ -136,7 +136,7 @@ class _BatchNorm(torch.autograd.Function):
         grad_bias: Tensor | None = torch.empty_like(mean)
         gradients = grad_weight, grad_bias
         if ctx.reduce is not None:
-            own = torch.empty(2, len(mean), device=x.device)
+            own = torch.empty(2, len(mean), dtype=torch.float32, device=x.device)
             partial = ctx.reduce(partial, own)
             gradients = own[1] * inverse, own[0]
             grad_weight = grad_bias = None

@@ -73,9 +73,9 @@ def align(log_probs: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> A
     longest, device = labels.shape[1], log_probs.device
     launch = plan(longest, runtime.smem_bytes_per_block(device_index(device)), batch)
     moves = torch.empty(batch, length, 2 * longest + 1, dtype=torch.uint8, device=device)
-    log_prob = torch.empty(batch, device=device)
+    log_prob = torch.empty(batch, dtype=torch.float32, device=device)
     spans = torch.zeros(batch, 2, longest, dtype=torch.int32, device=device)
-    peaks = torch.zeros(batch, longest, device=device)
+    peaks = torch.zeros(batch, longest, dtype=torch.float32, device=device)
     arguments: list[Any] = [log_probs, frames, labels, sizes, moves, log_prob, spans, peaks]
     arguments += [length, batch, vocabulary, longest]
     run(launch, arguments, lambda: f"alignment, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels", device)

@@ -363,9 +363,9 @@ class _ByKernels(torch.autograd.Function):
         log_probs = logits.detach().float().log_softmax(-1).contiguous()
         length, batch, _ = log_probs.shape
         device, tables = log_probs.device, denominator.tables(log_probs.device)
-        alpha, beta = torch.empty(2, batch, length, tables.rows, device=device)
+        alpha, beta = torch.empty(2, batch, length, tables.rows, dtype=torch.float32, device=device)
         exponents = torch.empty(2, batch, length, dtype=torch.int32, device=device)
-        mantissa = torch.empty(batch, device=device)
+        mantissa = torch.empty(batch, dtype=torch.float32, device=device)
         exponent = torch.empty(batch, dtype=torch.int32, device=device)
         results = [alpha, beta, *exponents, mantissa, exponent]
         frames = frames.contiguous()
@@ -374,7 +374,7 @@ class _ByKernels(torch.autograd.Function):
         _run(launch, [*arguments, tables.rows, launch.smem_bytes], log_probs, tables.rows)
         ctx.save_for_backward(log_probs, frames, *results)
         ctx.tables, ctx.dtype = tables, logits.dtype
-        return mantissa.log() + exponent * float(np.log(2))
+        return mantissa.log() + exponent.float() * float(np.log(2))
 
     @staticmethod
     def backward(ctx: Any, grad_log_sums: Tensor) -> tuple[Tensor | None, ...]:

@@ -55,8 +55,8 @@ class _CtcLoss(torch.autograd.Function):
         targets = [t.contiguous() for t in (frames, labels, sizes)]
         length, batch, vocabulary = log_probs.shape
         longest, device = labels.shape[1], log_probs.device
-        alpha, beta = torch.empty(2, batch, length, 2 * longest + 1, device=device)
-        losses = torch.empty(batch, device=device)
+        alpha, beta = torch.empty(2, batch, length, 2 * longest + 1, dtype=torch.float32, device=device)
+        losses = torch.empty(batch, dtype=torch.float32, device=device)
         launch = plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)), batch)
         _run(launch, [log_probs, *targets, alpha, beta, losses], log_probs, longest, delay_penalty)
         ctx.save_for_backward(log_probs, *targets, alpha, beta, losses)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import kernel_on_cpu
 from support.decoding_cases import CHARACTERS, PIECES, language_model, random_log_probs, speechlike
+from support.op_cases import default_dtype
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
@@ -159,7 +160,9 @@ def test_alignments_agree(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = force_align(log_probs, lengths, targets)
     if where == "cpu":
         kernel_on_cpu.patch(monkeypatch)
-    for ours, theirs in zip(align_on_gpu(log_probs.to(where), lengths, targets), wanted, strict=True):
+    with default_dtype(torch.float64):
+        alignments = align_on_gpu(log_probs.to(where), lengths, targets)
+    for ours, theirs in zip(alignments, wanted, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is None or theirs is None:
             continue
