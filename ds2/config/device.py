@@ -9,8 +9,15 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device of a rank: `auto` and `cuda` are GPU number `local_rank` modulo the GPUs of the host.
 
     Raises:
-        ConfigError: an unknown name, or a GPU that does not exist.
+        ConfigError: an unknown name, a GPU that does not exist, or default tensors of torch that are not float32 on the
+            CPU, as those are of which ds2 makes its own.
     """
+    dtype, place = torch.get_default_dtype(), torch.get_default_device()
+    if dtype != torch.float32 or place.type != "cpu":
+        raise ConfigError(
+            f"torch's default tensors are {dtype} on {place}, ds2 needs torch.float32 on cpu: "
+            "torch.set_default_dtype(torch.float32); torch.set_default_device('cpu')"
+        )
     count = torch.cuda.device_count()
     if name == "auto" and not count:
         return torch.device("cpu")

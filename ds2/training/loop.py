@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from ds2.config.convert import not_default, save_config
 from ds2.config.schema import Config
 from ds2.data.splits import report_changes
@@ -46,6 +48,8 @@ def train(config: Config, run_dir: Path) -> int:
     """
     try:
         with (
+            torch.inference_mode(False),  # where the caller, a notebook perhaps, has set this
+            torch.enable_grad(),
             Interrupts() as interrupts,
             connect(config.comm, config.device, run_dir) as comm,
             make_folder(run_dir),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import mpirun, torchrun
+from support.op_cases import default_dtype
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
@@ -153,6 +154,13 @@ def test_devices_go_round_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> None
         resolve_device("cuda:2")
     with pytest.raises(ConfigError, match="not one of auto"):
         resolve_device("gpu")
+
+
+def test_other_default_tensors_are_refused() -> None:
+    with default_dtype(torch.float64), pytest.raises(ConfigError, match=r"are torch\.float64 on cpu, ds2 needs"):
+        resolve_device("cpu")
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"are torch\.float32 on meta, ds2 needs"):
+        resolve_device("cpu")
 
 
 def test_the_single_process_has_no_sums_to_start() -> None:

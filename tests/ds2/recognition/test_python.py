@@ -158,7 +158,8 @@ def test_own_data_trains_from_python(tiny_overrides: list[str], tone_manifest: P
     dev = ds2.save_dataset(tmp_path / "dev", [(str(u.audio_filepath), u.text) for u in utterances[6:]])
     assert [u.text for u in read_manifest(train)] == [u.text for u in utterances[:6]]
     assert read_manifest(train)[1].speaker == "s1" and read_manifest(dev)[0].duration_s == utterances[6].duration_s
-    run = ds2.train(*tiny_overrides, f"data.train=[{train}]", f"data.dev=[{dev}]", "train.epochs=1")
+    with torch.inference_mode():
+        run = ds2.train(*tiny_overrides, f"data.train=[{train}]", f"data.dev=[{dev}]", "train.epochs=1")
     assert isinstance(ds2.load(run, device="cpu").transcribe(utterances[0].audio_filepath).text, str)
     with pytest.raises(ConfigError, match="did you mean"):
         ds2.train(*tiny_overrides, "train.epoch=1")
