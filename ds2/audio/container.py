@@ -23,6 +23,8 @@ _MP3_KBPS = (  # of MPEG 1; of MPEG 2 and 2.5
     (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),
     (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0),
 )
+_FLAC_HEAD = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # and that of its first block, of 34 bytes
+_FLAC_BUFFER_BYTES = 1 << 14  # libFLAC reads up to 8 KiB more than it decodes; a tag may lie between two recordings
 _JOINED = "holds recordings one after the other, of which only the first is read, to byte {} of {}"
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
@@ -41,6 +43,25 @@ def describe_damage(descriptor: int, container: str) -> str | None:
     size = os.fstat(descriptor).st_size
     check = _CHECKS.get(container)
     return None if check is None else check(lambda at, n: os.pread(descriptor, n, at) if at < size else b"", size)
+
+
+def describe_second_flac(descriptor: int) -> str:
+    """Describe a recording behind another one in a FLAC file, '' if there is none.
+
+    A header of FLAC states samples, not bytes: where the recording ends is known when it has been decoded.
+
+    Args:
+        descriptor: of the file, whose position is where the decoder of the first recording stopped reading.
+    """
+    stopped = os.lseek(descriptor, 0, os.SEEK_CUR)
+    first = max(_id3_bytes(os.pread(descriptor, 10, 0)) + 1, stopped - _FLAC_BUFFER_BYTES)
+    second = _FLAC_HEAD.search(os.pread(descriptor, stopped + _FLAC_BUFFER_BYTES - first, first))
+    return _JOINED.format(first + second.start(), os.fstat(descriptor).st_size) if second else ""
+
+
+def _id3_bytes(head: bytes) -> int:
+    """The size of the tag that a file of these first 10 bytes begins with."""
+    return 10 + sum(byte << 7 * place for place, byte in enumerate(head[:5:-1])) if head.startswith(b"ID3") else 0
 
 
 def _truncation(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> str:
@@ -137,8 +158,7 @@ def _ogg(read: Read, size: int) -> str:
 
 def _mp3(read: Read, size: int) -> str:
     """MPEG audio, perhaps behind a tag; where its first frame states the length, decoders end there."""
-    tag = read(0, 10)
-    at = 10 + sum(byte << 7 * place for place, byte in enumerate(tag[:5:-1])) if tag.startswith(b"ID3") else 0
+    at = _id3_bytes(read(0, 10))
     first = read(at, 64)
     flags, frames, stated = struct.unpack(">III", xing[1]) if (xing := _XING.search(first)) else (0, 0, 0)
     if flags & 3 == 3 and stated:  # 0 was never completed

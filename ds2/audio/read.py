@@ -15,7 +15,7 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from ds2.audio.container import describe_damage
+from ds2.audio.container import describe_damage, describe_second_flac
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, container_of
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system import UserError
@@ -125,7 +125,7 @@ def read_audio(
     aac, wma and the sound of videos. `.raw` and `.pcm` files are headerless 16-bit little-endian mono at
     `sample_rate_hz`. Other rates are resampled, channels are averaged (logged once), samples over full scale are
     clipped. A file shorter than its header states, or an Ogg stream without its last page, is truncated; headers
-    written to a pipe state no length (the largest sizes). Ogg and MP3 files of several recordings are refused.
+    written to a pipe state no length (the largest sizes). Ogg, MP3 and FLAC files of several recordings are refused.
 
     Args:
         path: the file, or a member of a tar file (`SHARD.tar/KEY.flac`).
@@ -343,14 +343,21 @@ def _mono_blocks(
         yield mono
     if not done:
         raise AudioError(f"{path}: no samples could be decoded at {offset_s:g} s")
-    missing_s = (total - done) / rate_hz
+    missing_s, damage = (total - done) / rate_hz, ""
     if missing_s > END_TOLERANCE_S and (file.frames < UNKNOWN_FRAMES or duration_s is not None):
         damage = (
             f"truncated: decoding ends at {(first + done) / rate_hz:.3f} s, {missing_s:.3f} s before the end "
             "that its header or manifest states"
         )
-        if not lenient:
-            raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
+    elif (
+        isinstance(file, soundfile.SoundFile)
+        and file.format == "FLAC"
+        and file.frames - first - done <= END_TOLERANCE_S * rate_hz
+    ):
+        damage = describe_second_flac(file.name)  # its descriptor
+    if damage and not lenient:
+        raise AudioError(f"{path}: {damage}. {_COPY_AGAIN}")
+    if damage:
         _log_damage(path, damage)
 
 

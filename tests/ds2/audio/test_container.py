@@ -85,18 +85,37 @@ def test_an_ogg_stream_ends_with_its_last_page(tmp_path: Path, subtype: str) -> 
         read_audio(path)
 
 
-@pytest.mark.parametrize("container", ["OGG", "MP3"])
+@pytest.mark.parametrize("container", ["OGG", "MP3", "FLAC"])
 def test_joined_recordings_are_refused_as_decoders_end_with_the_first(
     tmp_path: Path, container: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "a.bin"
-    whole = written(path, container, {"OGG": "OPUS", "MP3": "MPEG_LAYER_III"}[container])
+    whole = written(path, container, {"OGG": "OPUS", "MP3": "MPEG_LAYER_III", "FLAC": "PCM_16"}[container])
     path.write_bytes(whole + whole)
     joined = f"only the first is read, to byte {len(whole)} of {2 * len(whole)}"
     with pytest.raises(AudioError, match=rf"{joined}\. Copy it again, or convert what is there, e\.g\. to FLAC"):
         read_audio(path)
     list(audio_blocks(path, RATE_HZ, lenient=True))
     assert joined in caplog.text
+
+
+def test_a_flac_file_behind_another_is_noticed_where_the_first_is_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.flac"
+    tag = b"ID3\4\0\0\0\0\2\x10" + bytes(272)
+    for frames, channels in ((RATE_HZ * SECONDS, 8), (4000, 1), (5, 1)):
+        soundfile.write(path, sound(channels)[:frames], RATE_HZ)
+        whole = path.read_bytes()
+        for before, between in ((b"", b""), (tag, b""), (tag, tag)):
+            path.write_bytes(before + whole)
+            read_audio(path)
+            for second in (whole, whole[: len(whole) // 2]):
+                path.write_bytes(before + whole + between + second)
+                with pytest.raises(AudioError, match=f"to byte {len(before + whole + between)} of"):
+                    read_audio(path)
+    path.write_bytes(written(path, "FLAC", "PCM_16") * 2)
+    with pytest.raises(AudioError, match="only the first is read"):
+        read_audio(path, duration_s=SECONDS - 0.05)
+    assert len(read_audio(path, offset_s=1.0, duration_s=1.0)) == RATE_HZ  # of the first, as its header says
 
 
 def test_tags_around_an_mp3_are_no_second_recording(tmp_path: Path) -> None:
