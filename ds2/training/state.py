@@ -449,6 +449,8 @@ def initial_state(
     loaded = load_model(config.checkpoint.init_from) if config.checkpoint.init_from else None
     if loaded is not None:
         copy_weights(state.model, alphabet, loaded)
+    elif config.train.freeze:
+        _warn_of_frozen(state.model, state.model.state_dict())
     normalised_alike = loaded is not None and loaded.config.features.normalise == config.features.normalise
     if loaded is not None and normalised_alike and _same_features(state.features, loaded.features):
         state.features.load_state_dict(loaded.features.state_dict())
@@ -469,6 +471,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
         ConfigError: nothing fits.
     """
     mine, theirs = model.state_dict(), source.model.state_dict()
+    drawn = set[str]()  # with rows of new labels
     for what, of_heads in (("labels", False), ("labels of intermediate classifiers", True)):
         symbols, others = _symbols(model, alphabet, of_heads), _symbols(source.model, source.alphabet, of_heads)
         ends = ("classifier.weight", "classifier.bias")
@@ -484,6 +487,7 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
             moved[rows] = theirs[name][sources].to(moved)
             theirs[name] = moved
         new = [symbol for symbol in symbols if symbol not in labels]
+        drawn.update(names if new else ())
         dropped = [symbol for symbol in others if symbol not in symbols]
         listed = f": {' '.join(map(repr, new))}" if new else ""
         log.info("%s: %d as in the model to start from, %d new%s", what, len(rows), len(new), listed)
@@ -506,6 +510,17 @@ def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) 
             "%d of %d weights of the model to start from fit; these start from nothing: %s",
             len(fitting), len(theirs), named,
         )  # fmt: skip
+    _warn_of_frozen(model, drawn.union(fresh))
+
+
+def _warn_of_frozen(model: AcousticModel, drawn: Collection[str]) -> None:
+    """Warn where weights that were drawn at random will not be learned either."""
+    frozen = [name for name, weight in model.named_parameters() if name in drawn and not weight.requires_grad]
+    if frozen:
+        named = ", ".join(first_of(frozen, _MAX_NAMED))
+        log.warning(
+            "train.freeze keeps weights that start from nothing, wholly or for new labels, leave them out: %s", named
+        )
 
 
 def _symbols(model: AcousticModel, alphabet: Alphabet, of_heads: bool) -> tuple[str, ...]:

@@ -163,6 +163,21 @@ def test_frozen_weights_stay_and_the_rest_learns(tiny_overrides: list[str], base
         train(tuned(tiny_overrides, base, "train.freeze=[convs]"), tmp_path / "frozen")
 
 
+def test_frozen_weights_that_nothing_was_learned_for_are_named(
+    tiny_overrides: list[str], base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warning(*changes: str, own: bool = False) -> str:
+        caplog.clear()
+        changes = ("train.freeze=[convs,classifier]", *changes)
+        config = compose_config([*tiny_overrides, *changes]) if own else tuned(tiny_overrides, base, *changes)
+        Trainer(config, tmp_path / "run")
+        return "".join(r.getMessage() for r in caplog.records if "keeps weights that start" in r.getMessage())
+
+    assert not warning()
+    assert warning("alphabet.symbols=' abcd'").endswith("leave them out: classifier.weight, classifier.bias")
+    assert "leave them out: convs.0.weight, " in warning(own=True)
+
+
 def test_layers_learn_at_their_own_rates(tiny_overrides: list[str], base: Path) -> None:
     rates = "optim.layer_rates={convs:0.5,recurrent_modules:0.25,recurrent_modules.1:2.0}"
     trainer = Trainer(tuned(tiny_overrides, base, rates), base.parent / "rates")
