@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -399,11 +400,14 @@ def differing_facts(facts: Mapping[str, object], expected: Mapping[str, object])
 
 @cache
 def program() -> dict[str, object]:
-    """Return the versions of ds2, with a digest of its sources, of torch, and of NumPy, which draws the batches."""
+    """Return the versions of ds2, with a digest of its sources, of torch, and of what makes batches and labels."""
     digest = hashlib.sha256()
     for name, file in sources():
         digest.update(name.encode() + b"\0" + file.read_bytes())
-    return {"ds2": f"{VERSION} ({digest.hexdigest()[:12]})", "torch": torch.__version__, "NumPy": np.__version__}
+    return {
+        "ds2": f"{VERSION} ({digest.hexdigest()[:12]})", "torch": torch.__version__, "NumPy": np.__version__,
+        "Unicode of Python": unicodedata.unidata_version,  # transcripts are lowered and composed by its tables
+    }  # fmt: skip
 
 
 def sources() -> list[tuple[str, Path]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_equal_facts_pass_and_a_single_process_agrees_with_itself() -> None:
     OneOfThree({"a": 1}).agree({"a": 1}, "so what")
     Communicator(torch.device("cpu")).agree(program() | settings(Config()), "so what")
     assert program()["NumPy"] == np.__version__  # batches are drawn by each rank
+    assert program()["Unicode of Python"] == unicodedata.unidata_version  # labels are made by each rank
 
 
 def test_the_program_is_every_source_file_however_deep() -> None:
