@@ -179,22 +179,13 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class AcceptWaveforms:
-    """Decode the next samples of several sessions; lists of their calls, numbers, arrival times, numbers of samples."""
+    """Decode the next samples of sessions, or make those before final; an entry of each list for a call."""
 
     calls: list[int]
     sessions: list[int]
     arrived_s: list[float]
-    lengths: list[int]
-    samples: bytearray  # float32, of one session after the other
-
-
-@dataclass(frozen=True)
-class Flush:
-    """Make all samples of a session final."""
-
-    call: int
-    session: int
-    arrived_s: float
+    lengths: list[int | None]  # of samples; None: all samples of the session are made final
+    samples: bytearray  # float32, of one call after the other
 
 
 @dataclass(frozen=True)
@@ -259,8 +250,7 @@ _ERRORS: dict[str, type[UserError]] = {  # a class before those that it derives 
     kind.__name__: kind for kind in (FullError, LexiconError, AudioError, DecodeError, BrokenError, UserError)
 }
 TO_ENGINE = (
-    WorkerStarted, OpenSession, AcceptWaveforms, Flush, CloseSession, CountRefusal, ReadMetrics, SessionSettings,
-    Endpoints,
+    WorkerStarted, OpenSession, AcceptWaveforms, CloseSession, CountRefusal, ReadMetrics, SessionSettings, Endpoints,
 )  # fmt: skip
 TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
 
@@ -348,17 +338,14 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
 
     def submit(self, handle: int, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
         call, future = self._call()
-        if samples is None:
-            self._post(Flush(call, handle, time.monotonic()))
-            return future
         if not self._unsent or not isinstance(self._unsent[-1], AcceptWaveforms):
             self._post(AcceptWaveforms([], [], [], [], bytearray()))
         waveforms = self._unsent[-1]
         waveforms.calls.append(call)
         waveforms.sessions.append(handle)
         waveforms.arrived_s.append(time.monotonic())
-        waveforms.lengths.append(len(samples))
-        waveforms.samples.extend(samples.tobytes())
+        waveforms.lengths.append(None if samples is None else len(samples))
+        waveforms.samples.extend(b"" if samples is None else samples.tobytes())
         return future
 
     def close_handle(self, handle: int) -> None:

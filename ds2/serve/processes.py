@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import multiprocess
 
 from ds2.audio.stream import is_in_range
@@ -42,7 +41,6 @@ from ds2.serve.client import (
     CloseSession,
     CountRefusal,
     Failure,
-    Flush,
     OpenSession,
     PartialResults,
     ReadMetrics,
@@ -116,10 +114,13 @@ class WorkerLink:
                 samples, end = np.frombuffer(data, np.float32), 0
                 has_16_bits = is_in_range(samples)  # protocols read 16 bits; others are of a damaged message
                 for call, session, time_s, length in zip(calls, sessions, arrived_s, lengths, strict=True):
-                    start, end = end, end + length
-                    yield self._chunk(call, session, time_s, samples[start:end], has_16_bits)
-            case Flush(call, session, time_s):
-                yield self._chunk(call, session, time_s, None, True)
+                    start, end = end, end + (length or 0)
+                    own = None if length is None else samples[start:end]
+                    live = self._sessions.get(session) or BrokenError()
+                    if isinstance(live, LiveSession):
+                        yield Chunk(live, own, self.deliver, call, float(time_s), has_16_bits)
+                    else:
+                        yield Failure.of(call, live)
             case OpenSession(0, int()):
                 self._open(message)
             case OpenSession(_, int()):
@@ -135,14 +136,6 @@ class WorkerLink:
                 self.started = True
             case _:
                 raise TypeError(f"no message to an engine: {message!r}")
-
-    def _chunk(
-        self, call: int, session: int, arrived_s: float, samples: NDArray[np.float32] | None, has_16_bits: bool
-    ) -> Chunk | Failure:
-        live = self._sessions.get(session) or BrokenError()
-        if isinstance(live, LiveSession):
-            return Chunk(live, samples, self.deliver, call, float(arrived_s), has_16_bits)
-        return Failure.of(call, live)
 
     def _open(self, message: OpenSession) -> None:
         try:

@@ -30,7 +30,6 @@ from ds2.serve.client import (
     CloseSession,
     CountRefusal,
     Failure,
-    Flush,
     OpenSession,
     PartialResults,
     ReadMetrics,
@@ -62,7 +61,7 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
             OpenSession(0, 1, SessionSettings(16000, Endpoints())),
             OpenSession(7, 2, SessionSettings(8000, NEVER, {"array": 1.5, "tuple": None}, ["a [b]"], True, 0.5)),
         ],
-        [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [5, 0], bytearray(samples)), Flush(9, 2, 13.5)],
+        [AcceptWaveforms([8, 9, 9], [1, 2, 2], [12.5, 12.6, 13.5], [5, 0, None], bytearray(samples))],
         [CloseSession(1), CountRefusal("429"), ReadMetrics(10)],
     ]
     to_worker = [
@@ -219,7 +218,7 @@ def test_a_message_with_values_of_other_types_ends_its_worker_alone(make_model: 
     engine, settings = Engine(recogniser, Limits()), SessionSettings(16000, NEVER)
     wrong: list[tuple[object, ...]] = [
         (OpenSession(0, [1], settings),),  # type: ignore[arg-type]
-        (OpenSession(0, 1, settings), Flush(1, 1, "soon")),  # type: ignore[arg-type]
+        (OpenSession(0, 1, settings), AcceptWaveforms([1], [1], ["soon"], [None], bytearray())),  # type: ignore[list-item]
         (OpenSession(0, 1, settings), AcceptWaveforms([1], [1], [None], [0], bytearray())),  # type: ignore[list-item]
     ]
     for messages in wrong:
