@@ -128,7 +128,7 @@ def run(arguments: Sequence[str]) -> None:
                 continue
             folder = reports / scored.manifest.stem
             if isinstance(recogniser.decoder, KeywordDecoder):
-                table = evaluate.keyword_table(scored, recogniser.decoder.graph)
+                table = evaluate.keyword_table(scored, recogniser.decoder.keywords)
                 _report_table(scored.manifest, table, folder / "keywords.md")
                 continue
             evaluation = _with_latency(recogniser, scored, data, args.workers, word_ends) if args.latency else scored

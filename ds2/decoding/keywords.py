@@ -7,9 +7,11 @@ The bonus follows from the false alarms that the user allows, by measurements on
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from ds2.config.allowed import Range
 from ds2.decoding.beam.decoder import BeamDecoder
@@ -49,23 +51,19 @@ def keyword_bonus(alarms: Sequence[float], wanted: float) -> float:
     Raises:
         DecodeError: the least that was measured is more than `wanted`.
     """
-    rising = [max(alarms[: n + 1]) for n in range(len(alarms))]
+    rising = np.maximum.accumulate(alarms)
     if wanted < rising[0]:
         raise DecodeError(
             f"{wanted:.3g} false alarms an hour of each keyword are fewer than this model was measured at: allow "
             f"{rising[0]:.3g} or more"
         )
-    bonus = BONUSES[0]
-    for low, high, fewer, more in zip(BONUSES, BONUSES[1:], rising, rising[1:], strict=False):
-        if more <= wanted:
-            bonus = high
-        elif fewer <= wanted:
-            return low + (high - low) * math.log(wanted / fewer) / math.log(more / fewer)
-    return bonus
+    return float(np.interp(np.log(wanted), np.log(rising), BONUSES))
 
 
 class KeywordDecoder(ChangedDecoder):
-    """A decoder that writes keywords, and `[unk]` for the words between them; its `graph` is theirs.
+    """A decoder that writes keywords, and `[unk]` for the words between them.
+
+    `keywords` are all texts that these stand for.
 
     Args:
         decoder: a beam search that was measured, with or without calibrated confidences.
@@ -89,9 +87,10 @@ class KeywordDecoder(ChangedDecoder):
             shown = short_repr(false_alarms)
             raise DecodeError(f"false_alarms={shown}: give a number an hour above 0, such as {FALSE_ALARMS}")
         listed = keywords if isinstance(keywords, str) else [phrase for phrase in keywords if phrase != OTHERS]
-        self.graph = compile_phrases(listed, search.network_alphabet)
+        texts = texts_of(compile_phrases(listed, search.network_alphabet))
+        self.keywords = frozenset(texts)
         bonus = keyword_bonus(search.options.keyword_alarms, false_alarms)
-        super().__init__(decoder, partial(only_keywords, graph=self.graph), dict.fromkeys(texts_of(self.graph), bonus))
+        super().__init__(decoder, partial(only_keywords, keywords=self.keywords), dict.fromkeys(texts, bonus))
         try:
             self.start()  # now rather than with the first audio
         except LexiconError as error:
@@ -113,19 +112,19 @@ def texts_of(graph: PhraseGraph) -> list[str]:
     return list(texts)
 
 
-def keywords_in(texts: Sequence[str], graph: PhraseGraph) -> list[str]:
+def keywords_in(texts: Sequence[str], keywords: Collection[str]) -> list[str]:
     """Return the keywords among words, in order, as `only_keywords` finds them."""
-    return [" ".join(texts[first:last]) for first, last, is_keyword in _spans(texts, graph) if is_keyword]
+    return [" ".join(texts[first:last]) for first, last, is_keyword in _spans(texts, keywords) if is_keyword]
 
 
-def only_keywords(hypothesis: Hypothesis, graph: PhraseGraph) -> Hypothesis:
+def only_keywords(hypothesis: Hypothesis, keywords: Collection[str]) -> Hypothesis:
     """Return the hypothesis with `[unk]` for each stretch of words that are no keyword.
 
     From left to right the longest keyword is taken. It is one word of the hypothesis, as `[unk]` is; the confidence is
     the lowest of what they were. A hypothesis without words, of a stream that goes on, is changed in its text alone.
     """
     texts = hypothesis.text.split()
-    spans = list(_spans(texts, graph))
+    spans = list(_spans(texts, keywords))
     timed = hypothesis.words if len(hypothesis.words) == len(texts) else ()
     written = [" ".join(texts[first:last]) if is_keyword else OTHERS for first, last, is_keyword in spans]
     words: list[Word] = []
@@ -140,17 +139,13 @@ def only_keywords(hypothesis: Hypothesis, graph: PhraseGraph) -> Hypothesis:
     return replace(hypothesis, text=" ".join(written), words=tuple(words), fixed_words=fixed)
 
 
-def _spans(texts: Sequence[str], graph: PhraseGraph) -> Iterable[tuple[int, int, bool]]:
+def _spans(texts: Sequence[str], keywords: Collection[str]) -> Iterable[tuple[int, int, bool]]:
     """Yield first word, word after the last, and whether they are a keyword or a stretch between keywords."""
+    lengths = sorted({len(keyword.split()) for keyword in keywords}, reverse=True)
     other = at = 0
     while at < len(texts):
-        points, end, length = graph.reached[ROOT], at, 0
-        while points and end < len(texts):
-            points = frozenset[int]().union(
-                *(graph.reached[w.end] for w in graph.words if w.start in points and w.text == texts[end])
-            )
-            end += 1
-            length = end - at if END in points else length
+        ends = (at + length for length in lengths if at + length <= len(texts))
+        length = next((end - at for end in ends if " ".join(texts[at:end]) in keywords), 0)
         if length:
             if other < at:
                 yield other, at, False

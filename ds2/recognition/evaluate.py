@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import Hypothesis, word_record
-from ds2.decoding.keywords import keywords_in, texts_of
+from ds2.decoding.keywords import keywords_in
 from ds2.decoding.methods import METHODS
-from ds2.decoding.phrases import OTHERS, PhraseGraph
+from ds2.decoding.phrases import OTHERS
 from ds2.distributed.communicator import Communicator
 from ds2.recognition.latency import Latency
 from ds2.recognition.recogniser import Recogniser
@@ -270,21 +270,21 @@ def robustness_table(reports: Sequence[tuple[str, Report]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def keyword_table(evaluation: Evaluation, graph: PhraseGraph) -> str:
+def keyword_table(evaluation: Evaluation, keywords: Collection[str]) -> str:
     """Return a Markdown table of keywords: how often they were said, found, and found though nobody said them.
 
     A keyword is right as often as the transcript of the utterance has it; what is found beyond that is a false alarm.
 
     Args:
         evaluation: by a recogniser of `Recogniser.only_keywords`.
-        graph: of the same keywords.
+        keywords: all texts that its keywords stand for.
     """
     spoken, right, false = Counter[str](), Counter[str](), Counter[str]()
     for aligned, hypothesis in zip(evaluation.report.utterances, evaluation.hypotheses, strict=True):
-        reference = Counter(keywords_in(aligned.reference, graph))
+        reference = Counter(keywords_in(aligned.reference, keywords))
         written = Counter(word.text for word in hypothesis.words if word.text != OTHERS)
         spoken, right, false = spoken + reference, right + (written & reference), false + (written - reference)
-    hours, texts = sum(utterance.duration_s for utterance in evaluation.utterances) / 3600, sorted(texts_of(graph))
+    hours, texts = sum(utterance.duration_s for utterance in evaluation.utterances) / 3600, sorted(keywords)
     lines = ["| keyword | said | found | false alarms | an hour |", "|---|---|---|---|---|"]
     for name, own in [*((text, [text]) for text in texts), (f"all {len(texts)}; an hour of each", texts)]:
         times, hits, alarms = (sum(count[text] for text in own) for count in (spoken, right, false))
