@@ -218,12 +218,11 @@ class IncrementalAligner:
         self.final_runs: list[Run] = []
         self.pending_frames = 0
         self.due_at = self._next_due()  # the number of frames after which `finalise` is due
-        self._frames: list[Tensor] = []  # (T, V) each
-        self._numbers: list[Tensor] = []  # (T,) their positions in the stream
-        # Frames are cut out of their batches only when they are needed: a new object for every chunk of every stream
-        # would make garbage collections frequent and long.
+        # Pending frames are cut out of their batches only when they are needed: a new object for every chunk of every
+        # stream would make garbage collections frequent and long.
         self._batches: list[Tensor] = []  # (T, B, V)
         self._spans = array("q")  # row, first and last frame in each of `_batches`
+        self._numbers = torch.empty(0, dtype=torch.int64)  # positions in the stream of the first pending frames
 
     def append(self, log_probs: Tensor, row: int, first: int, last: int) -> None:
         """Add the next frames: `first` to before `last` of a row of a batch (T, B, V), which must not change."""
@@ -241,17 +240,19 @@ class IncrementalAligner:
 
     def window(self) -> tuple[Tensor, Tensor]:
         """Return the pending frames (T, V) and their positions (T,) in the stream."""
-        rows, firsts, lasts = (self._spans[at::3] for at in range(3))
-        self._frames += [
-            b[first:last, row] for b, row, first, last in zip(self._batches, rows, firsts, lasts, strict=True)
-        ]
-        self._numbers.append(torch.arange(self.total_frames - sum(lasts) + sum(firsts), self.total_frames))
-        self._batches, self._spans = [], array("q")
-        return torch.cat(self._frames), torch.cat(self._numbers)
+        spans = zip(self._batches, *(self._spans[at::3] for at in range(3)), strict=True)
+        frames = torch.cat([batch[first:last, row] for batch, row, first, last in spans])
+        later = torch.arange(self.total_frames - len(frames) + len(self._numbers), self.total_frames)
+        self._hold(frames, torch.cat([self._numbers, later]))
+        return frames, self._numbers
+
+    def _hold(self, frames: Tensor, numbers: Tensor) -> None:
+        self._batches, self._spans, self._numbers = [frames[:, None]], array("q", (0, 0, len(frames))), numbers
 
     def keep(self, frames: Tensor, numbers: Tensor) -> None:
         """Replace the pending frames (T, V) and their positions (T,)."""
-        self._frames, self._numbers, self.pending_frames = [frames], [numbers], len(numbers)
+        self._hold(frames, numbers)
+        self.pending_frames = len(numbers)
         self.due_at = self._next_due()
 
     def fix_times(self, labels: Sequence[int], shared: int, alignment: Alignment | None) -> int:
