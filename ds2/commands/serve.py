@@ -16,7 +16,7 @@ from ds2.commands.compose import resolve_options
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
-from ds2.decoding.phrases import MAX_PHRASE_CHARACTERS, MAX_PHRASES
+from ds2.decoding.phrases import MAX_CHARACTERS, MAX_PHRASE_CHARACTERS, MAX_PHRASES
 from ds2.model.checkpoint import find_model, load_model
 from ds2.model.shipped import default_model
 from ds2.recognition.recogniser import Recogniser
@@ -112,7 +112,6 @@ def _protocols_and_limits() -> tuple[str, list[str] | None, str]:
     try:
         from ds2.serve.http import PROTOCOLS, TCP_PROTOCOLS
         from ds2.serve.limits import Limits
-        from ds2.serve.phrases import MAX_CHARACTERS
     except ImportError:
         return "", None, ""
     paths = [f"{protocol.summary} at {path}" for path, protocol in PROTOCOLS.items()]

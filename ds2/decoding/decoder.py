@@ -97,35 +97,37 @@ class Decoder(Protocol):
         Raises:
             DecodeError: NaN or infinite values, frames that do not sum to one, or utterances without frames.
         """
-        check_log_probs(log_probs, lengths, log_probs.shape[-1])
+        refuse_empty(lengths)
         streams = [self.start() for _ in lengths]
         self.step(streams, log_probs, lengths)
         return self.finish(streams)
 
 
-def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_empty: bool = False) -> None:
+def refuse_empty(lengths: Tensor) -> None:
+    """Raise DecodeError if an utterance has no frames, by lengths (B,)."""
+    if empty := (lengths == 0).nonzero()[:, 0].tolist():
+        raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
+
+
+def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int) -> None:
     """`start_check`, and wait for it."""
-    _, raise_if_wrong = start_check(log_probs, lengths, labels, allow_empty=allow_empty)
+    _, raise_if_wrong = start_check(log_probs, lengths, labels)
     raise_if_wrong()
 
 
-def start_check(
-    log_probs: Tensor, lengths: Tensor, labels: int, *, allow_empty: bool = False
-) -> tuple[Tensor, Callable[[], None]]:
+def start_check(log_probs: Tensor, lengths: Tensor, labels: int) -> tuple[Tensor, Callable[[], None]]:
     """Start to check log-probs before decoding.
 
     Args:
         log_probs: (T', B, V).
         lengths: (B,) CPU integers.
         labels: V of the alphabet.
-        allow_empty: accept utterances without frames.
 
     Returns:
         Whether the values of each utterance are right, (B,) bool on the device of the log-probs, and a function that
         waits for the device and raises DecodeError for NaN, +inf, and frames whose probabilities do not sum to one.
 
     Raises:
-        DecodeError: utterances without frames.
         ValueError: shapes or lengths that do not fit, or another number of labels.
     """
     if log_probs.dim() != 3 or log_probs.shape[2] != labels or lengths.shape != log_probs.shape[1:2]:
@@ -136,9 +138,6 @@ def start_check(
     counts, frames = lengths.tolist(), len(log_probs)
     if any(not 0 <= count <= frames for count in counts):
         raise ValueError(f"lengths {counts} must lie between 0 and the {frames} frames of the log-probs")
-    empty = [row for row, count in enumerate(counts) if count == 0]
-    if empty and not allow_empty:
-        raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
     sums = log_probs.float().exp().sum(2)
     ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
     if min(counts, default=frames) < frames:
@@ -233,6 +232,7 @@ class SearchDecoder(Decoder):
         self.second_pass = second_pass
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        refuse_empty(lengths)
         check_log_probs(log_probs, lengths, len(self.alphabet))
         if not len(lengths):
             return []
@@ -246,7 +246,7 @@ class SearchDecoder(Decoder):
         return []
 
     def step(self, streams: Sequence[list[Tensor]], log_probs: Tensor, lengths: Tensor) -> None:
-        check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
+        check_log_probs(log_probs, lengths, len(self.alphabet))
         for row, (frames, length) in enumerate(zip(streams, lengths.tolist(), strict=True)):
             if length:
                 frames.append(log_probs[:length, row].float())

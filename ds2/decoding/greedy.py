@@ -77,7 +77,7 @@ class GreedyDecoder(Decoder):
         return BestPath(self.alphabet, self.frame_s)
 
     def step(self, streams: Sequence[BestPath], log_probs: Tensor, lengths: Tensor) -> None:
-        _, raise_if_wrong = start_check(log_probs, lengths, len(self.alphabet), allow_empty=True)
+        _, raise_if_wrong = start_check(log_probs, lengths, len(self.alphabet))
         highest, likeliest = log_probs.max(2)
         path_copies = start_copy(likeliest, highest.float())
         raise_if_wrong()  # waits; the copies have begun, so that the second wait is short

@@ -322,7 +322,7 @@ class PhraseDecoder(Decoder):
         return _PhraseStream(self.states, self.allowance, self.frame_s)
 
     def step(self, streams: Sequence[_PhraseStream], log_probs: Tensor, lengths: Tensor) -> None:
-        check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
+        check_log_probs(log_probs, lengths, len(self.alphabet))
         frames = log_probs.double().cpu().numpy()
         for row, (stream, length) in enumerate(zip(streams, lengths.tolist(), strict=True)):
             for frame in frames[:length, row]:

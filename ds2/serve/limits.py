@@ -24,16 +24,13 @@ KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's
 class StatusError(UserError):
     """An error that ends a request or a session; `status` is HTTP's, `code` the WebSocket's."""
 
-    def __init__(self, message: str, status: int, code: int) -> None:
+    def __init__(self, message: str, status: int = 400, code: int = BAD_DATA) -> None:
         super().__init__(message)
         self.status, self.code = status, code
 
 
 class BadRequestError(StatusError):
     """A client sent what its protocol or this server does not take; the message says what is taken."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, 400, BAD_DATA)
 
 
 class SessionOverError(StatusError):

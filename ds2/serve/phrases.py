@@ -11,6 +11,7 @@ from ds2.config.allowed import Range
 from ds2.decoding.phrases import (
     BONUS,
     FALSE_ALARMS,
+    MAX_CHARACTERS,
     MAX_PHRASES,
     LexiconError,
     check_characters,
@@ -22,7 +23,6 @@ from ds2.serve.limits import BadRequestError, FullError, check_number
 from ds2.system.plain import parse_json, short_repr
 from ds2.text.alphabet import Alphabet
 
-MAX_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the client sends them
 MAX_WAITING = 256  # requests whose phrases wait to be read
 _JSON_CHARACTERS = 8 * MAX_CHARACTERS  # a character may take six as an escape
 KEYWORDS = ("only_keywords", "false_alarms")  # fields, the same in all protocols

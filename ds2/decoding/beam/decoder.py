@@ -20,7 +20,7 @@ from ds2.decoding.alignment import IncrementalAligner, add_stream_word_times, ad
 from ds2.decoding.beam.fusion import LENGTH, Fusion, PronouncedWords
 from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, read_labels
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, TorchStreams, first_of_rows, search
-from ds2.decoding.decoder import Decoder, check_log_probs, start_check, start_copy
+from ds2.decoding.decoder import Decoder, check_log_probs, refuse_empty, start_check, start_copy
 from ds2.decoding.frames import NONE, pack
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
 from ds2.decoding.lexicon import ROOT
@@ -159,6 +159,7 @@ class BeamDecoder(Decoder):
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode whole utterances: on a GPU by one launch, and one alignment of each utterance."""
+        refuse_empty(lengths)
         check_log_probs(log_probs, lengths, len(self.network_alphabet))
         if not len(lengths):
             return []
@@ -191,7 +192,7 @@ class BeamDecoder(Decoder):
         return stream
 
     def step(self, streams: Sequence[BeamStream], log_probs: Tensor, lengths: Tensor) -> None:
-        check_log_probs(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
+        check_log_probs(log_probs, lengths, len(self.network_alphabet))
         self._step(streams, self._searched(log_probs), lengths)
 
     def step_and_best(
@@ -206,7 +207,7 @@ class BeamDecoder(Decoder):
         due = any(count >= s.aligner.due_at - s.aligner.total_frames for s, count in zip(streams, counts, strict=True))
         if not isinstance(kernel_streams, KernelStreams) or due or not wanted:
             return super().step_and_best(streams, log_probs, lengths, wanted)
-        right, raise_if_wrong = start_check(log_probs, lengths, len(self.network_alphabet), allow_empty=True)
+        right, raise_if_wrong = start_check(log_probs, lengths, len(self.network_alphabet))
         log_probs, states = self._searched(log_probs), [stream.state for stream in streams]
         # Of wrong values no frame is searched: then no stream has changed when that is raised.
         searched = torch.where(right.all(), lengths.to(self.device, non_blocking=True), 0)

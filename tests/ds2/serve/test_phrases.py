@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ds2.decoding.lexicon import SessionTrie, Spelling
-from ds2.decoding.phrases import LexiconError
+from ds2.decoding.phrases import MAX_CHARACTERS, LexiconError
 from ds2.serve.limits import StatusError
-from ds2.serve.phrases import MAX_CHARACTERS, MAX_WAITING, FullError, PhraseReader
+from ds2.serve.phrases import MAX_WAITING, FullError, PhraseReader
 from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b", "c"))
