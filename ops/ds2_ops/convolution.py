@@ -294,7 +294,7 @@ def _index(taps_bins: int, taps: int, stride: int, backward: bool, device: torch
     """Return the position of each packed number in a flat (32, 32, K, J); one past its end for zeros."""
     rows = taps_bins // 2 + 1 if backward else taps_bins + stride
     shape = (rows, taps, 4, 2 * CHANNELS, 8)
-    row, tap, chunk, m, e = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
+    row, tap, chunk, m, e = torch.meshgrid(*(torch.arange(n, device="cpu") for n in shape), indexing="ij")
     inner, half, outer = chunk * 8 + e, m // CHANNELS, m % CHANNELS
     if backward:  # bins of the output lie two apart: even and odd bins of the input have taps of their own
         tap_of_bins, tap, o, i = taps_bins - 1 - 2 * row + half, taps - 1 - tap, inner, outer

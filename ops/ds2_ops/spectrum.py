@@ -70,7 +70,7 @@ def why_not(window: Tensor) -> str | None:
 @torch.inference_mode(False)  # a tensor made in inference mode could not be used outside of it later
 def _turns(size: int, device: torch.device) -> Tensor:
     """(W, 2) cos and sin of 2 pi m / W."""
-    angles = 2 * math.pi / size * torch.arange(size, dtype=torch.float64)
+    angles = 2 * math.pi / size * torch.arange(size, dtype=torch.float64, device="cpu")
     return torch.stack([angles.cos(), angles.sin()], 1).float().to(device)
 
 

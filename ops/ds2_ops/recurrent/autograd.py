@@ -28,7 +28,7 @@ Sinks = Sequence[GradientSink]
 @functools.cache
 def options_of(cell: str, clip: float, max_sms: int | None, dtype: torch.dtype, *, early: bool = False) -> Options:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
-    return Options(cell, float(torch.tensor(clip, dtype=dtype)), max_sms, early)
+    return Options(cell, float(torch.tensor(clip, dtype=dtype, device="cpu")), max_sms, early)
 
 
 def forward_on(backend: str, options: Options, tensors: Inputs, *, save: bool) -> Outputs:

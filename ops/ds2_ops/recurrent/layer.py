@@ -195,7 +195,7 @@ def _lstm_of_library(
     for first, end in set(spans):
         if first < end:
             rows = [row for row, span in enumerate(spans) if span == (first, end)]
-            own = slice(None) if len(rows) == batch else torch.tensor(rows)
+            own = slice(None) if len(rows) == batch else torch.tensor(rows, device=x.device)
             states = (h_n[own][None], c_n[own][None])
             y[first:end, own], h, c = torch.lstm(
                 x[first:end, own], states, parameters, True, 1, 0.0, False, False, False

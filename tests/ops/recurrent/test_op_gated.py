@@ -14,6 +14,7 @@ from support.op_cases import (
     CUDA,
     assert_replays,
     assert_same_bits,
+    default_dtype,
     draw,
     nan_filled_memory,
     poison_padding,
@@ -118,6 +119,17 @@ def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str
             if name in ("y", "grad_x"):
                 assert not theirs[length:, row].any()
                 assert torch.equal(ours[:, row], theirs[:, row]), name
+
+
+@on_every_target
+@each_cell
+@pytest.mark.parametrize("ragged", [False, True])
+def test_default_tensors_of_torch_do_not_matter(device: torch.device, backend: str, cell: str, ragged: bool) -> None:
+    lengths = ragged_lengths(6, 3).to(device) if ragged else None
+    inputs, cotangents = problem(cell, (6, 3, 8), device, torch.float32)
+    plain = run(cell, inputs, cotangents, lengths, backend=backend)
+    with default_dtype(torch.float64), torch.device("meta"):
+        assert_same_bits(run(cell, inputs, cotangents, lengths, backend=backend), plain)
 
 
 @on_every_target

@@ -4,6 +4,7 @@ It has no autograd and does not synchronise with the host, so a CUDA graph can r
 everything but the products is float32. Shape letters: T frames, B batch, H hidden, G gates, S saved values.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ def _lstm_forward(inputs: Inputs, save: bool) -> Outputs:
         h = torch.tanh(new_c, out=new_h).mul_(o)
         old_c = new_c
     saved = _saved(memory, c[:-1]) if save else None
-    c_n = c[-1].clone() if lengths is None else c[lengths.long(), torch.arange(batch)]
+    c_n = c[-1].clone() if lengths is None else c[lengths.long(), torch.arange(batch, device=c.device)]
     return *_ended(y, h, first, lengths), c_n, saved
 
 
@@ -201,7 +202,7 @@ def _lstm_backward(inputs: BackwardInputs, saved: Tensor) -> Gradients:
     slopes = _tanh_slope(tanh_c).mul_(o)
     dc = torch.zeros_like(grad_h0, memory_format=torch.contiguous_format)
     weight_hh = _by_columns(weight_hh)
-    ends = {} if grad_c_n is None else _rows_by_end(frames, batch, lengths)
+    ends = {} if grad_c_n is None else _rows_by_end(frames, lengths)
     steps = zip(*(part.unbind(0) for part in (dhs, grad_x, slopes, f)), strict=True)
     following: Tensor | None = None
     for t, (dh, grad, slope, forget) in reversed(list(enumerate(steps, 1))):
@@ -319,8 +320,8 @@ def _ended(y: Tensor, last: Tensor, first: Tensor, lengths: Tensor | None) -> tu
     return y.contiguous(), h_n
 
 
-def _rows_by_end(frames: int, batch: int, lengths: Tensor | None) -> dict[int, Tensor]:
+def _rows_by_end(frames: int, lengths: Tensor | None) -> Mapping[int, Tensor | slice]:
     """The utterances of each length."""
     if lengths is None:
-        return {frames: torch.arange(batch)}
+        return {frames: slice(None)}
     return {end: (lengths == end).nonzero()[:, 0] for end in set(lengths.tolist())}

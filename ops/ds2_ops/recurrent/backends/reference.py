@@ -33,7 +33,7 @@ def recurrence_reference(
 
     Arguments and returns are those of :func:`ds2_ops.recurrence` in one direction, c0 and c_n in the dtype of ``x``.
     """
-    row, lengths = CELLS[cell], torch.full(x.shape[1:2], len(x)) if lengths is None else lengths
+    row, lengths = CELLS[cell], torch.full(x.shape[1:2], len(x), device=x.device) if lengths is None else lengths
     y, h_n, c_n = time_loop(row, (x, weight_hh, bias_hn, h0, c0, lengths.to(x.device)), clip, x.dtype)
     return (y, h_n, c_n) if row.carries_c else (y, h_n)
 
