@@ -76,18 +76,18 @@ class _DropIn(nn.RNNBase):
             y, last = self.forward(input.unsqueeze(int(not self.batch_first)), _each(hx, lambda t: t[:, None]), lengths)
             assert isinstance(y, Tensor)
             return y.squeeze(int(not self.batch_first)), _each(last, lambda t: t[:, 0])
+        frames, batch = (input.shape[1], input.shape[0]) if self.batch_first else input.shape[:2]
         if lengths is not None:
-            frames, batch = (input.shape[1], input.shape[0]) if self.batch_first else input.shape[:2]
             check_lengths(lengths, batch)
             lengths = lengths_on(lengths, frames, input.device)
-        if not self._runs_on_ops(input):
+        if not self._runs_on_ops(input, frames, batch):
             return super().forward(input, hx) if lengths is None else self._padded_by_torch(input, hx, lengths)
         x = input.transpose(0, 1) if self.batch_first else input
         y, last = self._layers(x, hx, lengths)
         return y.transpose(0, 1) if self.batch_first else y, last
 
-    def _runs_on_ops(self, x: Tensor) -> bool:
-        """Whether this package's operators run it, and not torch's module."""
+    def _runs_on_ops(self, x: Tensor, frames: int, batch: int) -> bool:
+        """Whether this package's operators run an input of any layout, and not torch's module."""
         if self.backend != "auto":
             return self.backend != "torch"
         if not x.is_cuda or x.numel() == 0 or self.proj_size:
@@ -95,7 +95,7 @@ class _DropIn(nn.RNNBase):
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         if why_not_unasked(dtype, torch.get_float32_matmul_precision()):
             return False
-        return why_not(*x.shape[:2], self.hidden_size, dtype, x.device, self.cell, None) is None
+        return why_not(frames, batch, self.hidden_size, dtype, x.device, self.cell, None) is None
 
     def _layers(self, x: Tensor, hx: State | None, lengths: Tensor | None) -> tuple[Tensor, State]:
         """Run on x (T, B, K)."""
@@ -154,7 +154,8 @@ class _DropIn(nn.RNNBase):
         return bias, [other[2 * hidden :] for other in bias_hh]
 
     def _packed(self, packed: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
-        if not self._runs_on_ops(packed.data[None]):
+        sizes = packed.batch_sizes
+        if not self._runs_on_ops(packed.data, len(sizes), int(sizes[0])):
             output: tuple[PackedSequence, State] = super().forward(packed, hx)
             return output
         x, lengths = pad_packed_sequence(packed)

@@ -8,6 +8,7 @@ import ds2_ops
 import pytest
 import torch
 from ds2_ops import GRU, LSTM, RNN
+from ds2_ops.recurrent import modules
 from support.op_cases import CPU, CUDA, assert_same_bits, draw, relative_error
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -218,3 +219,24 @@ def test_on_a_gpu_errors_are_at_most_twice_those_of_cudnn(
         results.append(flat(module(x.to(CUDA, torch.bfloat16))))
     for our, their, true in zip(*results, truth, strict=True):
         assert relative_error(our, true) <= 2 * relative_error(their, true)
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_planned_for_the_utterances_of_a_packed_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frames, which differ from batch to batch, would be a new plan each time."""
+    asked: list[tuple[int, int]] = []
+    real = modules.why_not
+
+    def why_not(frames: int, batch: int, *others: Any) -> str | None:
+        asked.append((frames, batch))
+        return real(frames, batch, *others)
+
+    monkeypatch.setattr(modules, "why_not", why_not)
+    x = torch.randn(T, B, 64, device=CUDA, dtype=torch.bfloat16)
+    for batch_first in (False, True):
+        module = LSTM(64, 64, batch_first=batch_first, device=CUDA, dtype=torch.bfloat16)
+        own = x.transpose(0, 1) if batch_first else x
+        padded, _ = module(own, None, LENGTHS)
+        packed, _ = module(pack_padded_sequence(own, LENGTHS, batch_first, enforce_sorted=False))
+        assert torch.equal(pad_packed_sequence(packed, batch_first)[0], padded)
+    assert asked == [(T, B)] * 4
