@@ -53,10 +53,10 @@ def stderr_without(noise: re.Pattern[str]) -> Iterator[None]:
     those of other threads too.
     """
     with _stderr_lock, tempfile.TemporaryFile() as file:
-        sys.stderr.flush()
         try:
+            sys.stderr.flush()
             before = os.dup(2)
-        except OSError:  # the process was started without standard error
+        except (AttributeError, OSError):  # the process was started without standard error
             before = -1
         if before < 0:
             yield
@@ -109,6 +109,11 @@ def open_missing_streams() -> None:
         os.close(null)
 
 
+def stderr_is_terminal() -> bool:
+    """Whether standard error is a terminal; a Python program may have been started without it, as by `2>&-`."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Make `print` safe in the block: a terminal gets `visible` text, and characters without encoding are escaped.
@@ -141,7 +146,7 @@ class ProgressBar:
         self.done, self._began = 0.0, time.monotonic()
         self._reported_at = self._began
         self._bar = None
-        if shown and sys.stderr.isatty():
+        if shown and stderr_is_terminal():
             from tqdm import tqdm  # imported late: commands that end at once do without
 
             self._bar = tqdm(total=total, desc=visible(what), unit=f" {unit}", dynamic_ncols=True, leave=False)

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from ds2.distributed.communicator import Moment
 from ds2.system.files import atomic_file, name_errors
+from ds2.system.terminal import stderr_is_terminal
 from ds2.training.state import Progress
 
 _ALIGNMENT_ROW_PIXELS = 6
@@ -219,7 +219,7 @@ def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bo
     """A bar over the steps of an epoch; silent where `shown` is False or the error stream is no terminal."""
     return tqdm(
         total=total, initial=initial, desc=f"epoch {epoch}/{epochs}", unit="step", dynamic_ncols=True, leave=False,
-        disable=not (shown and sys.stderr.isatty()),
+        disable=not (shown and stderr_is_terminal()),
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import pytest
 
-from ds2.system.terminal import VisibleFormatter, stderr_without, visible
+from ds2.system.terminal import ProgressBar, VisibleFormatter, stderr_without, visible
+from ds2.training.metrics import progress_bar
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,15 @@ def test_lines_of_a_library_are_dropped_and_all_others_printed(capfd: pytest.Cap
         raise ValueError("bad")
     os.write(2, b"Reading again\n")
     assert capfd.readouterr().err == "an error\nnot Reading\nReading again\n"
+
+
+def test_a_program_may_have_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with ProgressBar("work", 2.0, "part") as progress, progress_bar(2, 1, 1, 0) as steps:
+        progress.update(1.0)
+        steps.update()
+    with stderr_without(re.compile("Reading .*")):
+        pass
 
 
 def test_errors_show_paths() -> None:
