@@ -215,6 +215,10 @@ class _Op:
 
     def _run(self, arrays: Mapping[str, Any], workspace: Any, stream: Any, beta: float = 0.0) -> None:
         """Launch on arrays by their names."""
+        optional = ("h0", "grad_h_n", *(("y",) if self.cell.gates > 1 else ()))
+        for name in self._inputs:
+            if name and name not in optional and arrays[name] is None:  # would be a null pointer
+                raise TypeError(f"{name} is None, expected an array {self._shapes[name]}")
         handle = stream_handle(stream)
         with runtime.current(self.device):
             base = workspace_address(workspace, self.workspace_bytes, handle)

@@ -51,6 +51,15 @@ def test_what_cannot_run_is_refused_when_the_op_is_made() -> None:
         Forward(**{**SIZES, "frames": 2**30})
 
 
+@pytest.mark.usefixtures("without_gpu")
+def test_arrays_that_a_pass_needs_are_asked_for() -> None:
+    shape = {"frames": 4, "batch": 2, "hidden": 64, "dtype": "float16"}
+    with pytest.raises(TypeError, match=r"weight_hh is None, expected an array \(64, 64\)"):
+        Forward(**shape)(object(), None, None, None, stream=0)
+    with pytest.raises(TypeError, match=r"y is None, expected an array \(4, 2, 64\)"):
+        BackwardData(**shape)(object(), None, object(), None, None, stream=0)
+
+
 def test_streams_of_all_frameworks() -> None:
     class Protocol:
         def __cuda_stream__(self) -> tuple[int, int]:
