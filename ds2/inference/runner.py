@@ -163,7 +163,7 @@ class BlockRunner:
         batch_sizes: Sequence[int] = BATCH_SIZES,
     ) -> None:
         self.features, self.device = features, model.classifier.weight.device
-        self.batch_sizes = batch_sizes
+        self.batch_sizes, self.max_batch = batch_sizes, batch_sizes[-1]
         piece = min(block_frames, _PIECE_FRAMES * model.time_stride) if parallel_layers(model, dtype) else None
         self.network = BlockNetwork(model, block_frames, dtype, piece)
         self.samples = features.span(block_frames)
@@ -200,31 +200,12 @@ class BlockRunner:
                 self._record(self._batch(size), edges)
 
     @torch.inference_mode()
-    def step(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
-        """Run the next block of streams, all different.
+    def step(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> BlockOutput:
+        """Run the next block of streams, all different, `max_batch` at most.
 
         Args:
             blocks: samples (N,) float32 in [-1, 1] of each; a shorter one ends its stream, see `final_blocks`.
         """
-        max_batch = self.batch_sizes[-1]
-        for first in range(0, len(slots), max_batch):
-            yield self._step(slots[first : first + max_batch], blocks[first : first + max_batch], first)
-
-    def final_blocks(self, slot: Slot, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
-        """End a stream; return its last blocks for `step`; empty ones give the frames that wait for their lookahead.
-
-        Args:
-            slot: gets no other blocks than the returned ones.
-            rest: its last samples (N,), fewer than a block's.
-            waiting: blocks before these that `step` has not had yet.
-        """
-        network, blocks = self.network, slot.blocks + waiting
-        slot.ends = blocks * network.block_frames + self.features.windows(len(rest))
-        missing = network.output_frames(slot.ends) - (blocks * network.frames - network.delay)
-        count = -(-missing // network.frames)
-        return [rest, *[rest[:0]] * (count - 1)] if count > 0 else []
-
-    def _step(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]], first_row: int) -> BlockOutput:
         count, network = len(slots), self.network
         size = next(size for size in self.batch_sizes if size >= count) if self._recorder is not None else count
         self._grow(self.slots.used)
@@ -243,10 +224,24 @@ class BlockRunner:
             slot.step = self._steps
             slot.blocks += 1
         if edges:
-            return self._valid_output(slots, logits, first_row)
-        return BlockOutput(list(range(first_row, first_row + count)), logits[:, :count], [network.frames] * count)
+            return self._valid_output(slots, logits)
+        return BlockOutput(list(range(count)), logits[:, :count], [network.frames] * count)
 
-    def _valid_output(self, slots: Sequence[Slot], logits: Tensor, first_row: int) -> BlockOutput:
+    def final_blocks(self, slot: Slot, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
+        """End a stream; return its last blocks for `step`; empty ones give the frames that wait for their lookahead.
+
+        Args:
+            slot: gets no other blocks than the returned ones.
+            rest: its last samples (N,), fewer than a block's.
+            waiting: blocks before these that `step` has not had yet.
+        """
+        network, blocks = self.network, slot.blocks + waiting
+        slot.ends = blocks * network.block_frames + self.features.windows(len(rest))
+        missing = network.output_frames(slot.ends) - (blocks * network.frames - network.delay)
+        count = -(-missing // network.frames)
+        return [rest, *[rest[:0]] * (count - 1)] if count > 0 else []
+
+    def _valid_output(self, slots: Sequence[Slot], logits: Tensor) -> BlockOutput:
         """The frames of a block that belong to their streams, of each from its first one on."""
         spans = [self.network.valid_span(slot.blocks - 1, slot.ends) for slot in slots]
         rows = [row for row, (first, end) in enumerate(spans) if end > first]
@@ -259,7 +254,7 @@ class BlockRunner:
             indices = torch.tensor([rows, firsts], dtype=torch.int64).to(logits.device)
             frames = indices[1] + torch.arange(longest, device=logits.device)[:, None]
             selected = logits[frames.clamp_max(len(logits) - 1), indices[0]]
-        return BlockOutput([first_row + row for row in rows], selected, lengths)
+        return BlockOutput(rows, selected, lengths)
 
     def _launch_or_restore(self, batch: _BlockBatch, edges: bool, slots: Sequence[Slot]) -> Tensor:
         """Run a batch on the CPU; where that fails, streams carry what they did before, so that they can go on."""

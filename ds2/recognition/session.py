@@ -37,7 +37,6 @@ BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this a
 MAX_BLOCK_S = 600.0  # longer ones would take gigabytes
 Item = TypeVar("Item")
 OnError = Callable[[Any, Exception], object]  # called with a session and its error
-_MAX_AT_ONCE = 256  # sessions in one call of the model
 
 
 @dataclass(frozen=True)
@@ -335,9 +334,9 @@ def decode_sessions(sessions: Sequence[Session], on_error: OnError = raise_failu
     failures: list[tuple[Session, Exception]] = []
     ready = [session for session in sessions if session.is_ready()]
     for group in grouped(ready, lambda session: id(session.runner)).values():
-        blocks = [(session, session.blocks.popleft()) for session in group]
-        for first in range(0, len(blocks), _MAX_AT_ONCE):
-            batch = blocks[first : first + _MAX_AT_ONCE]
+        max_batch = group[0].runner.max_batch
+        for first in range(0, len(group), max_batch):
+            batch = [(session, session.blocks.popleft()) for session in group[first : first + max_batch]]
             add_levels(batch)
             _run_blocks(batch, lambda session, error: failures.append((session, error)))
     for session, error in failures:  # at the end, as `on_error` may raise
@@ -383,18 +382,16 @@ def run_contained(
 
 def _run_blocks(blocks: Sequence[Block], on_error: OnError) -> None:
     """Run model and decoder on one block of each session."""
-    decoded: set[int] = set()  # sessions that were decoded before a later part of their batch raised
 
     def run(part: Sequence[Block]) -> None:
-        part = [item for item in part if id(item[0]) not in decoded]
-        if not part:
-            return
-        sessions = [session for session, _ in part]
-        outputs = sessions[0].runner.step([session.slot for session in sessions], [block for _, block in part])
-        for output in outputs:
-            rows = [sessions[row] for row in output.rows]
-            decoded.update(map(id, rows))
-            decode_logits(rows, output.logits, output.lengths, on_error)
+        slots = [session.slot for session, _ in part]
+        output = part[0][0].runner.step(slots, [block for _, block in part])
+        sessions = [part[row][0] for row in output.rows]
+        try:
+            decode_logits(sessions, output.logits, output.lengths, on_error)
+        except Exception as error:  # not of one session; the model must not run on these blocks again
+            for session in sessions:
+                on_error(session, error)
 
     with blocks[0][0].pipeline.lock:
         run_contained(blocks, run, lambda item, error: on_error(item[0], error))

@@ -25,7 +25,7 @@ import json
 import logging.handlers
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -83,7 +83,7 @@ class SimulatedRunner:
     """Stands for `ds2.inference.runner.BlockRunner`."""
 
     def __init__(self, block_frames: int) -> None:
-        self.samples = FEATURES.span(block_frames)
+        self.samples, self.max_batch = FEATURES.span(block_frames), 256
         self.ended: list[NetworkState] = []
 
     def prepare(self, streams: int) -> None: ...
@@ -97,13 +97,13 @@ class SimulatedRunner:
     def final_blocks(self, slot: NetworkState, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
         return [rest]
 
-    def step(self, slots: Sequence[NetworkState], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
+    def step(self, slots: Sequence[NetworkState], blocks: Sequence[NDArray[np.float32]]) -> BlockOutput:
         if any(len(block) and block.min() > POISON for block in blocks):
             raise RuntimeError("the network fails")
         rows = [self._labels(slot, block) for slot, block in zip(slots, blocks, strict=True)]
         longest = max(map(len, rows))
         padded = np.array([labels + [0] * (longest - len(labels)) for labels in rows], int)
-        yield BlockOutput(list(range(len(rows))), torch.from_numpy(LOGITS[padded.T]), [len(labels) for labels in rows])
+        return BlockOutput(list(range(len(rows))), torch.from_numpy(LOGITS[padded.T]), [len(labels) for labels in rows])
 
     def _labels(self, stream: NetworkState, block: NDArray[np.float32]) -> list[int]:
         last = len(block) < self.samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from ds2.recognition.open_segments import NEVER, Endpoints, Segment
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import (
     LiveSession,
+    Session,
     add_levels,
     decode_logits,
     decode_sessions,
@@ -166,7 +167,7 @@ def test_sources_that_end_share_batches_with_those_that_go_on(
         live.flush()
     step = runner.step
 
-    def counted(slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
+    def counted(slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> BlockOutput:
         sizes.append(len(slots))
         return step(slots, blocks)
 
@@ -182,6 +183,23 @@ def test_sources_that_end_share_batches_with_those_that_go_on(
     ]
     assert sizes[0] == 5 and len(sizes) == longest
     assert not together[4].segments and all(live.segments for live in together[:4])
+
+
+def test_a_batch_whose_logits_cannot_be_decoded_fails_and_is_not_run_again(
+    recogniser: Recogniser, recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives, batches, failures = [recogniser.live() for _ in range(2)], list[int](), dict[Session, Exception]()
+    for live in lives:
+        live.accept_waveform(read_audio(recording))
+    more_labels = torch.eye(len(recogniser.alphabet) + 1)[[-1]].expand(3, 2, -1)
+
+    def step(slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> BlockOutput:
+        batches.append(len(slots))
+        return BlockOutput([0, 1], more_labels, [3, 3])
+
+    monkeypatch.setattr(recogniser.block_runner(BLOCK_FRAMES), "step", step)
+    decode_sessions(lives, failures.setdefault)
+    assert batches == [2] and [type(failures[live]) for live in lives] == [IndexError] * 2
 
 
 @pytest.mark.parametrize("seed", range(1))
