@@ -15,7 +15,7 @@ from ds2.config.schema import ConfigError, DataConfig
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import BLOCK_S, decode_sessions, final_results, results
+from ds2.recognition.session import decode_sessions, final_results, results
 from ds2.recognition.transcripts import align_batch, transcript_batches
 from ds2.scoring.wer import CORRECT, DELETION, INSERTION, align
 from ds2.system.files import read_byte_lines
@@ -97,8 +97,7 @@ def _stream(
             read_audio(u.audio_filepath, data.sample_rate_hz, u.offset_s, u.duration_s, data.channel)
         )
         session.input_finished()
-    features, stride = recogniser.features, recogniser.model.time_stride
-    frames = stride * round(BLOCK_S / recogniser.frame_s)
+    features, frames = recogniser.features, sessions[0].block_frames
     arrived = features.samples(frames)  # at the end of the first block
     histories: list[list[tuple[float, list[str]]]] = [[] for _ in sessions]
     while ready := [index for index, session in enumerate(sessions) if session.is_ready()]:

@@ -11,7 +11,6 @@ dropped, as the protocol wants. It has no keys either: a server with a key refus
 """
 
 import asyncio
-import json
 from typing import Any
 
 from starlette.types import Message
@@ -44,8 +43,7 @@ class Wyoming(Connection):
 
     async def handle_messages(self) -> None:
         while (message := await self.receive()) is not None:
-            event = json_object(message["text"])
-            kind, data = event["type"], event["data"]
+            kind, data = message["event"]
             if kind == "describe":
                 await self.send(self._info())
             elif kind == "ping":
@@ -62,13 +60,10 @@ class Wyoming(Connection):
                 self._check_format(data)
             elif kind == "audio-chunk":
                 self._check_format(data)
-                await self._accept(message["bytes"])
+                result = await self.accept_audio(message["bytes"])
+                await self._send_words(result.partial.split()[: result.fixed_words])
             elif kind == "audio-stop":
                 await self.send_last_result()
-
-    async def _accept(self, payload: bytes) -> None:
-        result = await self.accept_audio(payload)
-        await self._send_words(result.partial.split()[: result.fixed_words])
 
     async def send_last_result(self) -> None:
         """The transcript of the utterance; the next one may follow."""
@@ -123,7 +118,7 @@ class Wyoming(Connection):
 
 
 class EventSocket:
-    """A connection over TCP as a WebSocket of ASGI: an event is a message, its payload the message's `bytes`.
+    """A connection over TCP as a WebSocket of ASGI: a message has an `event`, of a type and data, and its `bytes`.
 
     The data of an event, and its payload, have at most `max_bytes`.
     """
@@ -170,8 +165,7 @@ class EventSocket:
         if length := self._length(header, "data_length"):
             data = data | json_object(_decode(await self.reader.readexactly(length)))
         payload = await self.reader.readexactly(self._length(header, "payload_length"))
-        text = json.dumps({"type": header["type"], "data": data})
-        return {"type": "websocket.receive", "text": text, "bytes": payload}
+        return {"type": "websocket.receive", "event": (header["type"], data), "bytes": payload}
 
     def _length(self, header: dict[str, Any], name: str) -> int:
         length = header.get(name) or 0
