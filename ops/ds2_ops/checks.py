@@ -43,6 +43,14 @@ def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}: move one with .to(device)")
 
 
+def check_read(name: str, tensor: Tensor, dtype: torch.dtype, x: Tensor) -> None:
+    """Raise unless ``tensor`` has the dtype that a kernel reads it as, and the device of ``x``."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, expected {dtype}: convert it with .to({dtype})")
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device} but the data is on {x.device}: move one with .to(device)")
+
+
 def check_x(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:
     """Raise unless the shape of x is (T, B, H) and its dtype is allowed."""
     if len(shape) != 3:

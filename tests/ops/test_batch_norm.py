@@ -133,6 +133,14 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
     assert "12 channels" in str(why_not(torch.bfloat16, 12, torch.device("cuda")))
 
 
+def test_tensors_of_another_dtype_are_refused() -> None:
+    x, weight, count = torch.zeros(4, 2, 8), torch.ones(8), torch.tensor([8], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"count is torch\.int64, expected torch\.int32"):
+        batch_norm(x, weight, weight, count.long(), eps=EPS)
+    with pytest.raises(TypeError, match=r"bias is torch\.bfloat16, expected torch\.float32"):
+        batch_norm(x.bfloat16(), weight, weight.bfloat16(), count, eps=EPS)
+
+
 def test_running_averages_and_sums_over_ranks(device: str) -> None:
     case = Case((70, 3, 72), torch.float32, device, ragged=False)
     running = RunningStatistics(torch.full((72,), 3.0, device=device), torch.full((72,), 5.0, device=device), 0.25)

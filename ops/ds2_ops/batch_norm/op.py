@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.batch_norm.rows import BYTES, NUMBERS, Rows
-from ds2_ops.checks import refuse_second_derivative, why_no_gpu
+from ds2_ops.checks import check_read, refuse_second_derivative, why_no_gpu
 from ds2_ops.jit.launch import multiprocessors, run
 
 
@@ -76,7 +76,15 @@ def batch_norm(
 
     Returns:
         y like x.
+
+    Raises:
+        TypeError, ValueError: a tensor has another dtype, or is on another device.
     """
+    read = (("weight", weight), ("bias", bias)), (("count", count), ("lengths", lengths))
+    for tensors, dtype in zip(read, (torch.float32, torch.int32), strict=True):
+        for name, tensor in tensors:
+            if tensor is not None:
+                check_read(name, tensor, dtype, x)
     y: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, count, lengths, eps, clip, running, reduce
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import why_no_plan
+from ds2_ops.checks import check_read, why_no_plan
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
 
@@ -66,9 +66,14 @@ def align(log_probs: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> A
         sizes: (B,) int32 on the GPU, labels of each target.
 
     Raises:
-        ValueError: as ``plan``.
+        ValueError: as ``plan``, or a device that is not allowed.
+        TypeError: a dtype that is not allowed.
         RuntimeError: the driver's or compiler's error, with shape and GPU.
     """
+    check_read("log_probs", log_probs, torch.float32, log_probs)
+    check_read("frames", frames, torch.int64, log_probs)
+    for name, tensor in (("labels", labels), ("sizes", sizes)):
+        check_read(name, tensor, torch.int32, log_probs)
     length, batch, vocabulary = log_probs.shape
     longest, device = labels.shape[1], log_probs.device
     launch = plan(longest, runtime.smem_bytes_per_block(device_index(device)), batch)

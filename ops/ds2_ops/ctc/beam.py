@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import why_no_plan
+from ds2_ops.checks import check_read, why_no_plan
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
 
@@ -212,9 +212,12 @@ def search(
         The tables after the last frame.
 
     Raises:
-        ValueError: as ``plan``.
+        ValueError: as ``plan``, or a device that is not allowed.
+        TypeError: a dtype that is not allowed.
         RuntimeError: the driver's or compiler's error, with shape and GPU.
     """
+    check_read("log_probs", log_probs, torch.float32, log_probs)
+    check_read("frames", frames, torch.int64, log_probs)
     length, batch, labels = log_probs.shape
     device = log_probs.device
     unit = "none" if grams is None else "word" if grams.label_ids is None else "label"

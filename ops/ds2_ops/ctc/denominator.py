@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2_ops.checks import why_no_plan
+from ds2_ops.checks import check_read, why_no_plan
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, run, translation_unit
 
@@ -349,8 +349,10 @@ class Denominator:
             (B,) float32 or float64 in nats.
 
         Raises:
+            TypeError, ValueError: the dtype or device of frames is another.
             RuntimeError: the driver's or compiler's error, with shape and GPU.
         """
+        check_read("frames", frames, torch.int64, logits)
         kernels = logits.dtype != torch.float64 and self.why_not(logits.device) is None
         function = _ByKernels if kernels else _ByProducts
         log_sums: Tensor = function.apply(logits, frames, self)  # type: ignore[no-untyped-call]

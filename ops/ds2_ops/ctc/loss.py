@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import why_no_plan
+from ds2_ops.checks import check_read, check_shape, why_no_plan
 from ds2_ops.ctc.paths import plan, slopes
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, device_index, run
@@ -39,9 +39,16 @@ def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor, *, d
         (B,) float32 in nats; infinite where no alignment exists; the gradient is then not defined.
 
     Raises:
-        ValueError: as ``plan``.
+        ValueError: as ``plan``, or a shape or device that is not allowed.
+        TypeError: a dtype that is not allowed.
         RuntimeError: the driver's or compiler's error, with shape and GPU.
     """
+    batch = logits.shape[1]
+    check_shape("labels", labels, (batch, labels.shape[-1]), "(B, L)")
+    for name, lengths in (("frames", frames), ("sizes", sizes)):
+        check_shape(name, lengths, (batch,), "(B,)")
+    for name, tensor in (("frames", frames), ("labels", labels), ("sizes", sizes)):
+        check_read(name, tensor, torch.int64, logits)
     losses: Tensor = _CtcLoss.apply(logits, frames, labels, sizes, delay_penalty)  # type: ignore[no-untyped-call]
     return losses
 

@@ -177,6 +177,8 @@ def test_what_is_not_finite_is_passed_on(kernels: bool, device: str) -> None:
     logits = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(5))
     logits[3, 0, 1] = float("nan")
     sums = Denominator(graph, 4)(logits.to(device), torch.tensor([6, 6], device=device)).cpu()
+    with pytest.raises(TypeError, match=r"frames is torch\.int32, expected torch\.int64"):
+        Denominator(graph, 4)(logits, torch.tensor([6, 6], dtype=torch.int32))
     assert sums[0].isnan() and sums[1].isfinite()
 
 

@@ -79,3 +79,20 @@ def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "need a CUDA GPU" in str(loss.why_not(10, 29, torch.device("cpu")))
     assert loss.why_not(300, 29, cuda) is None
     assert "100000 labels of 29" in str(loss.why_not(100_000, 29, cuda))
+
+
+def test_tensors_that_kernels_would_read_as_another_type_are_refused() -> None:
+    log_probs, lengths, labels = torch.zeros(5, 2, 4), torch.tensor([5, 3]), torch.tensor([[1, 2], [3, 0]])
+    sizes = torch.tensor([2, 1])
+    with pytest.raises(TypeError, match=r"frames is torch\.int32, expected torch\.int64: convert it with \.to\("):
+        loss.ctc_loss(log_probs, lengths.int(), labels, sizes)
+    with pytest.raises(TypeError, match=r"labels is torch\.int32, expected torch\.int64"):
+        loss.ctc_loss(log_probs, lengths, labels.int(), sizes)
+    with pytest.raises(ValueError, match=r"sizes has shape \(1,\), expected \(B,\) = \(2,\)"):
+        loss.ctc_loss(log_probs, lengths, labels, sizes[:1])
+    with pytest.raises(ValueError, match="frames is on meta but the data is on cpu"):
+        loss.ctc_loss(log_probs, lengths.to("meta"), labels, sizes)
+    with pytest.raises(TypeError, match=r"labels is torch\.int64, expected torch\.int32"):
+        align.align(log_probs, lengths, labels, sizes.int())
+    with pytest.raises(TypeError, match=r"log_probs is torch\.bfloat16, expected torch\.float32"):
+        align.align(log_probs.bfloat16(), lengths, labels.int(), sizes.int())
