@@ -39,16 +39,20 @@ def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
         raise TypeError(
             f"{name} is {tensor.dtype} but x is {x.dtype}: convert one with .to(dtype), or run under torch.autocast"
         )
+    check_device(name, tensor, x)
+
+
+def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
+    """Raise unless ``tensor`` is on the device of ``x``."""
     if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}: move one with .to(device)")
+        raise ValueError(f"{name} is on {tensor.device} but {x_name} is on {x.device}: move one with .to(device)")
 
 
 def check_read(name: str, tensor: Tensor, dtype: torch.dtype, x: Tensor) -> None:
     """Raise unless ``tensor`` has the dtype that a kernel reads it as, and the device of ``x``."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name} is {tensor.dtype}, expected {dtype}: convert it with .to({dtype})")
-    if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device} but the data is on {x.device}: move one with .to(device)")
+    check_device(name, tensor, x, "the data")
 
 
 def check_x(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:

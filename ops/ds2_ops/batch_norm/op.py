@@ -80,11 +80,11 @@ def batch_norm(
     Raises:
         TypeError, ValueError: a tensor has another dtype, or is on another device.
     """
-    read = (("weight", weight), ("bias", bias)), (("count", count), ("lengths", lengths))
-    for tensors, dtype in zip(read, (torch.float32, torch.int32), strict=True):
-        for name, tensor in tensors:
-            if tensor is not None:
-                check_read(name, tensor, dtype, x)
+    check_read("weight", weight, torch.float32, x)
+    check_read("bias", bias, torch.float32, x)
+    check_read("count", count, torch.int32, x)
+    if lengths is not None:
+        check_read("lengths", lengths, torch.int32, x)
     y: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, count, lengths, eps, clip, running, reduce
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds2_ops.checks import (
     check_choice,
+    check_device,
     check_lengths,
     check_like,
     check_shape,
@@ -238,8 +239,7 @@ def check_tensors(
         check_shape("c0", c0, (*ways, batch, hidden), f"({legend}B, H)")
         if c0.dtype != wide_dtype(x):
             raise TypeError(f"c0 is {c0.dtype}, expected {wide_dtype(x)}: the cell state is never rounded to {x.dtype}")
-        if c0.device != x.device:
-            raise ValueError(f"c0 is on {c0.device} but x is on {x.device}: move one with .to(device)")
+        check_device("c0", c0, x)
 
 
 class _Settings(NamedTuple):
